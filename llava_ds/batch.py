@@ -5,6 +5,7 @@ P patches each, R pooled features made of up to K others.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ import torch
 class Batch:
     """One micro-batch without padding.
 
-    input_ids (1, T) int64, 0 at image positions; position_ids (1, T) int64, from 0 in every sample;
+    input_ids (1, T) int64, 0 at image positions; position_ids (1, T) int64, from 0 in every sample, or (3, 1, T) for
+    language models whose positions have three axes;
     cu_seqlens (samples + 1,) int32, where samples start, and T; max_seqlen, length of the longest sample;
     sources (samples,) int64, the number of each sample's data source;
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
@@ -25,6 +27,9 @@ class Batch:
     image_positions (M,) int64, positions in T of image features and then of newlines; feature_index (F,) int64, the
     rows that go to the first F of them, of a table with the N * P features and then the R pooled features. Samples
     that share an image use the same rows.
+
+    tower_inputs: further arguments of a tower that takes whole images in any shape (data/native_resolution.py), whose
+    tiles are the cells of an image; empty for others.
 
     parts: the ranks that share the micro-batch's tokens. Above 1, these are one rank's part of it (data/cut.py): T, M,
     S and N are the part's, positions count from its first token, and what is by sample is the whole micro-batch's.
@@ -54,6 +59,7 @@ class Batch:
     reference: torch.Tensor | None = None
     margins: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    tower_inputs: dict[str, torch.Tensor | int] = dataclasses.field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""
@@ -65,4 +71,9 @@ class Batch:
 
     def _each(self, change) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(**{k: change(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+        values["tower_inputs"] = _changed(self.tower_inputs, change)
+        return type(self)(**_changed(values, change))
+
+
+def _changed(values: dict[str, object], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, object]:
+    return {name: change(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}

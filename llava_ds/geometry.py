@@ -7,13 +7,13 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from llava_ds.config.arguments import DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
-from llava_ds.tilings import Tiling
+from llava_ds.tilings import CellTiling, Tiling
 
 Size = tuple[int, int]  # width, height
 
@@ -50,6 +50,11 @@ class ImageOptions:
     force_sample: bool = False
     stretch: bool = False
     class_token: bool = False
+
+    @property
+    def tiling(self) -> Tiling | None:
+        """A ready model's tiles; None for LLaVA's."""
+        return None
 
     @property
     def side(self) -> int:
@@ -114,6 +119,8 @@ def image_options(
 ) -> ImageOptions:
     """Image options from checked flags and the tower. Raises ConfigError for flags that don't fit the tower."""
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
+    if given := [f"--{name} {value}" for name in ("min_pixels", "max_pixels") if (value := getattr(data, name))]:
+        raise ConfigError(f"{', '.join(given)}: this model's images have one size, so leave it out")
     if class_token and model.mm_patch_merge_type != "flat":
         raise ConfigError(
             "--mm_vision_select_feature cls_patch gives every tile a feature that has no place in a grid: give "
@@ -267,6 +274,13 @@ def _spread(num_frames: int, count: int) -> list[int]:
     return np.linspace(0, num_frames - 1, count, dtype=int).tolist()
 
 
+class ImageText(NamedTuple):
+    """What a ready model's processor writes in an image's place, and the features for each image token in it."""
+
+    text: str
+    features: int
+
+
 @dataclass(frozen=True)
 class MediaLayout:
     """The layout of one image or video: its tiles, and the order of their features in a sequence.
@@ -289,12 +303,18 @@ class MediaLayout:
     )  # the images' sizes; other sizes may give the same layout
     overview: bool = True
     pools_by_max: bool = False
-    text: str | None = None  # of a ready model: what is written in its place, with a token for each tile's features
+    text: ImageText | None = None  # of a ready model
+    cells: tuple[int, int] | None = None  # tiles across and down, where these are the cells of one whole image
 
     @property
-    def mark(self) -> int | str:
+    def mark(self) -> int | ImageText:
         """What the encoder puts in its place: positions in a row, or a ready model's text."""
         return self.num_tokens if self.text is None else self.text
+
+    @property
+    def tile_pairs(self) -> int:
+        """Pairs of cells of an image of which one sees the other; 0 for tiles, which are images of their own."""
+        return 0 if self.cells is None else self.num_tiles**2
 
     @property
     def rows(self) -> np.ndarray:
@@ -370,9 +390,11 @@ def _ready_layout(kind: str, sizes: tuple[Size, ...], options: ReadyImageOptions
             "videos of ready models are not supported yet: take the record out, or give its frames as images"
         )
     cut = options.tiling.cut(sizes[0])
-    n, side = cut.num_tiles, options.side
-    tokens, text = n * options.tokens_per_tile, options.tiling.text(cut)
-    return MediaLayout(n, tokens, side, None, (0, 0, side, side), None, None, "none", False, sizes, text=text)
+    n, side, text = cut.num_tiles, options.side, options.tiling.text(cut)
+    tokens = n * options.tokens_per_tile
+    written = ImageText(text, tokens // text.count(options.tiling.image_token))
+    cells, box = cut.grid if isinstance(options.tiling, CellTiling) else None, (0, 0, side, side)
+    return MediaLayout(n, tokens, side, None, box, None, None, "none", False, sizes, text=written, cells=cells)
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:

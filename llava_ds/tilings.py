@@ -7,9 +7,12 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from llava_ds.constants import DataError
+
 Size = tuple[int, int]  # width, height
 
 MAX_SIDE = 4096  # pixels of the longer side of an image of Idefics3's or SmolVLM's processor
+MAX_SHAPE = 200  # times that an image of Qwen-VL's processor may be longer than it is wide
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,47 @@ class CanvasTiling:
         return best
 
 
-Tiling = SplitTiling | CanvasTiling
+@dataclass(frozen=True)
+class CellTiling:
+    """Cells of Qwen-VL: the image at about its own size, a multiple of a cell's side, each cell one feature.
+
+    Its cells are this program's tiles. side: of a cell in pixels; merge: patches along it; least, most: pixels of an
+    image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
+    positions along its learned table; both None for towers without. Positions in the language model have three axes.
+    Source: transformers' smart_resize and Qwen2VLProcessor.
+    """
+
+    side: int
+    merge: int
+    least: int
+    most: int
+    image_token: str
+    window: int | None = None
+    table: int | None = None
+
+    def cut(self, size: Size) -> Cut:
+        """The cells of an image. Raises DataError for one whose shape the processor refuses."""
+        if max(size) > MAX_SHAPE * min(size):
+            raise DataError(
+                f"an image of {size[0]} x {size[1]} is more than {MAX_SHAPE} times longer than wide, which the model's "
+                "processor refuses: leave it out"
+            )
+        (width, height), side = size, self.side
+        across, down = round(width / side), round(height / side)
+        if across * down * side**2 > self.most:
+            scale = math.sqrt(width * height / self.most)
+            across, down = (max(1, math.floor(length / scale / side)) for length in size)
+        elif across * down * side**2 < self.least:
+            scale = math.sqrt(self.least / (width * height))
+            across, down = (math.ceil(length * scale / side) for length in size)
+        return Cut(((across * side, down * side),), (across, down))
+
+    def text(self, cut: Cut) -> str:
+        """The text in the image's place, with one image_token for all of its features."""
+        return self.image_token
+
+
+Tiling = SplitTiling | CanvasTiling | CellTiling
 
 
 @cache

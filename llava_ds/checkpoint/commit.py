@@ -87,10 +87,20 @@ def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks:
     return final
 
 
-def keep_newest(output_dir: Path, limit: int | None) -> None:
-    """Delete all but the newest checkpoints, on rank 0; None keeps all."""
-    for path in checkpoints(output_dir)[limit:] if limit is not None else []:
-        _delete(path)
+def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -> None:
+    """Delete all but the newest checkpoints, on rank 0; None keeps all.
+
+    best: one that stays, in the place of the oldest of them; the newest stays beside it.
+    """
+    found = checkpoints(output_dir)
+    if limit is None:
+        return
+    kept = found[:limit]
+    if best in found and best not in kept:
+        kept = [*found[: max(1, limit - 1)], best]
+    for path in found:
+        if path not in kept:
+            _delete(path)
 
 
 def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:

@@ -72,6 +72,14 @@ class DataArguments:
         "Sizes that an anyres image may take, in pixels, like [(336,672),(672,336)], or a range of grids like "
         "(1x1),...,(6x6), width first. Absent: LLaVA-NeXT's five.",
     )
+    min_pixels: Count | None = _images(
+        None,
+        "For ready models whose images keep their size (Qwen-VL): scale an image up to at least so many pixels. "
+        "Absent: as the model's image processor says.",
+    )
+    max_pixels: Count | None = _images(
+        None, "The same: scale an image down to at most so many pixels, which bounds its number of tokens."
+    )
     max_image_pixels: Annotated[int, Bounds(1, PILLOW_MAX_PIXELS)] = _images_free(
         MAX_IMAGE_PIXELS, "Images with more pixels are refused before decoding. The upper bound is Pillow's own."
     )

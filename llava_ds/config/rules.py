@@ -234,14 +234,37 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         value = getattr(training, name)
         if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
             yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
-    has_samples = data.eval_fraction or data.eval_data_path is not None
+    has_samples = data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None
     remedy = "computes the loss on eval samples: give --eval_data_path or --eval_fraction, too"
     if training.eval_steps and not has_samples and training.eval_strategy is None:
         yield f"--eval_steps {training.eval_steps:g} {remedy}"
     if training.eval_strategy not in (None, "no") and not has_samples:
         yield f"--eval_strategy {training.eval_strategy} {remedy}"
+    if training.eval_tasks is not None and args.model.bits < 16:
+        bits = args.model.bits
+        yield f"--eval_tasks can't be answered from the packed weights of --bits {bits}: leave one of them out"
+    if training.eval_tasks is not None and training.objective == "reward":
+        yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
     if data.sample_data_path is not None and not training.sample_steps:
         yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
+
+
+def best_evaluation(args: Arguments) -> Iterator[str]:
+    data, training = args.data, args.training
+    wanted = {
+        "--load_best_model_at_end True": training.load_best_model_at_end,
+        f"--early_stopping_patience {training.early_stopping_patience}": training.early_stopping_patience is not None,
+        f"--metric_for_best_model {training.metric_for_best_model}": training.metric_for_best_model is not None,
+    }
+    given = [flag for flag, is_set in wanted.items() if is_set]
+    if given and not (data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None):
+        yield f"{given[0]} needs eval samples: give --eval_data_path, --eval_fraction or --eval_tasks, too"
+    if training.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
+        flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
+        yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"
+    for name in ("greater_is_better", "early_stopping_threshold"):
+        if name in args.given and not given:
+            yield f"--{name} has no effect without --load_best_model_at_end or --early_stopping_patience: leave it out"
 
 
 def checkpoints(args: Arguments) -> Iterator[str]:
@@ -442,6 +465,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     steps_and_layout,
     installed_trackers,
     eval_and_sample_steps,
+    best_evaluation,
     checkpoints,
     trainable_parts,
     upcycling,

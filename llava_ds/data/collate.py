@@ -10,7 +10,9 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.native_resolution import axis_positions, tower_inputs
 from llava_ds.geometry import ImageOptions, MediaLayout
+from llava_ds.tilings import CellTiling
 
 
 @dataclass(frozen=True)
@@ -62,18 +64,20 @@ class ItemCounts(NamedTuple):
     targets: int
     pairs: int
     tiles: int
+    tile_pairs: int
 
 
 def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
     """What an item adds to the work of a step; an image of both answers of a pair counts once."""
     lengths = [len(sample.input_ids) for sample in item.samples]
-    tiles = {id(one): layout.num_tiles for sample in item.samples for one, layout in sample.media}
+    layouts = {id(one): layout for sample in item.samples for one, layout in sample.media}.values()
     return ItemCounts(
         samples=len(item.samples),
         tokens=sum(lengths),
         targets=sum(sample.num_targets for sample in item.samples),
         pairs=sum(length * (length + 1) // 2 for length in lengths),
-        tiles=sum(tiles.values()),
+        tiles=sum(layout.num_tiles for layout in layouts),
+        tile_pairs=sum(layout.tile_pairs for layout in layouts),
     )
 
 
@@ -109,7 +113,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
     is_newline = rows < 0
     return Batch(
         input_ids=ids.masked_fill(is_image, 0)[None],
-        position_ids=torch.cat([torch.arange(length) for length in lengths.tolist()])[None],
+        position_ids=_position_ids(samples, options),
         cu_seqlens=cu_seqlens.to(torch.int32),
         max_seqlen=int(lengths.max()),
         sources=torch.tensor([sample.source for sample in samples]),
@@ -124,7 +128,22 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
         reference=_references(samples),
         margins=_margins(samples),
+        tower_inputs=_tower_inputs(list(layouts.values()), options),
     )
+
+
+def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.Tensor:
+    """(1, T), or (3, 1, T) with three axes."""
+    if not isinstance(options.tiling, CellTiling):
+        return torch.cat([torch.arange(len(sample.input_ids)) for sample in samples])[None]
+    parts = [axis_positions(sample.input_ids, [layout.cells for _, layout in sample.media]) for sample in samples]
+    return torch.cat(parts, 1)[:, None]
+
+
+def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> dict[str, torch.Tensor | int]:
+    if not isinstance(options.tiling, CellTiling):
+        return {}
+    return tower_inputs([layout.cells for layout in layouts] or [(1, 1)], options.tiling)  # (1, 1): the blank tile
 
 
 def blank_tile(size: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTok
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
+from llava_ds.geometry import ImageText
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, with_token
 
 # Characters of a conversation to tokenize first: at least, and per token that it may have. If they give too few tokens,
@@ -117,7 +118,7 @@ class Encoder:
         self.image_id = self.backend.token_to_id(MARKED_IMAGE)
 
     def encode_batch(
-        self, conversations: Sequence[tuple[Sequence[Message], Sequence[int | str]]]
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[int | ImageText]]]
     ) -> list[Encoded | DataError]:
         """Ids and labels of every conversation, or the reason why it can't be encoded, in order.
 
@@ -165,7 +166,7 @@ class Encoder:
             f"{limit:,} tokens spell, are fewer: take out what the tokenizer passes over, such as spaces in a row"
         )
 
-    def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int | str]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int | ImageText]) -> list[int]:
         """The ids up to the beginning of the next answer, not cut. messages end with a question."""
         text = self._prompt_text(self._guarded(messages))
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)

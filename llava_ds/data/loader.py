@@ -25,7 +25,8 @@ class Counts(NamedTuple):
     images, don't count.
 
     targets: supervised tokens; micro_batches: those that have any; pairs: of tokens of which one sees the other, the
-    sum of L (L + 1) / 2 over samples of L tokens; tiles: squares that the vision tower sees.
+    sum of L (L + 1) / 2 over samples of L tokens; tiles: squares that the vision tower sees; tile_pairs: those of one
+    image of which one sees the other in a tower that takes whole images, 0 for others.
     """
 
     samples: int
@@ -34,6 +35,7 @@ class Counts(NamedTuple):
     micro_batches: int
     pairs: int
     tiles: int
+    tile_pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class MicroBatch:
     broken: tuple[BrokenSample, ...]
     is_counted: bool = True
     numbers: tuple[int, ...] | None = None
+    num_tile_pairs: int = 0
 
     @property
     def counts(self) -> Counts:
@@ -65,6 +68,7 @@ class MicroBatch:
             int(self.num_targets > 0),
             self.num_pairs,
             self.num_tiles,
+            self.num_tile_pairs,
         )
         return Counts(*own) if self.is_counted else Counts(*[0] * len(own))
 
@@ -182,6 +186,5 @@ def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options:
 
 def _numbers(kept: list[ItemCounts]) -> dict[str, int]:
     """What a MicroBatch of these items holds."""
-    return {
-        f"num_{name}": sum(getattr(each, name) for each in kept) for name in ("tokens", "targets", "pairs", "tiles")
-    }
+    names = ("tokens", "targets", "pairs", "tiles", "tile_pairs")
+    return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in names}

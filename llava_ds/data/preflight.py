@@ -187,7 +187,7 @@ class _Checked:
     sample: Sample
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
-    marks: list[int | str]
+    marks: list[int | geometry.ImageText]
 
     @property
     def conversations(self) -> list[tuple[Message, ...]]:

@@ -13,7 +13,7 @@ from llava_ds.data.sample import Message
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
-from llava_ds.geometry import ImageOptions, ReadyImageOptions
+from llava_ds.geometry import ImageOptions, ImageText, ReadyImageOptions
 from llava_ds.tokenizer import framing_ids
 
 
@@ -29,11 +29,11 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, ima
 class ReadyEncoder(Encoder):
     """Encodes conversations to the ids of a ready model's processor, and labels by character offsets.
 
-    In place of an image comes the text of its layout, in which one token stands for the features of a tile.
+    In place of an image comes the text of its layout, in which an image token stands for so many features.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ReadyImageOptions) -> None:
-        self.image_token, self.tokens_per_tile = images.tiling.image_token, images.tokens_per_tile
+        self.image_token = images.tiling.image_token
         super().__init__(tokenizer, options)
         self.prompt = answer_prompt(self.tokenizer)
         self.bos = self.tokenizer.bos_token
@@ -54,10 +54,10 @@ class ReadyEncoder(Encoder):
         return render_ready_prompt(messages, self.tokenizer)
 
     def _pieces(
-        self, segments: Sequence[Segment], features: Sequence[str]
+        self, segments: Sequence[Segment], features: Sequence[ImageText]
     ) -> tuple[list[Piece], list[tuple[int, int, int]]]:
         """The text with every image's own text in its place, and its supervised spans."""
-        spans, parts, length, left = [], [], 0, iter(features)
+        spans, parts, length, left = [], [], 0, iter(mark.text for mark in features)
         for segment in self._chosen(segments):
             pieces = re.split(f"({re.escape(self.image_token)})", segment.text)
             text = "".join(next(left, self.image_token) if i % 2 else piece for i, piece in enumerate(pieces))
@@ -80,7 +80,7 @@ class ReadyEncoder(Encoder):
         pieces: Sequence[Piece],
         coded: Iterator[WordRow | WholeRow],
         spans: Sequence[tuple[int, int, int]],
-        features: Sequence[str],
+        features: Sequence[ImageText],
     ) -> tuple[np.ndarray, np.ndarray]:
-        num_tiles = sum(text.count(self.image_token) for text in features)
-        return super()._join(pieces, coded, spans, [self.tokens_per_tile] * num_tiles)
+        counts = [mark.features for mark in features for _ in range(mark.text.count(self.image_token))]
+        return super()._join(pieces, coded, spans, counts)

@@ -125,7 +125,13 @@ def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> Fro
     if not any(is_there(Path(path) / name) for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{flag} {path} has no config.json: give an exported folder (run/export.py makes one)")
     version = {} if options.version is None else {"version": options.version}
-    return plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **version)
+    plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **version)
+    if plan.model.ready is not None:
+        raise ConfigError(
+            f"{flag} {path} is a {plan.model.ready.config.model_type}: a ready model does not judge or draw answers so "
+            "far: give a LLaVA, or leave --best_of_n and the judge out"
+        )
+    return plan
 
 
 def _encoder(plan: FrozenPlan) -> Encoder:

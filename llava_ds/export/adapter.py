@@ -18,11 +18,13 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
 from llava_ds.export.llava_folder import llava_config
 from llava_ds.export.output_folder import planned_entries
+from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry, write_value_head
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model import lora, quantize
+from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
@@ -122,13 +124,29 @@ def _write_ready_adapter(
     modules_to_save."""
     ready = export.model.ready
     names = ReadyNames(ready, export.model.text_config)
-    places = {"projector": ready.family.connector, "vision_tower": ready.family.vision}
-    saved = {part: place for part, place in places.items() if part in trained_parts(export.args)}
+    saved = tuple(part for part in ("projector", "vision_tower") if part in trained_parts(export.args))
     outer = [names.from_part(f"{formats.LANGUAGE_MODEL}{layer}") for layer in layers]
-    _write_config(export, outer, output_dir, list(saved.values()) or None)
     kept = {name: t for name, t in tensors.items() if name.startswith((formats.LANGUAGE_MODEL, *saved))}
+    whole = [names.from_part(name) for name in kept if name.startswith(saved)] if saved else []
+    _write_config(export, outer, output_dir, _saved_modules(ready.family, whole) or None)
     written = {lora.to_peft(names.from_part(name)): tensor for name, tensor in kept.items()}
     write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
+    write_image_sizes(export, output_dir)
+
+
+def _saved_modules(family: ReadyFamily, names: list[str]) -> list[str]:
+    """The modules of these tensors, as few as there are: connectors and the tower, or the tower's parts where it has a
+    connector in it. peft takes no list of modules, but each of them."""
+    found = {}
+    for name in names:
+        place = next((path for path in family.connector if name.startswith(f"{path}.")), family.vision)
+        parts = name.removeprefix(f"{place}.").split(".")
+        if parts[0].isdigit():  # of a list of connectors
+            place = f"{place}.{parts[0]}"
+        elif place == family.vision and any(path.startswith(f"{place}.") for path in family.connector):
+            place = f"{place}.{'.'.join(parts[: 2 if parts[1].isdigit() else 1])}"
+        found[place] = None
+    return list(found)
 
 
 @torch.no_grad()

@@ -148,9 +148,14 @@ def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
         ("held_out_loss", "- loss on eval samples: {:.4f}"),
     )
     epochs = f", {numbers['epoch']:.2f} epochs" if "epoch" in numbers else ""
+    best = []
+    if run.best is not None:
+        rule, row = run.best
+        best = [f"- best {rule.metric}: {rule.value(row):.4f}, at step {row['step']:,}"]
     return [
         f"- optimizer steps: {numbers['steps']:,} of {record['num_steps']:,}{epochs}",
         *(form.format(numbers[name]) for name, form in shown if name in numbers),
+        *best,
     ]
 
 

@@ -33,13 +33,22 @@ from llava_ds.model.quantize import exact_products
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.runtime.tf32 import exact_fp32
+from llava_ds.tracking.best_rule import BestCheckpoint
 from llava_ds.tracking.run_record import read_run_record
 from llava_ds.tracking.trainer_state import write_trainer_state
 
 
-def export_model(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
+def export_model(
+    engine,
+    export: ExportPlan,
+    args: Arguments,
+    dataset: EncodedDataset,
+    ranks: Ranks,
+    best: BestCheckpoint | None = None,
+) -> None:
     """Export the finished model into --output_dir; all ranks call it together.
 
+    best: the checkpoint with the best evaluation, whose model this is with --load_best_model_at_end.
     Raises RuntimeError where the reloaded folder does not compute the logits of the trained model, DataError where the
     disk does not take it.
     """
@@ -49,14 +58,16 @@ def export_model(engine, export: ExportPlan, args: Arguments, dataset: EncodedDa
     stance = "force_eager" if args.training.torch_compile else "default"
     with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance(stance):
         if ranks.is_first:
-            write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
+            write_trainer_state(
+                output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs, best
+            )
         if export.form == "projector":
             write_live_folder(export, engine.module, output_dir, ranks)
             print_first(f"projector: {', '.join(str(output_dir / name) for name in PROJECTOR_FILES)}")
         elif export.form == "adapter":
             _export_adapter(engine, export, args, dataset, ranks)
         else:
-            _export_folder(engine, export, args, dataset, ranks)
+            _export_folder(engine, export, args, dataset, ranks, best)
 
 
 @contextlib.contextmanager
@@ -112,7 +123,14 @@ def _refusal(error: Exception) -> OSError | None:
     return cause if isinstance(cause, OSError) and cause.errno in REMEDIES else None
 
 
-def _export_folder(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
+def _export_folder(
+    engine,
+    export: ExportPlan,
+    args: Arguments,
+    dataset: EncodedDataset,
+    ranks: Ranks,
+    best: BestCheckpoint | None,
+) -> None:
     """Write the model's folder. transformers has to compute the same logits from it, for one sample."""
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch = collate([sample], dataset.image_options).to(ranks.device)
@@ -121,7 +139,8 @@ def _export_folder(engine, export: ExportPlan, args: Arguments, dataset: Encoded
     write_live_folder(export, engine.module, output_dir, ranks)
     if not ranks.is_first:
         return
-    write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1])
+    step = best.step if best is not None and args.training.load_best_model_at_end else None
+    write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1], step)
     if export.form == "llava":
         print(f"model: {output_dir} (in LLaVA's format)")
         return

@@ -7,9 +7,19 @@ from pathlib import Path
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, renamed
-from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, check_folder, read_json
+from llava_ds.files.model_files import (
+    JSON_FILES,
+    OTHER_FILES,
+    TEMPLATES_FOLDER,
+    check_folder,
+    read_json,
+    read_json_if_there,
+)
+from llava_ds.model.families.qwen_vl import pixel_bounds
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import tensor_names
+from llava_ds.model.vision import read_processor
+from llava_ds.tilings import CellTiling
 
 NOT_COPIED = ("config.json", "adapter_config.json")  # which are written, or belong to an adapter
 
@@ -26,6 +36,23 @@ def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     return renamed(entries, lambda name: known.get(name) or names.from_part(name))
 
 
+def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
+    """Write the image processor's files with --min_pixels and --max_pixels, where the source's say others."""
+    tiling, source = export.image_options.tiling, source_folder(export)
+    if not isinstance(tiling, CellTiling):
+        return
+    if (tiling.least, tiling.most) == pixel_bounds(read_processor(source, str(source))):
+        return
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        content = read_json_if_there(source / name, str(source))
+        images = content if name.startswith("pre") else content.get("image_processor")
+        if isinstance(images, dict) and images:
+            images["size"] = {"shortest_edge": tiling.least, "longest_edge": tiling.most}
+            earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}  # names, which win over size
+            images |= {key: value for key, value in earlier.items() if key in images}
+            (output_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
     """Write the folder, one tensor in memory at a time. holes: files of weights without weights."""
     source = source_folder(export)
@@ -37,6 +64,7 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
     for file in source.glob(f"{TEMPLATES_FOLDER}/*.jinja"):
         (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
         shutil.copy(file, output_dir / TEMPLATES_FOLDER)
+    write_image_sizes(export, output_dir)
     config = read_json(source / "config.json", str(source))
     config["dtype"] = str(export.dtype).removeprefix("torch.")
     for part in (config, *(each for each in config.values() if isinstance(each, dict))):

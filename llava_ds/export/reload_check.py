@@ -1,6 +1,7 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
 """Compare the logits of a reloaded folder in transformers with those of the trained model."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer
 from llava_ds.geometry import MediaLayout
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
@@ -84,7 +86,7 @@ def compare_reloaded(
         )  # (N, 3, S, S)
         inputs = _inputs(reloaded, batch, layouts, pixels, len(logits))
         # The rows of <image> and <video> are the export's own.
-        again = reloaded(**inputs).logits[0, :, : logits.shape[1]]
+        again = reloaded(**inputs).logits[0, : len(logits), : logits.shape[1]]
     again = final_logits(again, reloaded.config.text_config)  # (T, V)
     return compare_logits(output_dir, "transformers", again, logits)
 
@@ -96,17 +98,46 @@ def _inputs(
     model_type = reloaded.config.model_type
     ids = batch.input_ids.clone()
     ids[0, batch.image_positions] = reloaded.config.image_token_id
+    family = READY.get(model_type)
+    if layouts and layouts[0].cells is not None:
+        return _first_images(reloaded, family, batch, layouts, pixels, num_positions)
     if not layouts:
         return {"input_ids": ids[:, :num_positions]}
     if num_positions < ids.shape[1]:  # the last image may be cut
         return {"inputs_embeds": embed_batch(reloaded, batch, pixels)[:, :num_positions]}
-    if (family := READY.get(model_type)) is not None:
-        return {"input_ids": ids, **family.outer_pixels(pixels)}
+    if family is not None:
+        return {"input_ids": ids, **family.outer_inputs(reloaded.config, pixels, (), ids)}
     if model_type == "llava" and not any(layout.pooled for layout in layouts):
         return {"input_ids": ids, "pixel_values": pixels}
     if model_type != "llava" and (images := _tiled_images(reloaded, pixels, layouts)) is not None:
         return {"input_ids": ids, **images}
     return {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
+
+
+def _first_images(
+    reloaded: HFModel,
+    family: ReadyFamily,
+    batch: Batch,
+    layouts: list[MediaLayout],
+    pixels: torch.Tensor,
+    num_positions: int,
+) -> dict[str, torch.Tensor]:
+    """The same of a sample whose images have any shape, up to the end of the image that the last position is in."""
+    places = batch.image_positions.tolist()
+    ends = list(itertools.accumulate(layout.num_tokens for layout in layouts))
+    starts = [0, *ends[:-1]]
+    num_images = sum(start < len(places) and places[start] < num_positions for start in starts)
+    num_features = ends[num_images - 1] if num_images else 0
+    if num_features > len(places):
+        raise NotCompared("its last image is cut by --model_max_length, which transformers can't compute")
+    length = max(num_positions, places[num_features - 1] + 1 if num_images else 0)
+    ids = batch.input_ids[:, :length].clone()
+    if not num_images:
+        return {"input_ids": ids}
+    ids[0, batch.image_positions[:num_features]] = reloaded.config.image_token_id
+    patches = family.processed(reloaded.config, pixels[:num_features])
+    cells, is_image = [layout.cells for layout in layouts[:num_images]], ids == reloaded.config.image_token_id
+    return {"input_ids": ids, **family.outer_inputs(reloaded.config, patches, cells, is_image)}
 
 
 def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: torch.Tensor) -> float:

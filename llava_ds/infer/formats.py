@@ -22,7 +22,7 @@ from llava_ds.model.lora import ADAPTER_CONFIG
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, from_disk, part_of
 from llava_ds.model.open.folder import FLAG
-from llava_ds.model.open.ready_folder import ReadyNames
+from llava_ds.model.open.ready_folder import ReadyNames, missing_parts
 from llava_ds.model.open.weights import WeightFiles, Weights
 from llava_ds.model.ready import ReadyModel
 from llava_ds.tokenizer import open_ready_tokenizer, read_tokenizer
@@ -201,9 +201,10 @@ def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTok
     where = f"--model_path {path}"
     check_folder(folder, where)
     config_json = read_config(folder / "config.json", where)
-    absent = [name for name in ("text_config", "vision_config") if not isinstance(config_json.get(name), dict)]
     kind = config_json.get("model_type")
     known = (*HF_CLASSES, *READY)
+    absent = [name for name in ("text_config", "vision_config") if not isinstance(config_json.get(name), dict)]
+    absent = missing_parts(config_json) if isinstance(kind, str) and kind in READY else absent
     if isinstance(kind, str) and kind in known and absent:  # transformers' default has 7 billion parameters
         raise ConfigError(f"{where}: its config.json has no {' and no '.join(absent)}: copy it again")
     if config_json.get("quantization_config"):

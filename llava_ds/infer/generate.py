@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch.nn.functional import pad
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,9 +24,11 @@ from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
+from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
+from llava_ds.tilings import CellTiling
 
 T = TypeVar("T")
 
@@ -315,11 +318,13 @@ def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
 
 
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-    """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left.
+    """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left; what images at their own size need beside.
 
     Images are prepared and merged by training's own code, not by transformers' processor.
     """
     device = loaded.device
+    if isinstance(loaded.image_options.tiling, CellTiling):
+        return _with_axes(loaded, samples)
     batch = collate(samples, loaded.image_options).to(device)
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
@@ -330,3 +335,29 @@ def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.
     rows = [torch.nn.functional.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)]
     mask = [[0] * (longest - length) + [1] * length for length in lengths]
     return {"inputs_embeds": torch.stack(rows), "attention_mask": torch.tensor(mask, device=device)}
+
+
+def _with_axes(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
+    """The same for a model whose positions have three axes and whose images are of any shape: training's ids, pixels
+    and positions (4, B, T), text's first. transformers merges the features, which its layers may need once more."""
+    batch, device, config = collate(samples, loaded.image_options).to(loaded.device), loaded.device, loaded.model.config
+    lengths = [len(sample.input_ids) for sample in samples]
+    longest = max(lengths)
+    batch.input_ids[0, batch.image_positions] = config.image_token_id
+    rows = [pad(row, (longest - len(row), 0)) for row in batch.input_ids[0].split(lengths)]
+    ids = torch.stack(rows)  # (B, T); padding is masked, so its id does not matter
+    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)
+    axes = [pad(part, (longest - part.shape[-1], 0)) for part in batch.position_ids[:, 0].split(lengths, 1)]
+    positions = torch.cat([(mask.cumsum(1) - 1).clamp(min=0)[None], torch.stack(axes, 1)])
+    inputs = {
+        "inputs_embeds": loaded.model.get_input_embeddings()(ids),
+        "attention_mask": mask,
+        "position_ids": positions,
+    }
+    cells = [layout.cells for sample in samples for _, layout in sample.media]
+    if not cells:
+        return inputs
+    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
+    pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
+    family, is_image = READY[config.model_type], (ids == config.image_token_id) & (mask == 1)
+    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels), cells, is_image)}

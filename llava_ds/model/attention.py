@@ -20,6 +20,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.model.exchange import to_heads, to_tokens
 
 NAME = "llava_ds_varlen"
+TOWER_NAME = "llava_ds_flash_varlen"  # transformers' towers give lengths to attentions with "flash" in their name
 
 # The kernels, best first.
 FLASH_3, FLASH_2, TORCH, SEGMENTS = "flash-attn 3", "flash-attn 2", "torch's varlen kernel", "SDPA sample by sample"
@@ -33,12 +34,14 @@ BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel d
 
 
 class Rule(NamedTuple):
-    """Attention options. window: a token sees itself and the window - 1 before it; None: all before it."""
+    """Attention options. window: a token sees itself and the window - 1 before it; None: all before it; causal: False
+    if it sees all of its sample, without a window or a soft cap."""
 
     scaling: float
     dropout: float = 0.0
     window: int | None = None
     softcap: float | None = None
+    causal: bool = True
 
 
 def varlen_attention(
@@ -79,6 +82,27 @@ def varlen_attention(
         return attend(query, key, value, cu_seqlens, max_seqlen, rule), None
     heads = to_heads(*_in_autocast(query, key, value), sequence_group)
     return to_tokens(attend(*heads, cu_seqlens, max_seqlen, rule), sequence_group), None
+
+
+def tower_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a tower among the patches of an image, or of a window: all see each other.
+
+    query, key and value (1, H, T, E); cu_seq_lens_q int32, where images or windows start, and T; max_length_q, the
+    longest. Returns (1, T, H, E), and None for the weights. The signature is dictated as varlen_attention's is.
+    """
+    return attend(query, key, value, cu_seq_lens_q, max_length_q, Rule(scaling, dropout, causal=False)), None
 
 
 def attend(
@@ -238,6 +262,8 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
     window = rule.window if rule.window is not None and rule.window < length else length
     if query.shape[2] == 0:
         return query
+    if not rule.causal:
+        return F.scaled_dot_product_attention(query, key, value, None, rule.dropout, scale=rule.scaling)
     if rule.softcap is None and window == length:
         if query_positions is None:
             return _sdpa(query, key, value, rule)
@@ -317,7 +343,7 @@ def _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule: Rule)
         "max_seqlen_q": max_seqlen,
         "max_seqlen_k": max_seqlen,
         "softmax_scale": rule.scaling,
-        "causal": True,
+        "causal": rule.causal,
         "window_size": _window_size(rule),
         "softcap": rule.softcap or 0.0,
         **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}),
@@ -331,7 +357,7 @@ def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torc
     if _varlen_takes("window_size"):
         options = {"window_size": _window_size(rule), "scale": rule.scaling}
     else:
-        options = {"is_causal": True}
+        options = {"is_causal": rule.causal}
         query = query * (rule.scaling * query.shape[-1] ** 0.5)
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and _varlen_takes("enable_gqa"):  # from torch 2.13 on
@@ -355,8 +381,8 @@ KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_2, TORCH: _torch_varlen}
 
 
 def _window_size(rule: Rule) -> tuple[int, int]:
-    """The kernels' window: tokens before a token's own (-1: all), and none after it."""
-    return (-1 if rule.window is None else rule.window - 1), 0
+    """The kernels' window: tokens before a token's own (-1: all), and none after it, or all where it isn't causal."""
+    return (-1 if rule.window is None else rule.window - 1), (0 if rule.causal else -1)
 
 
 def register() -> str:
@@ -367,3 +393,10 @@ def register() -> str:
     """
     AttentionInterface.register(NAME, varlen_attention)
     return NAME
+
+
+def register_for_towers() -> str:
+    """Register the attention of towers that take images in any shape, and return its name, for the configuration of a
+    tower that is built: transformers' constructors refuse it."""
+    AttentionInterface.register(TOWER_NAME, tower_attention)
+    return TOWER_NAME

@@ -28,6 +28,7 @@ from llava_ds.model.ready import ReadyVision
 from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
+from llava_ds.tilings import CellTiling
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
@@ -36,7 +37,8 @@ SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the
 @dataclass(frozen=True)
 class ModelFlops:
     """FLOPs, forward and backward, of a token in all layers of the language model, of a pair of tokens in its
-    attention, of a tile in tower and projector, and of a supervised position in the output layer.
+    attention, of a tile in tower and projector, and of a supervised position in the output layer. per_tile_pair: of two
+    tiles of one image in the attention of a tower that takes whole images.
 
     forward_per_token and forward_per_pair: of the first two the forward's part, which checkpointed layers compute
     once more. Nobody counts that as useful."""
@@ -47,10 +49,13 @@ class ModelFlops:
     per_target: float
     forward_per_token: float = 0.0
     forward_per_pair: float = 0.0
+    per_tile_pair: float = 0.0
 
-    def of(self, tokens: float, pairs: float, tiles: float, targets: float) -> float:
-        """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples."""
-        return self.per_token * tokens + self.per_pair * pairs + self.per_tile * tiles + self.per_target * targets
+    def of(self, tokens: float, pairs: float, tiles: float, targets: float, tile_pairs: float = 0.0) -> float:
+        """FLOPs of so many of each: of a step, or of a sample. pairs: the sum of L (L + 1) / 2 over samples;
+        tile_pairs: as Counts has them."""
+        images = self.per_tile * tiles + self.per_tile_pair * tile_pairs
+        return self.per_token * tokens + self.per_pair * pairs + images + self.per_target * targets
 
     def of_rank(self, tp: int) -> "ModelFlops":
         """What one of tp ranks computes that share the matrices of the language model's layers."""
@@ -60,7 +65,8 @@ class ModelFlops:
     def of_stage(self, layers: float, is_first: bool, is_last: bool) -> "ModelFlops":
         """What a stage of a pipeline computes. layers: the share of them that it has."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
-        ends = {"per_tile": self.per_tile * is_first, "per_target": self.per_target * is_last}
+        ends = {name: getattr(self, name) * is_first for name in ("per_tile", "per_tile_pair")}
+        ends |= {"per_target": self.per_target * is_last}
         return replace(self, **{name: getattr(self, name) * layers for name in shared}, **ends)
 
     def layers_of_stages(self, num_layers: int, num_image_tokens: int, pp: int) -> list[int]:
@@ -114,6 +120,7 @@ def flops_of_model(
         per_target=output.weight.numel() * _times(reaches_layers, trains_output),
         forward_per_token=2 * (layers + adapters),
         forward_per_pair=forward_per_pair,
+        per_tile_pair=_tile_pair_flops(tower, trains_tower),
     )
 
 
@@ -144,22 +151,44 @@ def _heads_width(text: PreTrainedConfig) -> int:
 
 
 def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, trains: bool) -> float:
-    """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on."""
+    """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on.
+
+    Of a tower that takes whole images the layers with windows, full ones, and none of the others' attention.
+    """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
     layers = _dense_weights(tower, but=embedding)
+    cells = _cells_of(plan)
+    pairs = plan.num_layers * positions**2
+    if cells is not None:
+        pairs = positions**2 * plan.tiles.windowed_layers * (cells.window or 0) ** 2
     once = (
         plan.num_patches * embedding.weight.numel() * _times(False, trains)
         + positions * layers * _times(trains, trains)
-        + 4 * plan.num_layers * plan.config.hidden_size * positions**2 * (3 if trains else 1)
+        + 4 * pairs * plan.layer_width * (3 if trains else 1)
     )
     return once * sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else once
 
 
+def _tile_pair_flops(plan: TowerPlan | ReadyVision, trains: bool) -> float:
+    """FLOPs of two cells of an image, one of which sees the other, in the layers without windows."""
+    if _cells_of(plan) is None:
+        return 0.0
+    layers = plan.num_layers - plan.tiles.windowed_layers
+    return 4 * layers * plan.layer_width * plan.num_positions**2 * (3 if trains else 1)
+
+
+def _cells_of(plan: TowerPlan | ReadyVision) -> CellTiling | None:
+    """The cells of a tower that takes whole images; None for others."""
+    tiling = plan.tiles.tiling if isinstance(plan, ReadyVision) else None
+    return tiling if isinstance(tiling, CellTiling) else None
+
+
 def _projector_flops(projector: nn.Module, plan: TowerPlan | ReadyVision, trains_tower: bool, trains: bool) -> float:
-    """FLOPs of one tile. Only a tower that trains needs the gradient of its features."""
-    matrices = [m.weight.numel() for m in projector.modules() if isinstance(m, MATRICES)]
+    """FLOPs of one tile. Only a tower or a norm that trains needs the gradient of what the first matrix is given."""
+    matrices = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
+    first = matrices[0] if matrices and next(projector.parameters()) is matrices[0] else None
     per_feature = sum(
-        weights * _times(trains_tower or (trains and index > 0), trains) for index, weights in enumerate(matrices)
+        weight.numel() * _times(trains_tower or (trains and weight is not first), trains) for weight in matrices
     )
     return per_feature * plan.images.num_tokens
 

@@ -56,12 +56,12 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
     """
     embeds = model.get_input_embeddings()(batch.input_ids)
     if (family := READY.get(model.config.model_type)) is not None:
-        features = family.features(model.get_submodule(family.vision), pixels)
-        connected = family.connect(model.get_submodule(family.connector), model.config, features)
-        return merge_features(embeds, connected, batch, None)
+        features = family.features(model.get_submodule(family.vision), pixels, batch.tower_inputs)
+        connected = family.connect(model.get_submodule(*family.connector), model.config, features)
+        return merge_features(embeds, connected, batch, None)[0]
     inner, layer = model.model, model.config.vision_feature_layer
     hidden = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[layer]
     if model.config.vision_feature_select_strategy == "default":
         hidden = hidden[:, 1:]  # without the class token
     newline = partial(with_newlines, inner.image_newline) if hasattr(inner, "image_newline") else None
-    return merge_features(embeds, inner.multi_modal_projector(hidden), batch, newline)
+    return merge_features(embeds, inner.multi_modal_projector(hidden), batch, newline)[0]

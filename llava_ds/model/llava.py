@@ -86,9 +86,14 @@ class LlavaModel(nn.Module):
         elif self._short_last_layer and logits_at is None and is_last(self):
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
+        embeds = batch.hidden
+        if embeds is None:
+            embeds, deeper = self.embed_deep(batch)
+            if deeper:
+                options |= {"visual_pos_masks": batch.image_positions, "deepstack_visual_embeds": deeper}
         # Not the whole language model, whose output layer takes no targets.
         trunk = self.language_model.base_model(
-            inputs_embeds=self.embed(batch) if batch.hidden is None else batch.hidden,
+            inputs_embeds=embeds,
             position_ids=batch.position_ids,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
@@ -117,20 +122,24 @@ class LlavaModel(nn.Module):
         return loss, _by_source(row_losses, batch.sources.index_select(0, batch.target_samples), num_sources)
 
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Token embeddings with the images' features in their places: (1, T, D).
+        """Token embeddings with the images' features in their places: (1, T, D)."""
+        return self.embed_deep(batch)[0]
+
+    def embed_deep(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same, and the features (M, D) to add at image positions behind each of the first layers; [] for most.
 
         Tower, projector and newline run exactly once, whatever the batch holds, so that the collectives of all ranks
         match; unused features take part with a gradient of zero.
         """
-        features = self.image_features(batch.pixel_values)  # (N, P, D)
+        features = self.image_features(batch.pixel_values, batch.tower_inputs)  # (N, P, D) or (N, P, K * D)
         embeds = self.language_model.get_input_embeddings()(batch.input_ids)  # (1, T, D)
         return merge_features(embeds, features, batch, getattr(self, "newline", None))
 
-    def image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def image_features(self, pixel_values: torch.Tensor, tower_inputs: dict | None = None) -> torch.Tensor:
         """(N, 3, H, W) uint8 to (N, P, D). A frozen tower stores nothing for backward."""
         trained = any(p.requires_grad for p in self.vision_tower.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
-            features = self.vision_tower(pixel_values)  # (N, P, C)
+            features = self.vision_tower(pixel_values, tower_inputs)  # (N, P, C)
         return self.projector(features)
 
 
@@ -144,10 +153,11 @@ def merge_features(
     features: torch.Tensor,
     batch: Batch,
     newline: Callable[[torch.Tensor, int], torch.Tensor] | None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Token embeddings (1, T, D) with the features (N, P, D) of the batch's tiles at their positions.
 
-    newline: Newline's forward, from F placed features to all M rows; None for models without.
+    newline: Newline's forward, from F placed features to all M rows; None for models without. Of features (N, P, K * D)
+    the first D are placed, and the others returned beside: K - 1 of (M, D).
     """
     table = features.flatten(0, 1)  # (N * P, D)
     if len(batch.pool_index):
@@ -155,7 +165,10 @@ def merge_features(
     placed = table.index_select(0, batch.feature_index)  # (F, D)
     if newline is not None:
         placed = newline(placed, len(batch.image_positions))  # (M, D)
-    return embeds.index_copy(1, batch.image_positions, placed[None].to(embeds.dtype))
+    placed, deeper, width = placed.to(embeds.dtype), [], embeds.shape[-1]
+    if placed.shape[1] > width:
+        placed, *deeper = placed.split(width, 1)
+    return embeds.index_copy(1, batch.image_positions, placed[None]), deeper
 
 
 def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.files.model_files import library_errors, read_json_if_there
+from llava_ds.files.model_files import is_there, library_errors, read_json_if_there
 from llava_ds.model import lora
 from llava_ds.model.families.language import length_problem
 from llava_ds.model.llava import assemble
@@ -81,7 +81,9 @@ def read_parts(args: ModelArguments) -> Parts:
 def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | ReadyVision, Source, Source | None]:
     """The tower, the source of the layers that run, and the source of the rest if that is another."""
     if folder.ready is not None:
-        where, own = f"{FLAG} {folder.path}", Path(folder.base or folder.path)
+        where, own = f"{FLAG} {folder.path}", Path(folder.path)
+        if not is_there(own / "preprocessor_config.json"):  # an adapter has it only for sizes of its own
+            own = Path(folder.base or folder.path)
         settings = read_processor(own, where), read_json_if_there(own / "processor_config.json", where)
         return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower

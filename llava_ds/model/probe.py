@@ -176,7 +176,7 @@ def draw(parameter: nn.Parameter) -> None:
 
 def _end_problem(model: nn.Module) -> str | None:
     """The problem with what is outside the layers and has no place in transformers' Llava; None without one."""
-    if type(model.base_model) is not MODEL_MAPPING[type(model.config)]:
+    if not isinstance(model.base_model, MODEL_MAPPING[type(model.config)]):
         return "transformers' Llava would build another model from its configuration"
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or head.in_features != model.config.hidden_size:

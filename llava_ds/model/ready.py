@@ -2,18 +2,20 @@
 """A ready model's vision model and connector, in the places of tower and projector."""
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModel, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
-from llava_ds.config.arguments import Arguments, ModelArguments
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import ReadyImageOptions
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
 from llava_ds.model.vision import ImageSpec
+from llava_ds.tilings import CellTiling, Tiling
 
 
 class ReadyModel(NamedTuple):
@@ -50,7 +52,17 @@ class ReadyVision:
     @property
     def width(self) -> int:
         """C, numbers in a feature of the vision model."""
-        return self.config.hidden_size
+        return self.ready.family.tower_widths(self.config)[0]
+
+    @property
+    def layer_width(self) -> int:
+        """Width of the vision model's layers."""
+        return self.width
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLPs in them."""
+        return self.ready.family.tower_widths(self.config)[1]
 
     @property
     def num_layers(self) -> int:
@@ -79,7 +91,7 @@ class ReadyVision:
             images.patch_size,
             images.mean,
             max_pixels=data.max_image_pixels,
-            tiling=self.tiles.tiling,
+            tiling=_within(self.tiles.tiling, data),
             resample=self.resample,
         )
 
@@ -94,6 +106,23 @@ class ReadyVision:
     def patch_embedding(self, tower: nn.Module) -> nn.Module:
         """The first layer of a vision model."""
         return self.ready.family.patch_embedding(tower)
+
+
+def _within(tiling: Tiling, data: DataArguments) -> Tiling:
+    """A tiling within --min_pixels and --max_pixels. Raises ConfigError for bounds that it can't have."""
+    given = {name: value for name in ("min_pixels", "max_pixels") if (value := getattr(data, name)) is not None}
+    flags = ", ".join(f"--{name} {value}" for name, value in given.items())
+    if given and not isinstance(tiling, CellTiling):
+        raise ConfigError(f"{flags}: this model's images have sizes that its processor alone decides: leave it out")
+    if not isinstance(tiling, CellTiling):
+        return tiling
+    least, most = given.get("min_pixels", tiling.least), given.get("max_pixels", tiling.most)
+    if not tiling.side**2 <= most or least > most:
+        raise ConfigError(
+            f"{flags}: an image would have {least} to {most} pixels: give --max_pixels of at least {tiling.side**2}, a "
+            "single feature, and --min_pixels below it"
+        )
+    return dataclasses.replace(tiling, least=least, most=most)
 
 
 def plan_vision(
@@ -122,16 +151,15 @@ class ReadyTower(nn.Module):
         """mean and std: as VisionTower takes them."""
         super().__init__()
         self.plan = plan
-        config = copy.deepcopy(plan.config)
-        self.tower = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
+        self.tower = plan.ready.family.build_tower(copy.deepcopy(plan.config))
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(N, 3, S, S) uint8 to (N, patches, C)."""
+    def forward(self, pixel_values: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
+        """(N, 3, S, S) uint8, and Batch.tower_inputs, to (N, patches, C)."""
         family = self.plan.ready.family
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
-        return family.features(self.tower, pixels.to(family.patch_embedding(self.tower).weight.dtype))
+        return family.features(self.tower, pixels.to(family.patch_embedding(self.tower).weight.dtype), tower_inputs)
 
 
 class Connector(nn.Module):

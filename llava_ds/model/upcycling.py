@@ -228,6 +228,7 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
             ("--lora_enable True", model.lora_enable, "adapters beside these experts are not there"),
             ("--tune_mm_mlp_adapter True", model.tune_mm_mlp_adapter, "it writes a projector and no model"),
             (f"--objective {training.objective}", training.objective != "sft", "it is not tried with these experts"),
+            ("--eval_tasks", training.eval_tasks is not None, "it is not tried with these experts"),
             ("--enable_ema True", training.enable_ema, "it is not tried with these experts"),
             ("--torch_compile True", training.torch_compile, "how many tokens an expert has is read by the host"),
             ("--use_liger_kernel True", training.use_liger_kernel, "Liger has no kernels for these experts"),

@@ -86,6 +86,16 @@ class TowerPlan:
         return self.config.hidden_size * max(1, len(self.scales))
 
     @property
+    def layer_width(self) -> int:
+        """Width of its layers."""
+        return self.config.hidden_size
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLPs in them."""
+        return self.config.intermediate_size
+
+    @property
     def num_layers(self) -> int:
         """Layers that run."""
         return num_running_layers(self.config.num_hidden_layers, self.select_layer)
@@ -260,8 +270,8 @@ class VisionTower(nn.Module):
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(N, 3, S, S) uint8 to (N, P, C)."""
+    def forward(self, pixel_values: torch.Tensor, tower_inputs: dict | None = None) -> torch.Tensor:
+        """(N, 3, S, S) uint8 to (N, P, C). tower_inputs: Batch's, of which it takes none."""
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
         pixels = pixels.to(self.tower.embeddings.patch_embedding.weight.dtype)
         return multiscale(self._features, pixels, self.plan.scales) if self.plan.scales else self._features(pixels)

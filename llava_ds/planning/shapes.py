@@ -122,7 +122,7 @@ class TowerShape:
     """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
 
     num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
-    num_parameters: of the tower alone; trained: whether the stage trains it.
+    class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
     """
 
     hidden: int
@@ -134,11 +134,12 @@ class TowerShape:
     num_parameters: int
     trained: bool
     shuffled: int = 1
+    class_tokens: int = 1
 
     @property
     def num_positions(self) -> int:
         """Positions of a tile in the tower, a class token among them."""
-        return self.num_patches * self.shuffled + 1
+        return self.num_patches * self.shuffled + self.class_tokens
 
 
 @dataclass(frozen=True)
@@ -334,8 +335,8 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
 
 def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Arguments) -> TowerShape:
     return TowerShape(
-        hidden=tower.config.hidden_size,
-        intermediate=tower.config.intermediate_size,
+        hidden=tower.layer_width,
+        intermediate=tower.mlp_width,
         num_layers=tower.num_layers,
         num_patches=tower.images.num_tokens,
         image_size=tower.images.size,
@@ -343,6 +344,7 @@ def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Argume
         num_parameters=_numel(model.vision_tower.parameters()),
         trained="vision_tower" in trained_parts(args.model),
         shuffled=tower.tiles.patches // tower.tiles.features if isinstance(tower, ReadyVision) else 1,
+        class_tokens=tower.tiles.positions - tower.tiles.patches if isinstance(tower, ReadyVision) else 1,
     )
 
 

@@ -24,33 +24,54 @@ class EvalLoss(NamedTuple):
 
 class Evals:
     """Writes and prints eval losses and sample answers, on rank 0. A resumed run drops those after its checkpoint, as
-    in metrics.jsonl."""
+    in metrics.jsonl.
+
+    losses: the rows of evals.jsonl so far, on rank 0; on the others none.
+    """
 
     def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
         self.trackers, self.is_first = trackers, ranks.is_first
+        self.losses: list[dict] = []
         if self.is_first:
             paths = output_dir / EVALS, output_dir / SAMPLES
             kept = [[row for row in rows_of(path) if row["step"] <= resume_step] for path in paths]
             self.evals, self.samples = map(RowLog, paths, kept)
             self._steps = {row["step"] for rows in kept for row in rows}
+            self.losses += kept[0]
 
     def has(self, step: int) -> bool:
         """True if an earlier start evaluated after this step. For rank 0."""
         return step in self._steps
 
-    def add_loss(self, step: int, found: EvalLoss, *, broken: int, seconds: float) -> None:
-        """broken: samples that are not in it, for their images could not be read."""
+    def add(
+        self,
+        step: int,
+        found: EvalLoss | None,
+        scores: dict[str, float],
+        *,
+        broken: int,
+        seconds: tuple[float, float],
+    ) -> None:
+        """found: None where there are no eval samples; scores: of --eval_tasks; broken: samples that are not in it, for
+        their images could not be read; seconds: of the loss and of the tasks."""
         if not self.is_first:
             return
-        loss, tokens, samples, by_source, metrics = found
-        row = {"step": step, "loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken}
-        several = {"source_losses": by_source} if by_source else {}
-        self.evals.write([{**row, **metrics, **several, "seconds": round(seconds, 3)}])
-        curves = {f"eval/loss/{name}": mean for name, mean in by_source.items()}
-        curves |= {f"eval/{name}": mean for name, mean in metrics.items()}
-        self.trackers.log({"eval/loss": loss, **curves}, step)
-        without = f", without {broken:,} that broke," if broken else ""
-        print_first(f"step {step:,}: the loss on {samples:,} eval samples{without} is {loss:.4f} ({seconds:.1f} s)")
+        row, curves = {"step": step}, {}
+        if found is not None:
+            loss, tokens, samples, by_source, metrics = found
+            row |= {"loss": loss, "supervised_tokens": tokens, "samples": samples, "broken_samples": broken, **metrics}
+            row |= {"source_losses": by_source} if by_source else {}
+            curves = {"loss": loss, **{f"loss/{name}": mean for name, mean in by_source.items()}, **metrics}
+            without = f", without {broken:,} that broke," if broken else ""
+            print_first(
+                f"step {step:,}: the loss on {samples:,} eval samples{without} is {loss:.4f} ({seconds[0]:.1f} s)"
+            )
+        if scores:
+            shown = ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
+            print_first(f"step {step:,}: {shown} ({seconds[1]:.1f} s)")
+        self.losses.append({**row, **scores, "seconds": round(sum(seconds), 3)})
+        self.evals.write(self.losses[-1:])
+        self.trackers.log({f"eval/{name}": value for name, value in (curves | scores).items()}, step)
 
     def add_answers(self, step: int, rows: list[dict[str, object]], *, seconds: float) -> None:
         """rows: id, question, images, reference and answer of each; seconds: that all of them took together."""

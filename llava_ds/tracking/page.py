@@ -69,7 +69,7 @@ def report_page(run: RunFiles) -> str:
     }
     left_out = [(f"{len(run.skipped):,}", "records left out")] if run.skipped and run.numbers else []
     planned, steps = run.record.get("num_steps"), int(run.numbers.get("steps", 0))
-    done = is_number(planned) and steps >= planned
+    done = (is_number(planned) and steps >= planned) or run.is_over
     when = (
         f"started {run.record['started']}" if run.record.get("started") else "",
         f"on {run.record['world_size']} × {run.record.get('device')}" if run.record.get("world_size") else "",
@@ -80,7 +80,7 @@ def report_page(run: RunFiles) -> str:
         name=run.name,
         lead=model_of(run) if run.flags else "",
         done=done,
-        state="finished" if done else f"at step {steps:,}" + (f" of {planned:,}" if is_number(planned) else ""),
+        state=_state(run, steps, planned, done),
         when=" · ".join(filter(None, when)),
         problems=[note(run.problems[name], "warn") for name in ("run.json", "metrics.jsonl") if name in run.problems],
         first=[result_card(run), tiles([*_figures(run, LEARNING), *left_out])],
@@ -88,6 +88,13 @@ def report_page(run: RunFiles) -> str:
         written=time.strftime("%Y-%m-%d %H:%M %z"),
         folder=run.output_dir.resolve(),
     )
+
+
+def _state(run: RunFiles, steps: int, planned: object, done: bool) -> str:
+    if done and not run.is_over:
+        return "finished"
+    of = f" of {planned:,}" if is_number(planned) else ""
+    return f"{'finished ' if done else ''}at step {steps:,}{of}"
 
 
 LEARNING = (

@@ -168,7 +168,7 @@ class Progress:
     def _rates(self, read: list, seconds: float) -> dict[str, float]:
         """Tokens per second and MFU of the steps that were read together."""
         counts = [result.counts for result in read]
-        flops = sum(self.run.flops.of(c.tokens, c.pairs, c.tiles, c.targets) for c in counts)
+        flops = sum(self.run.flops.of(c.tokens, c.pairs, c.tiles, c.targets, c.tile_pairs) for c in counts)
         peak, tokens = self.run.peak_flops * self.ranks.world_size, sum(c.tokens for c in counts)
         return {"tokens_per_s": round(tokens / seconds, 1), "mfu": round(flops / seconds / peak, 6)}
 

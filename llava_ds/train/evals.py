@@ -7,7 +7,9 @@ Nothing here draws random numbers or leaves anything in the engine: the steps af
 import dataclasses
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,12 +25,15 @@ from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.llava import LlavaModel
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
-from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 from llava_ds.runtime.waiting import queuing, waiting
+from llava_ds.tracking.best_rule import best_rule
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.trackers import Trackers
+from llava_ds.train.best import Best
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.plan import Plan
 
@@ -186,19 +191,46 @@ def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
     return dataclasses.replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX))
 
 
+class Tasks(Protocol):
+    """Benchmarks whose questions a model is asked while it trains."""
+
+    def scores(self, precision: torch.autocast) -> dict[str, float]:
+        """The score of each by its name, on rank 0; on the others nothing. All ranks call it together.
+
+        precision: the engine's own.
+        """
+
+
+# Makes Tasks of the model. All ranks call it together, before the engine is started, which changes the model's modules.
+Asks = Callable[[LlavaModel], Tasks]
+
+
 class Evaluation:
     """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
 
-    def __init__(self, engine, plan: Plan, objective: Objective, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        engine,
+        plan: Plan,
+        objective: Objective,
+        tasks: Tasks | None,
+        trackers: Trackers,
+        ranks: Ranks,
+        mesh: Mesh,
+    ) -> None:
         """All ranks call it together."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._sample_steps = steps_between(training.sample_steps, num_steps)
         self._engine, self._ranks, self._mesh, self._packing = engine, ranks, mesh, plan.steps.packing
-        self._objective = objective
+        self._objective, self._tasks = objective, tasks
+        autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
+        self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
+        rule = best_rule(args.as_dict())
+        self.best = None if rule is None else Best(rule, plan.output_dir, self._log.losses)
         tokenizer, template, questions = plan.model.tokenizer, args.model.version, plan.evals.questions
         length = args.data.model_max_length
         self._decoding = Decoding(tokenizer, template, plan.images, training.sample_max_new_tokens, length)
@@ -220,15 +252,19 @@ class Evaluation:
         due = any(self.is_due(at, at == self._num_steps) for at in (step, step + 1))
         return self._last_s if due else 0.0
 
-    def run(self, step: int, last: bool) -> None:
-        """Do what is due. All ranks call it together."""
+    def is_over(self) -> bool:
+        """True if the evaluations so far end the run (--early_stopping_patience). All ranks call it together."""
+        why = None if self.best is None else broadcast_from_first(self._ranks, self.best.why_over)
+        print_first(*filter(None, [why]))
+        return why is not None
+
+    def run(self, step: int, last: bool) -> bool:
+        """Do what is due. Returns whether the run ends with this step, as it does where `last` is true. All ranks call
+        it together."""
         began = time.perf_counter()
         if self._measures(step, last):
-            found = eval_loss(
-                self._engine, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
-            )
-            broken, seconds = len(self._eval_set) - found.samples, time.perf_counter() - began
-            self._log.add_loss(step, found, broken=broken, seconds=seconds)
+            self._measure(step)
+            last = self.is_over() or last
         if self._asks(step, last):
             started = time.perf_counter()
             decoded = answers(self._engine, self._prompts, self._decoding, self._ranks)
@@ -236,9 +272,25 @@ class Evaluation:
             rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, decoded)]
             self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
         self._last_s = time.perf_counter() - began
+        return last
+
+    def _measure(self, step: int) -> None:
+        """The eval loss, and the scores of tasks."""
+        began, loss, scores = time.perf_counter(), None, {}
+        if self._eval_set is not None:
+            loss = eval_loss(
+                self._engine, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
+            )
+        measured = time.perf_counter()
+        if self._tasks is not None:
+            scores = self._tasks.scores(self._precision)
+        broken = 0 if loss is None else len(self._eval_set) - loss.samples
+        seconds = measured - began, time.perf_counter() - measured
+        self._log.add(step, loss, scores, broken=broken, seconds=seconds)
 
     def _measures(self, step: int, last: bool) -> bool:
-        return self._eval_set is not None and (last or _is_multiple(step, self._eval_steps))
+        has_any = self._eval_set is not None or self._tasks is not None
+        return has_any and (last or _is_multiple(step, self._eval_steps))
 
     def _asks(self, step: int, last: bool) -> bool:
         every = self._sample_steps

@@ -208,18 +208,24 @@ class Evaluate(Hook):
 
     def begin(self) -> None:
         """Make the evaluation that the stop before this start left no time for."""
-        step, finished = self.session.state.step, self.session.state.step == self.session.plan.steps.num_steps
-        if step and self.session.evaluation.was_missed(step, finished):
-            self._run(step, finished)
+        state, evaluation = self.session.state, self.session.evaluation
+        finished = state.step == self.session.plan.steps.num_steps
+        if state.step and evaluation.was_missed(state.step, finished):
+            self._run(state.step, finished)
+        elif state.step and not finished:  # the step may be the one with which an earlier start was over
+            state.is_over = evaluation.is_over()
 
     def after_step(self, end: StepEnd) -> None:
         if not end.stops and not end.at_checkpoint and self.session.evaluation.is_due(end.step, end.finished):
             end.paused = True
-            self._run(end.step, end.finished)
+            end.finished = self._run(end.step, end.finished)
 
-    def _run(self, step: int, finished: bool) -> None:
+    def _run(self, step: int, finished: bool) -> bool:
+        """Returns whether the run ends with this step."""
         self.session.watchdog.set_phase("evaluation", step)
-        self.session.evaluation.run(step, finished)
+        is_last = self.session.evaluation.run(step, finished)
+        self.session.state.is_over = is_last and not finished
+        return is_last
 
 
 class Save(Hook):

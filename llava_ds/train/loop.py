@@ -59,14 +59,15 @@ def run_steps(
     mesh: Mesh,
     after_step: Callable[[StepResult], float],
 ) -> None:
-    """Run optimizer steps until num_steps, or until state.stops is set, without ever waiting for the device.
+    """Run optimizer steps until num_steps, or until the state says that it stops or is over, without ever waiting for
+    the device.
 
     after_step is called after every step on every rank; it returns the seconds that are not the step's. A step's time
     runs from the end of the one before, so that work still queued on the device is counted once.
     """
     engine.train()
     started = time.perf_counter()
-    while state.step < num_steps and not state.stops:
+    while state.step < num_steps and not (state.stops or state.is_over):
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
         # An image may break after it was checked: only what the ranks really have is counted.

@@ -15,7 +15,15 @@ from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.splits import split_datasets
-from llava_ds.data.step_plan import Packing, StepPlan, sample_order, steps_per_epoch, total_steps, with_steps_of_epochs
+from llava_ds.data.step_plan import (
+    Packing,
+    StepPlan,
+    sample_order,
+    steps_between,
+    steps_per_epoch,
+    total_steps,
+    with_steps_of_epochs,
+)
 from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.averages import refuse_nvme
@@ -46,6 +54,7 @@ from llava_ds.runtime.ranks import (
     print_first,
 )
 from llava_ds.tiny import default as tiny
+from llava_ds.train.best import check_best
 from llava_ds.train.ready_trial import check_ready
 from llava_ds.train.rewards import Reward, open_rewards
 from llava_ds.train.start import Start
@@ -197,6 +206,7 @@ def _plan_steps(
     resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
     resolved = dataclasses.replace(resolved, args=final)
+    on_every_rank(ranks, partial(check_best, final, steps_between(final.training.eval_steps, num_steps)))
     return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(eval_set, questions)
 
 

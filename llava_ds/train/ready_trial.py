@@ -8,6 +8,7 @@ folder's own kinds of layers and its processors' inputs; logits, loss and every 
 
 import copy
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers import AutoImageProcessor, AutoProcessor, PreTrainedConfig
 
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError, in_short
 from llava_ds.data.chat_template import parts_of
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import EncodingOptions
@@ -32,14 +33,16 @@ from llava_ds.data.fingerprint import digest_of, tokenizer_parts
 from llava_ds.data.images.resize import cut_by
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message
-from llava_ds.files.model_files import library_errors
+from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ReadyImageOptions, media_layout
+from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.probe import draw, small_copy
 from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
+from llava_ds.tilings import CellTiling
 
 VERSION = 1  # raise it when the trial becomes stricter
 # Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
@@ -47,8 +50,10 @@ VERSION = 1  # raise it when the trial becomes stricter
 LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
 LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biases have a true one of zero
 LEAST_PIXEL = 1e-5  # of a normalised pixel
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+# Rooms and files whose code the result depends on.
+OWN_CODE = ("model", "data", "batch.py", "geometry.py", "tilings.py", "tokenizer.py", "train/ready_trial.py")
 
+CELLS_TIMES = 3  # images are as many times larger where they keep their size: wider than a window of the tower
 # Conversations: the sizes of their images, and turns of question and answer with marks.
 TALKS = (
     (((64, 20),), (("<image>\nWhat is this?", "A red cat."), ("And now?", "It runs."))),
@@ -59,20 +64,22 @@ TALKS = (
 
 class Difference(NamedTuple):
     """Largest differences: of a pixel, of a logit relative to the largest, of the loss, and of a gradient by norm, with
-    the name of its parameter; ids: whether ids were compared, too."""
+    the name of its parameter; no_ids: why ids were not compared, "" where they were."""
 
     pixels: float
     logits: float
     loss: float
     gradient: float
     parameter: str
-    ids: bool
+    no_ids: str = ""
 
     def line(self, name: str) -> str:
         """A line for the start of a run."""
-        read = "ids and pixels are its processor's, " if self.ids else "pixels are its image processor's, "
+        read = "ids and pixels are its processor's"
+        if self.no_ids:
+            read = f"pixels are its image processor's (ids were not compared: {self.no_ids})"
         return (
-            f"trial of {name}: {read}and a pack differs from one by one through transformers by {self.logits:.1e} "
+            f"trial of {name}: {read}, and a pack differs from one by one through transformers by {self.logits:.1e} "
             f"(logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
         )
 
@@ -96,7 +103,8 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir
     """
     config = plan.ready.config
     same = [str(VERSION), torch.__version__, transformers.__version__, config.to_json_string(), repr(images)]
-    known = Path(cache_dir).expanduser() / "trials" / f"{digest_of([*same, *tokenizer_parts(plan.tokenizer)])}.json"
+    same += [*tokenizer_parts(plan.tokenizer), _digest(_own_code()), _digest(_processor_files(Path(path)))]
+    known = Path(cache_dir).expanduser() / "trials" / f"{digest_of(same)}.json"
     try:
         return f"{json.loads(known.read_text(encoding='utf-8'))['line']} (tried before)"
     except (OSError, ValueError, KeyError, TypeError):
@@ -114,19 +122,36 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir
     return line
 
 
+def _own_code() -> list[Path]:
+    root = Path(__file__).parents[1]
+    return [file for name in OWN_CODE for file in (sorted((root / name).rglob("*.py")) or [root / name])]
+
+
+def _processor_files(folder: Path) -> list[Path]:
+    named = [folder / name for name in (*JSON_FILES, *OTHER_FILES)]
+    return [file for file in named if file.is_file()] + sorted(folder.glob(f"{TEMPLATES_FOLDER}/*.jinja"))
+
+
+def _digest(files: list[Path]) -> str:
+    """A hash of names and contents."""
+    parts = ((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
+    return digest_of(part for pair in parts for part in pair)
+
+
 def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Difference:
     """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError where the copy
     can't be built or run, or its processor gives other ids."""
     encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
-    shown = [[_random_image(size) for size in sizes] for sizes, _ in TALKS]
+    times = CELLS_TIMES if isinstance(images.tiling, CellTiling) else 1
+    shown = [[_random_image((times * w, times * h)) for w, h in sizes] for sizes, _ in TALKS]
     samples = [_sample(encoder, images, pictures, turns) for pictures, (_, turns) in zip(shown, TALKS)]
     where = f"--model_name_or_path {path}"
     with library_errors(where, "a small copy of it can't be tried"):
-        pixels = [_processor_pixels(path, pictures) for pictures in shown]
-        has_ids = _compare_ids(path, plan, images, samples, shown)
+        pixels = [_processor_pixels(path, pictures, images) for pictures in shown]
+        no_ids = _compare_ids(path, plan, images, samples, shown)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return _compare(plan, images, samples, pixels)._replace(ids=has_ids)
+            return _compare(plan, images, samples, pixels)._replace(no_ids=no_ids)
 
 
 def _sample(encoder, images: ReadyImageOptions, pictures: Sequence[Image.Image], turns) -> LoadedSample:
@@ -145,25 +170,29 @@ def _random_image(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
-def _processor_pixels(path: str, pictures: Sequence[Image.Image]) -> torch.Tensor | None:
-    """(N, 3, S, S) of the folder's image processor; None without images."""
+def _processor_pixels(path: str, pictures: Sequence[Image.Image], images: ReadyImageOptions) -> torch.Tensor | None:
+    """(N, 3, S, S) of the folder's image processor, or its patches (P, numbers in a patch); None without images."""
     if not pictures:
         return None
     processor = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True, trust_remote_code=False)
-    crops = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor calls it
-    pixels = processor(list(pictures), return_tensors="pt", **crops)["pixel_values"]
-    return pixels.reshape(-1, *pixels.shape[-3:])
+    options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
+    if isinstance(images.tiling, CellTiling):  # --min_pixels and --max_pixels, too
+        options = {"size": {"shortest_edge": images.tiling.least, "longest_edge": images.tiling.most}}
+    pixels = processor(list(pictures), return_tensors="pt", **options)["pixel_values"]
+    return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:])
 
 
-def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples, shown) -> bool:
-    """True if the processor gives the samples' ids; False where it can't be opened, as without packages for videos.
+def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples, shown) -> str:
+    """Compare the samples' ids with the processor's: "", or the reason why it can't be opened, as without packages for
+    videos.
 
     Raises DataError for other ids.
     """
     try:
         processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception:  # of any type where a package is missing
-        return False
+    except Exception as error:  # of any type where a package is missing
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return in_short(f"{type(error).__name__}: {lines[0] if lines else 'its processor could not be opened'}")
     image_id = plan.tokenizer.convert_tokens_to_ids(images.tiling.image_token)
     for sample, pictures, (_, turns) in zip(samples, shown, TALKS):
         left, chat = iter(pictures), []
@@ -174,7 +203,7 @@ def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples,
         expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"][0]
         if sample.input_ids.masked_fill(sample.input_ids == IMAGE_TOKEN_INDEX, image_id).tolist() != list(expected):
             raise DataError("its processor gives a conversation about images other ids than this program")
-    return True
+    return ""
 
 
 def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSample], pixels: list) -> Difference:
@@ -201,7 +230,7 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     if plan.whole_last_layer is None:
         model.shorten_last_layer()
     batch = collate(samples, images)
-    logits, loss, largest = _one_by_one(outer, ready, samples, pixels)
+    logits, loss, largest = _one_by_one(outer, ready.family, samples, pixels)
     own = model(batch)
     own.backward()
     found = _at_targets(model, batch)
@@ -209,12 +238,11 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     expected = torch.cat([each for each in pixels if each is not None])
     gradient, parameter = _worst_gradient(model, given, names)
     return Difference(
-        pixels=_largest(normalised, expected),
+        pixels=_largest(ready.family.processed(ready.config, normalised), expected),
         logits=_largest(found, logits) / largest,
         loss=abs(own.item() - loss) / abs(loss),
         gradient=gradient,
         parameter=parameter,
-        ids=False,
     )
 
 
@@ -224,12 +252,10 @@ def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConf
     config = copy.deepcopy(vision.ready.config)
     text = small_copy(plan.text_config)
     text.vocab_size = vocab_size
-    for name, value in VISION.items():
-        setattr(config.vision_config, name, value)
-    config.text_config, config.image_token_id = copy.deepcopy(text), 0
-    for each in (config.text_config, text):
-        each.pad_token_id = vocab_size - 1  # its row has no gradient, and no sample has it
-    return ReadyModel(vision.ready.family, config), text
+    text.pad_token_id = vocab_size - 1  # its row has no gradient, and no sample has it
+    config.text_config, config.image_token_id = text, 0
+    vision.ready.family.shrink(config)
+    return ReadyModel(vision.ready.family, config), copy.deepcopy(text)
 
 
 def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
@@ -241,14 +267,15 @@ def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
 
 
 def _one_by_one(
-    outer: nn.Module, ready: ReadyModel, samples: list[LoadedSample], pixels: list[torch.Tensor | None]
+    outer: nn.Module, family: ReadyFamily, samples: list[LoadedSample], pixels: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor, float, float]:
     """transformers' logits (S, V) before all targets, the summed loss, whose gradients are left in the parameters, and
     the largest logit."""
     found, total, largest = [], 0.0, 0.0
     for sample, shown in zip(samples, pixels):
-        ids = sample.input_ids.masked_fill(sample.input_ids == IMAGE_TOKEN_INDEX, 0)[None]
-        options = {} if shown is None else ready.family.outer_pixels(shown)
+        is_image = (sample.input_ids == IMAGE_TOKEN_INDEX)[None]
+        ids, cells = sample.input_ids[None].masked_fill(is_image, 0), [layout.cells for _, layout in sample.media]
+        options = {} if shown is None else family.outer_inputs(outer.config, shown, cells, is_image)
         mask = torch.ones_like(ids)
         logits = outer(input_ids=ids, attention_mask=mask, use_cache=False, **options).logits[0, :-1]  # (L - 1, V)
         kept = sample.labels[1:] != IGNORE_INDEX

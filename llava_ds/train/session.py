@@ -8,7 +8,9 @@ import deepspeed
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
-from llava_ds.checkpoint.training_state import restore
+from llava_ds.checkpoint.trainer_file import checkpoint_problem
+from llava_ds.checkpoint.training_state import restore, rewind
+from llava_ds.constants import DataError
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
@@ -38,10 +40,12 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
+from llava_ds.tracking.best_rule import BestCheckpoint
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.evals import Evaluation
+from llava_ds.train.best import spared
+from llava_ds.train.evals import Asks, Evaluation, Tasks
 from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
 from llava_ds.train.objectives.objective import Objective
@@ -91,9 +95,10 @@ class Session:
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
 
-def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Session:
+def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: Asks | None = None) -> Session:
     """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
 
+    asks: makes of the model what asks --eval_tasks; None without them.
     Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
     largest micro-batch runs out of memory.
     """
@@ -101,7 +106,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    model, engine, checkpointed, rollouts = _build_engine(plan, started)
+    model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started, asks)
     objective = _objective(plan, mesh)
     if training.objective == "dpo" and objective.loss.has_reference:
         _add_reference(plan, engine, ranks, mesh)
@@ -112,10 +117,10 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, engine, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(engine, plan, objective, trackers, ranks, mesh)
+    evaluation = Evaluation(engine, plan, objective, tasks, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
-    saver = _saver(plan, engine, ranks)
+    saver = _saver(plan, engine, evaluation, ranks)
     return Session(
         plan,
         ranks,
@@ -153,12 +158,37 @@ def finish(session: Session) -> int:
     session.stop.end(can_be_resumed(training))
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
-    export_model(session.engine, plan.export, plan.args, plan.steps.dataset, ranks)
+    best = _take_best(session)
+    export_model(session.engine, plan.export, plan.args, plan.steps.dataset, ranks, best)
     if training.enable_ema:
         take_averages(session.engine, session.mesh)
         export_averages(session.engine, plan.export, training, ranks)
     session.trackers.close()
     return 0
+
+
+def _take_best(session: Session) -> BestCheckpoint | None:
+    """Bring the model to the checkpoint with the best evaluation, where --load_best_model_at_end asks for it, and
+    return that one.
+
+    Raises DataError where that checkpoint is damaged.
+    """
+    best, ranks = session.evaluation.best, session.ranks
+    if best is None:
+        return None
+    found: BestCheckpoint | None = broadcast_from_first(ranks, best.checkpoint)
+    if found is None or not session.plan.args.training.load_best_model_at_end:
+        return found
+    if found.step != session.state.step:
+        problem = broadcast_from_first(ranks, partial(checkpoint_problem, found.path))
+        if problem is not None:
+            raise DataError(
+                f"{found.path}, the checkpoint with the best {found.metric}, can't be used: {problem}. Without "
+                f"--load_best_model_at_end the same command exports the model of step {session.state.step:,}"
+            )
+        rewind(session.engine, found.path, ranks)
+    print_first(f"{found.path.name} has the best {found.metric}, {found.value:.4f}: its model is exported")
+    return found
 
 
 def _prepare_output(plan: Plan, ranks: Ranks) -> None:
@@ -186,9 +216,11 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
         print_first(broadcast_from_first(ranks, partial(try_export, plan.export, output_dir)))
 
 
-def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None]:
+def _build_engine(
+    plan: Plan, started: Start, asks: Asks | None
+) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, Tasks | None]:
     """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
-    answers where that is the objective."""
+    answers where that is the objective, and what asks --eval_tasks."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model = build_model(plan.model, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
@@ -200,6 +232,7 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = Rollouts(model, plan, ranks, mesh) if draws else None
+    tasks = None if asks is None else asks(model)
     if plan.critic is not None:  # after what draws was made, which has no part in it
         add_critic(model, plan.critic, resolved, args, ranks)
     models = [model, model.critic] if has_critic(model) else [model]
@@ -219,7 +252,7 @@ def _build_engine(plan: Plan, started: Start) -> tuple[LlavaModel, deepspeed.Dee
     num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
-    return model, engine, checkpointed, rollouts
+    return model, engine, checkpointed, rollouts, tasks
 
 
 def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: MemoryWatch, started: Start) -> None:
@@ -272,8 +305,8 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
     return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
 
 
-def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:
+def _saver(plan: Plan, engine, evaluation: Evaluation, ranks: Ranks) -> Saver:
     training, model_writer = plan.args.training, None
     if training.save_only_model:
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
-    return Saver(engine, training, plan.resume, ranks, model_writer)
+    return Saver(engine, training, plan.resume, ranks, model_writer, spared(evaluation.best))

@@ -151,6 +151,25 @@ def test_the_newest_are_kept(tmp_path, limit, kept):
     assert (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("limit", "best", "kept"),
+    [
+        (1, 2, [12, 2]),
+        (2, 2, [12, 2]),
+        (2, 9, [12, 9]),
+        (3, 2, [12, 9, 2]),
+        (1, 12, [12]),
+        (1, 5, [12]),
+        (None, 2, [12, 9, 4, 2]),
+    ],
+)
+def test_the_best_stays_in_the_place_of_the_oldest(tmp_path, limit, best, kept):
+    for step in (2, 4, 9, 12):
+        write_checkpoint(tmp_path, step)
+    commit.keep_newest(tmp_path, limit, tmp_path / f"checkpoint-{best}")
+    assert [path.name for path in commit.checkpoints(tmp_path)] == [f"checkpoint-{step}" for step in kept]
+
+
 def test_a_broken_newer_checkpoint_never_costs_the_one_just_saved(tmp_path):
     """A run that fell back to step 6, for 9 is damaged, saves step 8 next if --save_steps is another one."""
     for step in (6, 9):

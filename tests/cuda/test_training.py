@@ -21,6 +21,13 @@ pytestmark = pytest.mark.cuda
 
 OPTIONS = toys.image_options()
 IMAGE = ("image", ((40, 30),))
+
+
+def rest(*values: object) -> list:
+    """Values of a parameter that are left to make test-cuda."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
 ANYRES = {"aspect_ratio": "anyres_max_4", "merge_type": "spatial_unpad"}
 
 
@@ -51,12 +58,14 @@ def trained_once(
     return model
 
 
-@pytest.mark.parametrize("family", [name for name in toys.FAMILIES if name != "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *rest(*(name for name in toys.FAMILIES if name not in ("gemma2", "qwen3")))]
+)
 def test_every_family_with_torchs_kernel(family):
     trained_once(family)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_5", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2_5", *rest("llama", "gemma2")])
 @pytest.mark.parametrize(("package", "capability"), [(flash_attn_2, (8, 0)), (flash_attn_3, (9, 0))])
 def test_flash_attn(monkeypatch, package, capability, family):
     module = package()
@@ -88,7 +97,7 @@ def test_rotary_positions_that_follow_the_longest_sample_wait_for_nothing():
     trained_once(config={"rope_parameters": rope})
 
 
-@pytest.mark.parametrize("tower", ["clip", "siglip", "siglip2"])
+@pytest.mark.parametrize("tower", ["clip", *rest("siglip", "siglip2")])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_towers(tower, trained):
     parts = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"} if trained else {}
@@ -101,8 +110,8 @@ def test_a_tower_at_several_scales():
     trained_once(tower="clip", options=options, s2=True, s2_scales="24,48")
 
 
-@pytest.mark.parametrize("projector", ["linear", "mlp2x_gelu", "mlp2x_res2x_gelu", "pooler"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("projector", ["mlp2x_gelu", *rest("linear", "mlp2x_res2x_gelu", "pooler")])
+@pytest.mark.parametrize("family", ["llama", *rest("qwen2")])
 def test_the_projector_alone(projector, family):
     options = toys.image_options(patch_size=16) if projector == "pooler" else OPTIONS
     trained_once(family, options=options, tune_mm_mlp_adapter=True, mm_projector_type=projector)
@@ -111,7 +120,7 @@ def test_the_projector_alone(projector, family):
 @pytest.mark.parametrize(
     "flags", [{}, {"lora_dropout": 0.0}, {"lora_bias": "all"}, {"tune_mm_mlp_adapter": True}], ids=str
 )
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", *rest("llama", "phi3")])
 def test_lora(family, flags):
     trained_once(family, lora_enable=True, lora_r=4, **flags)
 
@@ -150,8 +159,8 @@ def test_micro_batches_with_nothing_to_see_or_to_learn(samples):
     trained_once(samples=samples)
 
 
-@pytest.mark.parametrize("how", ["all", "second", "two", "none"])
-@pytest.mark.parametrize("family", ["llama", "qwen2_5", "gpt2"])
+@pytest.mark.parametrize("how", ["all", "two", *rest("second", "none")])
+@pytest.mark.parametrize("family", ["qwen2_5", *rest("llama", "gpt2")])
 def test_activation_checkpointing(family, how):
     def change(model):
         checkpoint_layers(model.language_model, 2 if how == "second" else 1)
@@ -168,7 +177,7 @@ def test_activation_checkpointing_keeps_random_states_without_a_wait():
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", *rest("qwen2", "mistral")])
 def test_ligers_kernels(monkeypatch, family):
     modules = liger()
     for module in modules:
@@ -207,15 +216,15 @@ def test_pairs_of_answers_come_to_the_device_as_one_batch():
         assert micro.num_samples == 1 and micro.batch.reference.is_cuda and micro.batch.reference.dtype == torch.float64
 
 
-@pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("double_quant", [True, *rest(False)])
+@pytest.mark.parametrize("quant_type", ["nf4", *rest("fp4")])
 def test_weights_in_4_bits_with_lora(quant_type, double_quant):
     model = trained_once(lora_enable=True, bits=4, quant_type=quant_type, double_quant=double_quant)
     packed = [p for p in model.language_model.parameters() if p.dtype == torch.uint8]
     assert packed and all(p.is_cuda and p.grad is None for p in packed)
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("trained", [True, *rest(False)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("family", ready_models.FAMILIES)
 def test_ready_models(family, trained, tmp_path):
     args = arguments(**ready_models.write_ready(tmp_path, family), version="processor", tune_mm_vision=trained,

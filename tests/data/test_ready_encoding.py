@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from ready_models import FAMILIES, open_processor, write_ready
 from toys import encoding_options
+from transformers import AutoConfig
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
@@ -17,6 +18,7 @@ from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import media_layout
+from llava_ds.model.families.ready import READY
 from llava_ds.model.plan import read_parts
 
 SIZES = [(40, 70), (70, 40), (32, 32), (33, 31), (200, 20), (20, 200), (1, 1), (97, 96), (5, 90), (300, 300)]
@@ -77,7 +79,7 @@ def test_ids_and_labels_are_the_processors(ready, number):
     """Of conversations with several images, one, or none, and system turns."""
     family, folder, processor = ready
     encoder, options, tokenizer = opened(folder)
-    marked = ready_models.INTERNVL_MARKED if family == "internvl" else ready_models.SMOLVLM_MARKED
+    marked = ready_models.MARKED[family]
     talks = list(conversations(number))
     features = [[media_layout("image", (size,), 1, options).mark for size in sizes] for _, _, sizes in talks]
     found = encoder.encode_batch([(ours, marks) for (ours, _, _), marks in zip(talks, features)])
@@ -92,7 +94,7 @@ def test_ids_and_labels_are_the_processors(ready, number):
         assert twin["input_ids"][0].tolist() == list(expected)
         assert np.where(coded.input_ids == IMAGE_TOKEN_INDEX, image_id, coded.input_ids).tolist() == list(expected)
         learned = torch.as_tensor(twin["assistant_masks"])[0].bool().numpy()
-        if family != "internvl":  # the space behind "Assistant:" is the answer's: nothing else writes it
+        if family in ("smolvlm", "idefics3"):  # the space behind "Assistant:" is the answer's: nothing else writes it
             learned |= np.append(learned[1:], False) & (coded.labels != IGNORE_INDEX)
         assert np.array_equal(coded.labels != IGNORE_INDEX, learned)
         assert np.array_equal(coded.labels[learned], coded.input_ids[learned])
@@ -113,9 +115,16 @@ def test_prompts_are_the_processors(ready):
 
 
 def test_pixels_are_the_processors(ready, tmp_path):
-    """Tiles are equal bit for bit before they are scaled, and layouts have their number without decoding."""
-    _, folder, processor = ready
+    """They are equal bit for bit, and layouts have their number without decoding."""
+    family, folder, processor = ready
     _, options, _ = opened(folder)
+    config = AutoConfig.from_pretrained(folder)
+    images = processor.image_processor
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (images.image_mean, images.image_std))
+
+    def as_tiles(pixels: torch.Tensor) -> torch.Tensor:
+        return (pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:])).float()
+
     for i, size in enumerate(SIZES):
         path = tmp_path / f"{i}.png"
         image(size).save(path)
@@ -126,7 +135,10 @@ def test_pixels_are_the_processors(ready, tmp_path):
         crops = {"crop_to_patches": True} if hasattr(processor.image_processor, "crop_to_patches") else {}
         plain = {"do_rescale": False, "do_normalize": False, **crops}
         expected = processor.image_processor(image(size), return_tensors="pt", **plain)["pixel_values"]
-        assert torch.equal(tiles.float(), expected.reshape(-1, *expected.shape[-3:]).float())
+        assert torch.equal(READY[family].processed(config, tiles.float()), as_tiles(expected))
+        normalised = (tiles.float() / 255 - mean) / std
+        expected = processor.image_processor(image(size), return_tensors="pt", **crops)["pixel_values"]
+        assert torch.equal(READY[family].processed(config, normalised), as_tiles(expected))
         assert layout.num_tiles == len(tiles)
         assert torch.equal(load_media(media, sizes, layout, options, [0]), tiles[:1])
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from sharing import (
     STEPS,
     TOLERANCE,
+    TORN,
     TRAINED_TOWER,
     check_same,
     relative_difference,
@@ -24,7 +25,6 @@ CLIPPED = {"max_grad_norm": 0.05}
 IN_JSON = {"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}
 IN_CPU = {"zero_optimization": {"stage": 1}, "activation_checkpointing": {"cpu_checkpointing": True}}
 PP4 = {"pipeline_parallel_size": 4}
-TORN = {"eval_fraction": 0.2, "sample_steps": STEPS}
 FAMILIES = ("qwen3", "mistral", "qwen2_5")  # norms of heads; windows; windows in some of three layers
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
@@ -165,6 +165,7 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
         assert (weight - staged[name]).abs().max() <= 1e-5, name
 
 
+@pytest.mark.full
 def test_what_does_not_go_is_refused(runs):
     """The reasons are in tests/engine/ds_config/test_parallel.py."""
     folder = runs["plain"].parent

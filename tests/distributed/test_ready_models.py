@@ -23,6 +23,7 @@ from llava_ds.infer.load import load_model
 
 STEPS, SAVED, BATCH, RATE = 20, 10, 4, 2e-3
 KINDS = "itiititt"
+MAX_PIXELS = 2048  # of Qwen-VL's images in the run with LoRA
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
 QUICK = "smolvlm"
 
@@ -34,7 +35,9 @@ class Runs:
         """alone: without the runs that resume and that train LoRA."""
         self.family, self.folder, self.base = family, folder, folder / "base"
         self.stages, self.steps = stages, steps
-        self.given = {**ready_models.write_ready(self.base, family), **toys.write_data(folder / "data", KINDS)}
+        tied = {"tie_word_embeddings": family == "qwen2_5_vl"}
+        self.given = {**ready_models.write_ready(self.base, family, **tied), **toys.write_data(folder / "data", KINDS)}
+        self.bounds = {"max_pixels": MAX_PIXELS} if family in ready_models.QWEN_PROCESSORS else {}
         saves = {"save_strategy": "steps", "save_steps": SAVED}
         todo = [self.run(f"zero{stage}", self.config(stage), tune_mm_vision=True, **saves) for stage in stages]
         last = f"zero{stages[-1]}"
@@ -43,7 +46,7 @@ class Runs:
             self.run("resumed", self.config(stages[-1]), tune_mm_vision=True, **saves, resume=resume),
             self.run(
                 "lora", ds_config(2), **LORA, max_steps=4, save_strategy="steps", gradient_checkpointing="all",
-                tokens_per_micro_batch=200, eval_fraction=0.3,
+                tokens_per_micro_batch=200, eval_fraction=0.3, **self.bounds,
             ),
         ]  # fmt: skip
         self.output = run_many(2, folder / "launch", todo[: len(stages)] if alone else todo)
@@ -73,7 +76,7 @@ def full(request, tmp_path_factory) -> Runs:
 def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """The processor's inputs of every record, and labels of its own mask of answers."""
     processor = ready_models.open_processor(runs.base, runs.family)
-    marked = ready_models.INTERNVL_MARKED if runs.family == "internvl" else ready_models.SMOLVLM_MARKED
+    marked = ready_models.MARKED[runs.family]
     space = processor.tokenizer.convert_tokens_to_ids("Ġ")
     found = []
     for record in json.loads(Path(runs.given["data_path"]).read_text()):
@@ -90,7 +93,7 @@ def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
             return_tensors="pt",
         )  # fmt: skip
         learned = torch.as_tensor(inputs.pop("assistant_masks"))[0].bool()
-        if runs.family != "internvl":  # the space behind "Assistant:" is the answer's
+        if runs.family in ("smolvlm", "idefics3"):  # the space behind "Assistant:" is the answer's
             behind = torch.cat([learned[1:], torch.tensor([False])])
             learned = learned | (behind & (inputs["input_ids"][0] == space))
         found.append((dict(inputs), inputs["input_ids"][0].masked_fill(~learned, -100)))
@@ -189,6 +192,10 @@ def check_lora(runs: Runs) -> None:
     theirs = PeftModel.from_pretrained(read(runs.base), folder).merge_and_unload().state_dict()
     for source in (folder, folder / "checkpoint-4"):
         export(source, "--format", "hf", "--output_dir", merged, "--overwrite")
+        if runs.bounds:
+            settings = json.loads((merged / "preprocessor_config.json").read_text())
+            assert settings["size"]["longest_edge"] == MAX_PIXELS
+            assert load_model(folder).image_options.tiling.most == MAX_PIXELS
         ours = read(merged).state_dict()
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6) for name in ours)

@@ -9,8 +9,8 @@ from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, toy_
 from sharing import (
     LONG,
     OFFLOAD,
-    STEPS,
     TOLERANCE,
+    TORN,
     TRAINED_TOWER,
     check_same,
     relative_difference,
@@ -32,16 +32,12 @@ VIDEO = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad",
 ONE_RANK = {
     "plain": (1, 0, TRAINED_TOWER),
     "video": (1, 0, {**VIDEO, **TRAINED_TOWER}),
-    "torn": (1, 0, {"eval_fraction": 0.2, "sample_steps": STEPS}),
+    "torn": (1, 0, TORN),
 }
 DAILY = {
     "plain-sp2": (2, 0, {**SHARED, **TRAINED_TOWER}),
     "plain-sp2-packed": (2, 3, {**SHARED, **PACKED, **TRAINED_TOWER}),
-    "torn-sp2": (
-        2,
-        2,
-        {**SHARED, **PACKED, "eval_fraction": 0.2, "sample_steps": STEPS, "dataloader_num_workers": 1},
-    ),
+    "torn-sp2": (2, 2, {**SHARED, **PACKED, **TORN, "dataloader_num_workers": 1}),
 }
 MORE = {
     "stream": (1, 0, {"stream": True}),
@@ -132,7 +128,7 @@ def test_ranks_that_share_a_long_sample_keep_half_of_it_each(runs):
     ("ranks", "flags", "said"),
     [
         (2, {"sequence_parallel_size": 3}, "--sequence_parallel_size 3 does not divide 2 ranks: give one of 1, 2"),
-        (1, {"sequence_parallel_size": 2}, "--sequence_parallel_size 2 does not divide 1 ranks: give one of 1"),
+        pytest.param(1, {"sp_size": 2}, "--sequence_parallel_size 2 does not divide 1 ranks", marks=pytest.mark.full),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused(runs, ranks, flags, said):

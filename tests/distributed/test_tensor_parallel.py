@@ -10,6 +10,7 @@ from sharing import (
     OFFLOAD,
     STEPS,
     TOLERANCE,
+    TORN,
     TRAINED_TOWER,
     check_same,
     relative_difference,
@@ -22,7 +23,6 @@ TP = {"tensor_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 400}
 CLIPPED = {"max_grad_norm": 0.05}
 IN_JSON = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
-TORN = {"eval_fraction": 0.2, "sample_steps": STEPS}
 FAMILIES = ("qwen2", "qwen3", "gemma2")  # biases; norms of heads; soft caps, and ends that are tied
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
@@ -152,23 +152,24 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
         assert (weight - cut[name]).abs().max() <= 1e-5, name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("ranks", "flags", "said"),
+    ("flags", "said"),
     [
-        (2, {"tensor_parallel_size": 3}, "--tensor_parallel_size 3 does not divide 2 ranks: give one of 1, 2"),
+        ({"tensor_parallel_size": 3}, "--tensor_parallel_size 3 does not divide 2 ranks: give one of 1, 2"),
         (
-            2,
             {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
             "--sequence_parallel_size 2 times --tensor_parallel_size 2 is 4, which does not divide 2 ranks: give one "
             "of 1 x 1, 1 x 2, 2 x 1",
         ),
-        (2, {**TP, "lora_enable": True}, "AutoTP does not know the adapters of --lora_enable"),
+        ({**TP, "lora_enable": True}, "AutoTP does not know the adapters of --lora_enable"),
     ],
 )
-def test_what_does_not_go_is_refused(runs, ranks, flags, said):
+def test_what_does_not_go_is_refused(runs, flags, said):
+    """The reasons are in tests/engine/ds_config/test_parallel.py."""
     folder = runs["plain"].parent
     data = {"data_path": str(folder / "plain/data.json"), "image_folder": str(folder / "plain/images")}
     base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
     run = toy_run(base | data, folder / "refused", ds_config(2), **flags)
-    done = launch(ranks, TRAIN, *command_line(run))
+    done = launch(2, TRAIN, *command_line(run))
     assert done.returncode == 2 and said in done.stdout + done.stderr and "Traceback" not in done.stderr

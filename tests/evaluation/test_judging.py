@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ready_models
 import torch
 import toys
 from exporting import export
@@ -149,6 +150,9 @@ def test_a_judge_that_can_not_score_is_refused(toy):
         Judge("--model_path", str(toy.folder / "plain"), EngineOptions("deepspeed"), RANKS)
     with pytest.raises(ConfigError, match=r"--model_path .* has no config.json"):
         Judge("--model_path", str(toy.folder), EngineOptions(), RANKS)
+    ready_models.write_ready(toy.folder / "ready", "qwen2_vl")
+    with pytest.raises(ConfigError, match=r"is a qwen2_vl: a ready model does not judge"):
+        Judge("--model_path", str(toy.folder / "ready"), EngineOptions(), RANKS)
 
 
 def run(monkeypatch, *words: object) -> None:

@@ -15,6 +15,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
@@ -36,6 +40,22 @@ SMOLVLM_TEMPLATE = (
     "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
     "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+QWEN_PARTS = (
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{{ '<|im_end|>\n' }}"
+)
+# Qwen2-VL's and 2.5's write a system turn of their own, Qwen3-VL's does not.
+QWEN_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}" + QWEN_PARTS + "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN3_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}" + QWEN_PARTS + "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 INTERNVL_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
@@ -59,21 +79,40 @@ INTERNVL_MARKED = INTERNVL_TEMPLATE.replace(
     "{% elif content['type'] == 'text' %}{{ content['text'] }}",
 ).replace("{{'<|im_end|>\n'}}", "{{'\n' if message['role'] == 'assistant' else '<|im_end|>\n'}}")
 
+QWEN_MARKS = (
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}",
+    "{% elif message['role'] == 'assistant' %}{% generation %}{{ part['text'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '\n' if message['role'] == 'assistant' else '<|im_end|>\n' }}",
+)
+TEMPLATES = {
+    "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
+    "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
+}  # fmt: skip
+MARKED = {
+    "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
+    **{name: TEMPLATES[name].replace(*QWEN_MARKS) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+}  # fmt: skip
+
 SMOLVLM_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 ]  # fmt: skip
+QWEN_TOKENS = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<|video_pad|>",
+]  # fmt: skip
 INTERNVL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
-FAMILIES = ("idefics3", "smolvlm", "internvl")
+FAMILIES = ("idefics3", "smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN_PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 
 
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
     """Write a random ready model; text: other settings of its language model. Returns the flag that names it."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    smol = family != "internvl"
-    tokenizer = _tokenizer(SMOLVLM_TOKENS if smol else INTERNVL_TOKENS, smol)
-    tokenizer.chat_template = template or (SMOLVLM_TEMPLATE if smol else INTERNVL_TEMPLATE)
+    tokenizer = _tokenizer(family)
+    tokenizer.chat_template = template or TEMPLATES[family]
     config = _config(family, tokenizer, text)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
@@ -84,10 +123,17 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
                 parameter.normal_(0, 0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if family in ("qwen2_vl", "qwen2_5_vl"):  # as published: the language model's settings among the whole one's
+        config = json.loads((folder / "config.json").read_text())
+        inner = config.pop("text_config")
+        (folder / "config.json").write_text(json.dumps({**inner, **config}))
     images = image_processor_of(family).to_dict()
     named = {"internvl": "InternVLProcessor", "smolvlm": "SmolVLMProcessor", "idefics3": "Idefics3Processor"}
-    length = "image_seq_length" if family == "internvl" else "image_seq_len"
-    whole = {"image_processor": images, length: 4, "processor_class": named[family]}
+    whole = {"image_processor": images, "processor_class": named.get(family)}
+    if family in QWEN_PROCESSORS:
+        whole["processor_class"] = QWEN_PROCESSORS[family].__name__
+    else:
+        whole["image_seq_length" if family == "internvl" else "image_seq_len"] = 4
     for name, content in (("preprocessor_config.json", images), ("processor_config.json", whole)):
         (folder / name).write_text(json.dumps(content))
     return {"model_name_or_path": str(folder)}
@@ -101,6 +147,10 @@ def open_processor(folder: Path, family: str):
 
 def image_processor_of(family: str):
     """The PIL image processor of a tiny model."""
+    if family in QWEN_PROCESSORS:
+        # 4 to 64 cells, each of 2 x 2 patches.
+        size = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 64 * (2 * PATCH) ** 2}
+        return Qwen2VLImageProcessorPil(size=size, patch_size=PATCH, merge_size=2, temporal_patch_size=2)
     if family == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE}, min_patches=1, max_patches=6)
     kind = SmolVLMImageProcessorPil if family == "smolvlm" else Idefics3ImageProcessorPil
@@ -110,6 +160,10 @@ def image_processor_of(family: str):
 def processor_of(family: str, tokenizer):
     """transformers' processor of a tiny model."""
     images, template = image_processor_of(family), tokenizer.chat_template
+    if family in QWEN_PROCESSORS:
+        with openable():
+            videos = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+            return QWEN_PROCESSORS[family](images, tokenizer, videos, chat_template=template)
     if family == "internvl":
         with openable():
             return InternVLProcessor(images, tokenizer, image_seq_length=4, chat_template=template)
@@ -130,28 +184,30 @@ def openable() -> Iterator[None]:
         yield
 
 
-def _tokenizer(tokens: list[str], smol: bool) -> PreTrainedTokenizerFast:
+def _tokenizer(family: str) -> PreTrainedTokenizerFast:
+    tokens = INTERNVL_TOKENS if family == "internvl" else QWEN_TOKENS if family in QWEN_PROCESSORS else SMOLVLM_TOKENS
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=tokens, initial_alphabet=alphabet)
     tokenizer.train_from_iterator([*TEXTS, *ANSWERS], trainer)
-    if smol:
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<end_of_utterance>",
-            pad_token="<|endoftext|>", extra_special_tokens=tokens[3:],
-        )  # fmt: skip
-    named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        extra_special_tokens={**named, "video_token": "<video>"},
-    )  # fmt: skip
+    ends = {"eos_token": tokens[2], "pad_token": tokens[0]}
+    if family in ("smolvlm", "idefics3"):
+        ends |= {"bos_token": tokens[1], "extra_special_tokens": tokens[3:]}
+    elif family == "internvl":
+        named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+        ends["extra_special_tokens"] = {**named, "video_token": "<video>"}
+    else:
+        ends["extra_special_tokens"] = tokens[3:]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
 
 
 def _config(family: str, tokenizer, text: dict) -> AutoConfig:
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
     shared = {**TEXT, "vocab_size": len(tokenizer), **ids, **text}
+    if family in QWEN_PROCESSORS:
+        return _qwen_config(family, tokenizer, shared)
     if family == "internvl":
         return AutoConfig.for_model(
             "internvl",
@@ -170,3 +226,24 @@ def _config(family: str, tokenizer, text: dict) -> AutoConfig:
         pad_token_id=ids["pad_token_id"],
         tie_word_embeddings=text.get("tie_word_embeddings", False),
     )
+
+
+def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
+    ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    vision = {"depth": 2, "num_heads": 2, "patch_size": PATCH, "initializer_range": 0.2}
+    text = {**text, "num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": rope}
+    text["bos_token_id"] = None
+    if family == "qwen2_vl":
+        vision |= {"embed_dim": 16, "hidden_size": text["hidden_size"], "mlp_ratio": 2}
+    else:
+        vision |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": text["hidden_size"]}
+    if family == "qwen2_5_vl":  # a window of 2 x 2 cells
+        vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+    if family == "qwen3_vl":
+        vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1], "depth": 3}
+        text |= {"head_dim": 16, "num_hidden_layers": 3}
+        rope["mrope_interleaved"] = True
+    tied = text.pop("tie_word_embeddings", False)
+    return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids, tie_word_embeddings=tied)

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 
 STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
 LONG = 3000  # tokens of one sample, at least
+# With torn images. At a rate of 0.1 this loss falls so steeply that one rank alone, with other micro-batches, is 1.6e-6
+# away from itself after five steps; at 0.02 every layout stays within 2e-7.
+TORN = {"eval_fraction": 0.2, "sample_steps": STEPS, "learning_rate": 0.02, "mm_projector_lr": 0.02}
 TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
 # More of the DeepSpeed JSON, in the place of a stage.
 OFFLOAD = {
@@ -48,7 +51,7 @@ def write_data(folder: Path) -> dict[str, dict[str, str]]:
 
 def sgd(folder: Path, stage: int | dict) -> Path:
     config = stage if isinstance(stage, dict) else json.loads(Path(ds_config(stage)).read_text())
-    optimizer = {"type": "SGD", "params": {"lr": RATE}}
+    optimizer = {"type": "SGD", "params": {"lr": "auto"}}
     text = json.dumps({**config, "optimizer": optimizer, "zero_allow_untested_optimizer": True})
     path = folder / f"sgd-{zlib.crc32(text.encode())}.json"
     path.write_text(text)
@@ -88,9 +91,11 @@ def check_same(one: Path, shared: Path) -> None:
     assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
     expected, found = weights_of(one), weights_of(shared)
     assert expected.keys() == found.keys()
+    rate = rows(one)[0]["lr"][0]
     for key, weight in expected.items():
-        # What five gradients together differ by.
-        assert (weight - found[key]).abs().max() <= RATE * STEPS * TOLERANCE, key
+        # What five gradients together differ by, and one rounding of the weight itself.
+        allowed = rate * STEPS * TOLERANCE + torch.finfo(weight.dtype).eps * weight.abs()
+        assert ((weight - found[key]).abs() <= allowed).all(), key
 
 
 def relative_difference(one: Path, other: Path) -> float:

@@ -1,18 +1,20 @@
 """FLOPs of training: the published model's figures, and torch's own count of what runs on tiny ones."""
 
 import pytest
+import ready_models
 import torch
 import toys
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, CLIPVisionConfig, Siglip2VisionConfig
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.collate import LoadedSample, collate, counts_of
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.llava import assemble
 from llava_ds.model.lora import add_lora
+from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.shapes import CLIP_L_336, NAMED
 
@@ -109,3 +111,36 @@ def count(text, flags: dict, vision=None) -> tuple[int, float]:
     tile = model.vision_tower.tower.embeddings.num_patches + tower.has_class_token
     attention = 4 * tower.num_layers * vision.hidden_size * tile**2 * (3 if args.unfreeze_mm_vision_tower else 1)
     return products, model_flops(text, tower, args).of(LENGTH, 0, 1, TARGETS) - attention
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen tower", "trained tower"])
+@pytest.mark.parametrize("family", ready_models.QWEN_PROCESSORS)
+def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trains, tmp_path):
+    """And attention's, of pairs of patches: a window of 2 x 2 cells, or the whole image."""
+    given = ready_models.write_ready(tmp_path, family)
+    model_args = ModelArguments(**given, version="processor", tune_mm_vision=trains, tune_mm_mlp=True, tune_mm_llm=True)
+    args = Arguments(model_args, DataArguments(), TrainingArguments(), frozenset())
+    plan = plan_model(model_args, 512)
+    options = plan.tower.image_options(args)
+    torch.manual_seed(0)
+    model = assemble(plan.text_config, plan.tower, model_args, torch.zeros(3), torch.ones(3))
+    choose_trainable(model, args)
+    layout = media_layout("image", ((64, 64),), 1, options)  # 4 x 4 cells: windows are full
+    ids = torch.cat([torch.full((layout.num_tokens,), -200), torch.randint(3, 300, (LENGTH,))])
+    labels = torch.full((len(ids),), -100)
+    labels[-TARGETS:] = 7
+    pixels = torch.randint(0, 255, (layout.num_tiles, 3, 16, 16), dtype=torch.uint8)
+    sample = LoadedSample(ids, labels, [(pixels, layout)])
+    batch = collate([sample], options)
+    with FlopCounterMode(display=False) as counter:
+        model(batch).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if str(op).split(".")[-1] in PRODUCTS)
+    flops = model_flops(plan.text_config, plan.tower, model_args)
+    tiles, pairs = counts_of(sample).tiles, counts_of(sample).tile_pairs
+    assert (tiles, pairs) == (16, 256)
+    width, layers = plan.tower.layer_width, plan.tower.num_layers
+    windowed = plan.tower.tiles.windowed_layers
+    seen = (layers - windowed) * 64**2 + windowed * 4 * 16**2  # pairs of patches in all layers
+    attention = 4 * width * seen * (3 if trains else 1)
+    assert flops.of(len(ids), 0, tiles, TARGETS, pairs) - attention == pytest.approx(products, rel=1e-9)

@@ -77,7 +77,7 @@ def test_what_is_not_tried_is_refused(folder, flags, message):
         taken(folder, **flags)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "mllama"])
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "glm4v", "gemma3", "mllama"])
 def test_other_ready_models_are_refused_by_name(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ConfigError, match=f"is a {kind}, which can't be trained here yet .*: give one of idefics3"):

@@ -66,8 +66,8 @@ def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, 
 
 def test_held_out_samples_that_broke_are_counted(tmp_path, capsys):
     evals = Evals(tmp_path, 0, ALONE, Trackers({}, 5))
-    evals.add_loss(2, EvalLoss(1.5, 100, 8, {}, {}), broken=0, seconds=0.1)
-    evals.add_loss(4, EvalLoss(1.25, 90, 7, {}, {}), broken=1, seconds=0.1)
+    evals.add(2, EvalLoss(1.5, 100, 8, {}, {}), {}, broken=0, seconds=(0.1, 0.0))
+    evals.add(4, EvalLoss(1.25, 90, 7, {}, {}), {}, broken=1, seconds=(0.1, 0.0))
     assert [(row["samples"], row["broken_samples"]) for row in read_metrics(tmp_path / "evals.jsonl")] == [
         (8, 0), (7, 1),
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import ready_models
@@ -12,11 +13,14 @@ from transformers import AutoModelForImageTextToText
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
+from llava_ds.data import collate
 from llava_ds.model import attention
 from llava_ds.model.families import ready_family
 from llava_ds.model.plan import plan_model
 from llava_ds.train import ready_trial
 from llava_ds.train.plan import _plan_model
+
+QWEN_SETTINGS = ("patch_size 9, expected 8", "images of 9 to 9 pixels")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -24,7 +28,7 @@ def planned(request, tmp_path_factory):
     """A family's plan and image options, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     # Tied in one family, and another language model in another.
-    text = {"tie_word_embeddings": request.param == "smolvlm"}
+    text = {"tie_word_embeddings": request.param in ("smolvlm", "qwen2_5_vl")}
     if request.param == "internvl":
         text |= {"model_type": "qwen3", "head_dim": 16}
     model = ModelArguments(**write_ready(folder, request.param, **text), version="processor")
@@ -42,7 +46,10 @@ def test_a_pack_is_what_transformers_computes_one_by_one(planned):
     assert found.loss < 1e-6
     assert found.gradient < 1e-4
     if plan.ready.config.model_type == "idefics3":  # whose processor opens without more packages
-        assert found.ids
+        assert not found.no_ids
+    else:
+        assert "Error: " in found.no_ids
+        assert f"ids were not compared: {found.no_ids})" in found.line("x")
 
 
 def test_tiles_that_patches_do_not_divide(monkeypatch, tmp_path):
@@ -66,7 +73,7 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
 
     monkeypatch.setattr(attention, "attend", leaking)
     monkeypatch.setattr("llava_ds.model.last_layer.attend", leaking)
-    with pytest.raises(ConfigError, match=r"can't be trained here: logits of a pack differ from one by one by 0\.\d"):
+    with pytest.raises(ConfigError, match=r"be trained here: logits of a pack differ from one by one by [01]\.\d"):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
     assert not list(tmp_path.rglob("*.json"))  # a refusal is not remembered
 
@@ -77,12 +84,65 @@ def test_wrong_features_are_refused(planned, tmp_path):
     family = plan.ready.family
 
     def turned(connector, config, features):
-        return family.connect(connector, config, features.flip(1))
+        return family.connect(connector, config, features.flip(1 if features.shape[1] > 1 else 0))
 
     other = plan.ready._replace(family=dataclasses.replace(family, connect=turned))
     wrong = dataclasses.replace(plan, tower=dataclasses.replace(plan.tower, ready=other))
     with pytest.raises(ConfigError, match="logits of a pack differ"):
         ready_trial.check_ready(wrong, images, str(folder), str(tmp_path))
+
+
+@pytest.mark.parametrize("planned", ready_models.QWEN_PROCESSORS, indirect=True)
+def test_positions_of_one_axis_are_refused(planned, monkeypatch, tmp_path):
+    """As a trainer gives them that knows of one kind of positions only."""
+    plan, images, folder = planned
+
+    def along_the_text(input_ids, cells):
+        return torch.arange(len(input_ids)).expand(3, -1)
+
+    monkeypatch.setattr(collate, "axis_positions", along_the_text)
+    with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by [01]\.\d"):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+
+
+@pytest.mark.parametrize("planned", ready_models.QWEN_PROCESSORS, indirect=True)
+def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
+    """As where a tower is not told where an image ends."""
+    plan, images, folder = planned
+    sound = attention.tower_attention
+
+    def leaking(*args, cu_seq_lens_q, max_length_q, **options):
+        whole = torch.tensor([0, int(cu_seq_lens_q[-1])], dtype=torch.int32)
+        return sound(*args, cu_seq_lens_q=whole, max_length_q=int(whole[1]), **options)
+
+    monkeypatch.setattr(attention, "tower_attention", leaking)
+    with pytest.raises(ConfigError, match="logits of a pack differ"):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+
+
+def test_a_frozen_tower_leaves_the_other_gradients(planned, monkeypatch):
+    """They are transformers', and the tower has none."""
+    plan, images, folder = planned
+    sound = ready_trial.assemble
+
+    def frozen(*args):
+        model = sound(*args)
+        model.vision_tower.requires_grad_(False)
+        return model
+
+    def of_the_rest(model, given, names):
+        given = {name: parameter for name, parameter in given.items()}
+        for name, parameter in model.vision_tower.named_parameters(prefix="vision_tower"):
+            assert parameter.grad is None
+            given[names.from_part(name)].grad = None
+        return worst(model, given, names)
+
+    worst = ready_trial._worst_gradient
+    monkeypatch.setattr(ready_trial, "assemble", frozen)
+    monkeypatch.setattr(ready_trial, "_worst_gradient", of_the_rest)
+    found = ready_trial.try_ready(plan, images, str(folder))
+    assert found.problem() is None
+    assert found.gradient < 1e-4
 
 
 def test_the_result_is_kept(planned, monkeypatch, tmp_path):
@@ -93,6 +153,16 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
     other = dataclasses.replace(images, resample=0)
     with pytest.raises(TypeError):  # tried again
         ready_trial.check_ready(plan, other, str(folder), str(tmp_path))
+    copied = tmp_path / "copied"
+    shutil.copytree(folder, copied)
+    assert ready_trial.check_ready(plan, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
+    settings = json.loads((copied / "processor_config.json").read_text())
+    (copied / "processor_config.json").write_text(json.dumps({**settings, "new": 1}))
+    with pytest.raises(TypeError):
+        ready_trial.check_ready(plan, images, str(copied), str(tmp_path))
+    monkeypatch.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
+    with pytest.raises(TypeError):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 
 def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
@@ -103,7 +173,11 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
         ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),
         ("preprocessor_config.json", {"do_image_splitting": 3, "max_patches": "x"}, "expected a value like"),
         ("processor_config.json", {"image_seq_length" if kind == "internvl" else "image_seq_len": 9}, "a tile has 4"),
+        ("preprocessor_config.json", {"patch_size": 9}, "patch_size 9, expected 8"),
+        ("preprocessor_config.json", {"min_pixels": 9, "max_pixels": 9}, "images of 9 to 9 pixels"),
     ):
+        if (kind in ready_models.QWEN_PROCESSORS) != (wrong in QWEN_SETTINGS) and "do_rescale" not in wrong:
+            continue
         for file in folder.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
         changed = json.loads((folder / name).read_text()) | value

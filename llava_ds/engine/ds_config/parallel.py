@@ -213,13 +213,19 @@ def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
             (PIPELINE, args.training.pipeline_parallel_size, _pipeline_problems),
         )
         if size > 1
-        for problem in found(args, text_config, size)
+        for problem in (*found(args, text_config, size), *_tasks_problem(args))
     ]
     sp, tp = args.training.sequence_parallel_size, args.training.tensor_parallel_size
     if not lines and sp > 1 and tp > 1 and (problem := heads_problem(*_heads(text_config, tp), sp)):
         lines = [f"--{SEQUENCE} is {sp} and --{TENSOR} {tp}: of a rank's heads, {problem}"]
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _tasks_problem(args: Arguments) -> list[str]:
+    if args.training.eval_tasks is None:
+        return []
+    return ["--eval_tasks is answered by ranks that have the whole model each: leave one of them out"]
 
 
 def _heads(config: PreTrainedConfig, tp: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     return TileSpec(tiling, patches**2, patches**2, features)
 
 
-def _features(tower: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+def _features(tower: nn.Module, pixels: torch.Tensor, _: dict) -> torch.Tensor:
     """(N, 3, S, S) to (N, patches, C), by its parts: with a mask of full tiles its forward waits for the device."""
     patches = pixels.shape[-1] // tower.patch_size
     full = torch.ones(len(pixels), patches, patches, dtype=torch.bool, device=pixels.device)
@@ -44,13 +44,13 @@ FAMILY = ReadyFamily(
     name="Idefics3 and SmolVLM",
     model_types=("idefics3", "smolvlm"),
     vision="model.vision_model",
-    connector="model.connector",
+    connector={"model.connector": ""},
     trunk="model.text_model",
     tiles=_tiles,
     build_connector=lambda config: _CONNECTORS[config.model_type](config),
     features=_features,
     connect=lambda connector, config, features: connector(features),
     patch_embedding=lambda tower: tower.embeddings.patch_embedding,
-    outer_pixels=lambda pixels: {"pixel_values": pixels[None]},
+    outer_inputs=lambda config, pixels, *_: {"pixel_values": pixels[None]},
     resample=1,  # Lanczos
 )

@@ -49,13 +49,13 @@ FAMILY = ReadyFamily(
     name="InternVL",
     model_types=("internvl",),
     vision="model.vision_tower",
-    connector="model.multi_modal_projector",
+    connector={"model.multi_modal_projector": ""},
     trunk="model.language_model",
     tiles=_tiles,
     build_connector=InternVLMultiModalProjector,
-    features=lambda tower, pixels: tower(pixel_values=pixels).last_hidden_state[:, 1:],
+    features=lambda tower, pixels, _: tower(pixel_values=pixels).last_hidden_state[:, 1:],
     connect=_connect,
     patch_embedding=lambda tower: tower.embeddings.patch_embeddings.projection,
-    outer_pixels=lambda pixels: {"pixel_values": pixels},
+    outer_inputs=lambda config, pixels, *_: {"pixel_values": pixels},
     resample=3,  # bicubic
 )

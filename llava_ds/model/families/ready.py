@@ -5,17 +5,26 @@ Its tiles are in llava_ds/tilings.py. Then add its small model to tests/helpers/
 docs/ready_models.md.
 """
 
-from llava_ds.model.families import idefics3, internvl
+from transformers import AutoModelForCausalLM
+
+from llava_ds.model.families import idefics3, internvl, qwen2_5_vl, qwen2_vl, qwen3_vl
 from llava_ds.model.families.ready_family import ReadyFamily
 
-FAMILIES = (idefics3.FAMILY, internvl.FAMILY)
+FAMILIES = (idefics3.FAMILY, internvl.FAMILY, qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY)
 READY: dict[str, ReadyFamily] = {kind: family for family in FAMILIES for kind in family.model_types}
 
 # Ready models of transformers' that people fine-tune, and the reason why not with this program.
-_POSITIONS = "its positions have three axes and its images no fixed size"
 NOT_YET = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v"), _POSITIONS),
+    **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),
+    "qwen3_vl_moe": "its language model is a mixture of experts",
     **dict.fromkeys(("gemma3", "gemma4", "paligemma"), "tokens of one of its images see each other"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "its language model has a state across tokens"),
     "mllama": "its images are not in the sequence",
 }
+
+
+def register_text_models() -> None:
+    """Let transformers build the language models of ready models alone where it has no class for them."""
+    for family in FAMILIES:
+        for model in family.text_models:
+            AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)

@@ -1,51 +1,86 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
 """What a family of ready vision-language models says of itself: data, and a few functions of its parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llava_ds.tilings import Tiling
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+Cells = Sequence[tuple[int, int]]  # across and down, of every image whose tiles are its cells; () for other families
 
 
 @dataclass(frozen=True)
 class TileSpec:
     """What an image becomes. tiling: into which tiles; patches: of a tile; positions: of the tower's sequence for it;
-    features, P: of the language model's for it, a square number."""
+    features, P: of the language model's for it, a square number; windowed_layers: layers of the tower whose attention
+    sees a window, where tiles are the cells of an image."""
 
     tiling: Tiling
     patches: int
     positions: int
     features: int
+    windowed_layers: int = 0
+
+
+def build_tower(config: PreTrainedConfig) -> nn.Module:
+    """The vision model of transformers' class, in torch's default dtype."""
+    return AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
+
+
+def shrink(config: PreTrainedConfig) -> None:
+    """Make the vision model of a whole configuration small; its language model is small already."""
+    for name, value in VISION.items():
+        setattr(config.vision_config, name, value)
+
+
+def tower_widths(config: PreTrainedConfig) -> tuple[int, int]:
+    """Width of a vision model's layers, and of their MLPs."""
+    return config.hidden_size, config.intermediate_size
 
 
 @dataclass(frozen=True)
 class ReadyFamily:
     """A family of models of transformers' AutoModelForImageTextToText.
 
-    name: for messages; model_types: of config.json; vision, connector, trunk: parts of transformers' class, by name;
-    tiles: from the whole configuration, the image processor's settings, the whole processor's, and the tokenizer, or
-    raise ValueError that says why such a model can't be trained; build_connector: from the whole configuration;
-    features: (N, 3, S, S) normalised pixels through the vision model to what connect takes; connect: those through the
-    connector to (N, P, D); patch_embedding: the vision model's first layer; outer_pixels: pixels of one sample to the
-    arguments of transformers' forward; resample: Pillow's number of the filter, where its files don't say it.
+    name: for messages; model_types: of config.json; vision, trunk: parts of transformers' class, by name; connector:
+    the same of the modules that make up the connector, and the beginning of their names in it; tiles: from the whole
+    configuration, the image processor's settings, the whole processor's, and the tokenizer, or raise ValueError that
+    says why such a model can't be trained; build_connector: from the whole configuration;
+    features: (N, 3, S, S) normalised pixels, and Batch.tower_inputs, through the vision model to what connect takes;
+    connect: those through the connector to (N, P, D), or (N, P, K * D) where K - 1 further features are added behind
+    the language model's first layers; patch_embedding: the vision model's first layer; processed: normalised pixels in
+    the form that the family's image processor gives them; outer_inputs: the whole configuration, these pixels, the
+    cells of their images, and (B, T) bool, True at features, to the arguments of transformers' forward; resample:
+    Pillow's number of the filter, where its files don't say it.
+
+    build_tower: from the vision model's configuration; text_models: classes of language models that transformers has
+    no causal language model for; is_flat: True if config.json may hold the language model's settings among its own;
+    shrink, tower_widths: as these functions do.
     """
 
     name: str
     model_types: tuple[str, ...]
     vision: str
-    connector: str
+    connector: Mapping[str, str]
     trunk: str
     tiles: Callable[[PreTrainedConfig, dict, dict, PreTrainedTokenizerBase], TileSpec]
     build_connector: Callable[[PreTrainedConfig], nn.Module]
-    features: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+    features: Callable[[nn.Module, torch.Tensor, dict], torch.Tensor]
     connect: Callable[[nn.Module, PreTrainedConfig, torch.Tensor], torch.Tensor]
     patch_embedding: Callable[[nn.Module], nn.Module]
-    outer_pixels: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+    outer_inputs: Callable[[PreTrainedConfig, torch.Tensor, Cells, torch.Tensor], dict[str, torch.Tensor]]
     resample: int
+    processed: Callable[[PreTrainedConfig, torch.Tensor], torch.Tensor] = lambda config, pixels: pixels
+    build_tower: Callable[[PreTrainedConfig], nn.Module] = build_tower
+    text_models: tuple[type[PreTrainedModel], ...] = ()
+    is_flat: bool = False
+    shrink: Callable[[PreTrainedConfig], None] = shrink
+    tower_widths: Callable[[PreTrainedConfig], tuple[int, int]] = tower_widths
 
 
 def expect(settings: dict, **values: object) -> None:

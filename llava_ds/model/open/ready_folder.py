@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import library_errors
 from llava_ds.model.families.language import config_of, trunk_name
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import READY, register_text_models
 from llava_ds.model.open.weights import WeightFiles, tensor_names
 from llava_ds.model.ready import ReadyModel, outer_class
 
@@ -30,10 +30,11 @@ class ReadyNames:
     """Names of a ready model's tensors, from a part's name to transformers' in memory, and from any to the part's."""
 
     def __init__(self, ready: ReadyModel, text_config: PreTrainedConfig) -> None:
+        register_text_models()
         family = ready.family
         self._prefixes = {
-            f"{family.vision}.": ("vision_tower", TOWER),
-            f"{family.connector}.": ("projector", CONNECTOR),
+            **{f"{path}.": ("projector", f"{CONNECTOR}{inner}") for path, inner in family.connector.items()},
+            f"{family.vision}.": ("vision_tower", TOWER),  # which may have the connector in it
             f"{family.trunk}.": ("language_model", f"{trunk_name(text_config)}."),
             "lm_head.": ("language_model", "lm_head."),
         }
@@ -101,13 +102,19 @@ def _ends_differ(path: str, embedding: str, output: str) -> bool:
     return not torch.equal(found[embedding], found[output])
 
 
+def missing_parts(config: dict) -> list[str]:
+    """Parts of a ready model's config.json that are not there, for which transformers would take its defaults."""
+    text = () if READY[config["model_type"]].is_flat and "hidden_size" in config else ("text_config",)
+    return [name for name in (*text, "vision_config") if not isinstance(config.get(name), dict)]
+
+
 def read_ready(path: str, config: dict, where: str) -> tuple[ReadyModel, PreTrainedConfig, ReadyNames]:
     """A ready model's family and configuration, that of its language model, and its tensors' names.
 
     config: the content of config.json. Raises ConfigError where a part is missing, or of a kind that has no class.
     """
-    missing = [name for name in ("text_config", "vision_config") if not isinstance(config.get(name), dict)]
-    if missing:
+    register_text_models()
+    if missing := missing_parts(config):
         raise ConfigError(f"{where}: its config.json has no {' and no '.join(missing)}: copy it again")
     whole = config_of(config, where, path)
     text = copy.deepcopy(whole.text_config)

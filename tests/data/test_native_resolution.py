@@ -1,0 +1,125 @@
+"""Images at their own size: sizes and positions are transformers', and bounds of pixels are kept up to the export."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ready_models import QWEN_PROCESSORS, write_ready
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.data.native_resolution import axis_positions, tower_inputs
+from llava_ds.export.ready_folder import write_image_sizes
+from llava_ds.model.plan import plan_model, read_parts
+from llava_ds.tilings import CellTiling
+
+
+def cells_of(side: int, least: int, most: int, **more) -> CellTiling:
+    return CellTiling(side, 2, least, most, "<|image_pad|>", **more)
+
+
+def test_sizes_are_the_processors():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        size = tuple(int(2 ** rng.uniform(0, 12)) for _ in range(2))
+        side = int(rng.choice([16, 28, 32]))
+        least = int(rng.integers(1, 300)) * side**2
+        tiling = cells_of(side, least, least * int(rng.integers(1, 50)))
+        if max(size) > 200 * min(size):
+            with pytest.raises(DataError, match="more than 200 times longer than wide"):
+                tiling.cut(size)
+            continue
+        height, width = smart_resize(size[1], size[0], side, tiling.least, tiling.most)
+        cut = tiling.cut(size)
+        assert cut.steps == ((width, height),)
+        assert cut.grid == (width // side, height // side)
+
+
+@pytest.mark.parametrize("family", QWEN_PROCESSORS)
+def test_positions_are_those_of_transformers(family, tmp_path):
+    """Of samples with none to three images; those of a sample that is cut are the first ones."""
+    write_ready(tmp_path, family)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path)).model
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        images = [tuple(int(n) for n in rng.integers(1, 7, 2)) for _ in range(rng.integers(0, 4))]
+        parts = [torch.ones(rng.integers(1, 9), dtype=torch.int64)]
+        for across, down in images:
+            parts += [torch.full((across * down,), IMAGE_TOKEN_INDEX), torch.ones(rng.integers(1, 9)).long()]
+        ids = torch.cat(parts)
+        grid = torch.tensor([(1, 2 * down, 2 * across) for across, down in images]).reshape(-1, 3)
+        types = (ids == IMAGE_TOKEN_INDEX).int()[None]
+        expected, deltas = model.get_rope_index(ids[None], mm_token_type_ids=types, image_grid_thw=grid)
+        found = axis_positions(ids, images)
+        assert torch.equal(found, expected[:, 0])
+        assert found.max() + 1 - len(ids) == deltas[0, 0]
+        cut = int(rng.integers(1, len(ids) + 1))
+        assert torch.equal(axis_positions(ids[:cut], images), found[:, :cut])
+
+
+def test_a_tower_is_told_of_every_image_and_window():
+    inputs = tower_inputs([(3, 1), (2, 4)], cells_of(16, 256, 2560, window=2, table=6))
+    assert inputs["cu_seqlens"].tolist() == [0, 12, 44]
+    assert inputs["max_seqlen"] == 32
+    assert inputs["cu_window_seqlens"].tolist() == [0, 8, 12, 28, 44]
+    assert inputs["max_window_seqlen"] == 16
+    assert sorted(inputs["window_index"].tolist()) == list(range(11))
+    assert [len(inputs[name]) for name in ("position_ids", "interp_indices", "interp_weights")] == [44] * 3
+    assert torch.allclose(inputs["interp_weights"].sum(1), torch.ones(44))
+
+
+def with_pixels(folder, **flags):
+    model = ModelArguments(model_name_or_path=str(folder), version="processor")
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(flags)).replaced(**flags)
+    return plan_model(args.model, 512), args
+
+
+def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path):
+    write_ready(tmp_path, "qwen2_5_vl")
+    plan, args = with_pixels(tmp_path, min_pixels=1024, max_pixels=2048)
+    options = plan.tower.image_options(args)
+    assert (options.tiling.least, options.tiling.most) == (1024, 2048)
+    assert options.tiling.cut((400, 400)).num_tiles <= 2048 // 16**2 < plan.tower.tiles.tiling.cut((400, 400)).num_tiles
+    named = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"max_pixels": 4096}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(named))  # as older folders have it
+    written = tmp_path / "written"
+    written.mkdir()
+    write_image_sizes(SimpleNamespace(model=plan, image_options=options), written)
+    for name in ("preprocessor_config.json", "processor_config.json", "config.json"):
+        if not (written / name).exists():
+            (written / name).write_bytes((tmp_path / name).read_bytes())
+    for file in tmp_path.iterdir():
+        if file.is_file() and not (written / file.name).exists():
+            (written / file.name).write_bytes(file.read_bytes())
+    again = read_parts(ModelArguments(model_name_or_path=str(written))).tower.tiles.tiling
+    assert again == options.tiling
+    whole = json.loads((written / "processor_config.json").read_text())["image_processor"]
+    assert whole["size"] == {"shortest_edge": 1024, "longest_edge": 2048}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"max_pixels": 255},
+            "--max_pixels 255: an image would have 1024 to 255 pixels: give --max_pixels of at least",
+        ),
+        ({"min_pixels": 99999}, "--min_pixels 99999: an image would have 99999 to 16384 pixels"),
+    ],
+)
+def test_impossible_bounds_are_refused(tmp_path, flags, message):
+    write_ready(tmp_path, "qwen2_vl")
+    plan, args = with_pixels(tmp_path, **flags)
+    with pytest.raises(ConfigError, match=message):
+        plan.tower.image_options(args)
+
+
+def test_bounds_are_for_models_whose_images_keep_their_size(tmp_path):
+    write_ready(tmp_path, "smolvlm")
+    plan, args = with_pixels(tmp_path, max_pixels=4096)
+    with pytest.raises(ConfigError, match="--max_pixels 4096: this model's images have sizes"):
+        plan.tower.image_options(args)

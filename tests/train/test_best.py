@@ -1,0 +1,129 @@
+"""The best evaluation, and the end for want of a better one, are those of transformers' Trainer."""
+
+import itertools
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import toys
+from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState
+
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.tracking.best_rule import BestRule, best_rule
+from llava_ds.train.best import Best, check_best
+
+
+def rows_of(values: list[float], name: str = "loss") -> list[dict]:
+    return [{"step": 10 * i, "samples": 3, "seconds": 0.5, name: value} for i, value in enumerate(values, 1)]
+
+
+def by_transformers(values: list[float], greater: bool, patience: int, threshold: float) -> tuple[int, int | None]:
+    """The step of the best evaluation, and the one at which training is stopped."""
+    args = SimpleNamespace(
+        metric_for_best_model="eval_loss", greater_is_better=greater, save_strategy="steps", load_best_model_at_end=True
+    )
+    trainer = SimpleNamespace(args=args, state=TrainerState(), _get_output_dir=lambda trial: "")
+    callback, ended = EarlyStoppingCallback(patience, threshold), None
+    for row in rows_of(values):
+        trainer.state.global_step = row["step"]
+        metrics, control = {"eval_loss": row["loss"]}, TrainerControl()
+        callback.on_evaluate(args, trainer.state, control, metrics)
+        Trainer._determine_best_metric(trainer, metrics, None)
+        if control.should_training_stop and ended is None:
+            ended = row["step"]
+    return trainer.state.best_global_step, ended
+
+
+@pytest.mark.parametrize(("greater", "threshold"), list(itertools.product([False, True], [0.0, 0.3])))
+def test_it_judges_as_transformers_does(greater, threshold):
+    rng = random.Random(4)
+    for patience in (1, 2, 3):
+        for _ in range(30):
+            values = [round(rng.random(), 1) for _ in range(12)]
+            rule = BestRule("eval_loss", greater, patience, threshold)
+            rows = rows_of(values)
+            over = (row["step"] for i, row in enumerate(rows, 1) if rule.evaluations_without(rows[:i]) >= patience)
+            assert (rule.best(rows)["step"], next(over, None)) == by_transformers(values, greater, patience, threshold)
+
+
+def test_what_is_no_number_is_never_the_best():
+    rule = BestRule("loss", False, 2, 0.0)
+    assert rule.best(rows_of([math.nan, 0.5, math.nan]))["step"] == 20
+    assert rule.best(rows_of([math.nan])) is None
+    assert rule.evaluations_without(rows_of([math.nan, math.nan])) == 2
+
+
+def test_a_source_or_a_metric_of_the_objective_can_be_meant():
+    row = {**rows_of([0.5])[0], "rewards/accuracies": 0.75, "source_losses": {"ocr": 0.125}}
+    for name, value in (("eval_rewards/accuracies", 0.75), ("eval_loss/ocr", 0.125), ("loss", 0.5)):
+        assert BestRule(name, False, None, 0.0).value(row) == value
+    with pytest.raises(DataError, match=r"eval_f1 is not measured: .* 10 has loss, loss/ocr, rewards/accuracies\."):
+        BestRule("eval_f1", True, None, 0.0).value(row)
+    with pytest.raises(DataError, match="is not measured"):
+        Best(BestRule("samples", True, None, 0.0), Path(), [row]).why_over()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, None),
+        ({"load_best_model_at_end": True}, BestRule("eval_loss", False, None, 0.0)),
+        ({"early_stopping_patience": 3, "early_stopping_threshold": 0.1}, BestRule("eval_loss", False, 3, 0.1)),
+        ({"metric_for_best_model": "eval_rewards/accuracies"}, BestRule("eval_rewards/accuracies", True, None, 0.0)),
+        ({"metric_for_best_model": "eval_loss/a"}, BestRule("eval_loss/a", False, None, 0.0)),
+        ({"metric_for_best_model": "x", "greater_is_better": False}, BestRule("x", False, None, 0.0)),
+    ],
+)
+def test_the_flags_make_the_rule(flags, expected):
+    assert best_rule(flags) == expected
+
+
+def test_only_checkpoints_that_are_there_can_be_the_best(tmp_path):
+    best = Best(BestRule("eval_loss", False, None, 0.0), tmp_path, rows_of([0.3, 0.1, 0.2]))
+    assert best.checkpoint() is None
+    for step in (10, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "manifest.json").touch()
+    assert (best.checkpoint().path.name, best.checkpoint().value) == ("checkpoint-30", 0.2)
+
+
+def arguments(tmp_path, **flags):
+    given = toys.write_base(tmp_path / "base") | toys.write_data(tmp_path / "data", "it")
+    wanted = {**given, "deepspeed_config": "zero2", "output_dir": tmp_path / "out", **flags}
+    return parse_arguments([token for name, value in wanted.items() for token in (f"--{name}", str(value))])[0]
+
+
+def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
+    evals = {"eval_fraction": 0.3, "load_best_model_at_end": True}
+    args = arguments(tmp_path, **evals, save_steps=50, eval_steps=20)
+    with pytest.raises(ConfigError, match=r"--save_steps 50 is no multiple of the 20 steps .* give --save_steps 60"):
+        check_best(args, 20)
+    with pytest.raises(ConfigError, match="there is one alone, at the end: give --eval_steps"):
+        check_best(args, None)
+    check_best(args, 25)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"load_best_model_at_end": True}, "--load_best_model_at_end True needs eval samples"),
+        ({"early_stopping_patience": 2}, "--early_stopping_patience 2 needs eval samples"),
+        ({"metric_for_best_model": "loss"}, "--metric_for_best_model loss needs eval samples"),
+        (
+            {"load_best_model_at_end": True, "eval_fraction": 0.2, "save_strategy": "no"},
+            "goes back to a checkpoint, and --save_strategy no saves none",
+        ),
+        (
+            {"load_best_model_at_end": True, "eval_fraction": 0.2, "save_only_model": True},
+            "goes back to a checkpoint, and --save_only_model True saves none",
+        ),
+        ({"greater_is_better": True}, "--greater_is_better has no effect without --load_best_model_at_end"),
+        ({"early_stopping_threshold": 0.1}, "--early_stopping_threshold has no effect without"),
+    ],
+)
+def test_flags_that_do_not_go_together(tmp_path, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        arguments(tmp_path, **flags)
