@@ -32,11 +32,12 @@ from PIL import Image
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.infer import answer_queue, chat
 from llava_ds.infer.answer_queue import AnswerQueue, Job, Question, StoppedText
-from llava_ds.infer.api import KEY_VARIABLE, Limits, api_key
+from llava_ds.infer.api import KEY_VARIABLE, Limits, api_key, check_server_packages
 from llava_ds.infer.chat import Conversation, ask, read_media
 from llava_ds.infer.chat_completions import ONLY
 from llava_ds.infer.generate import Reply, Sampling
 from llava_ds.infer.load import load_model
+from llava_ds.infer.local_server import listening
 from llava_ds.runtime.launchers import free_port
 
 LIMITS = Limits(num_requests=40, body_bytes=200_000, body_s=1.0)
@@ -362,6 +363,17 @@ def test_keys(monkeypatch):
             api_key()
 
 
+def test_what_is_missing_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ConfigError, match=r"--serve needs fastapi and uvicorn .*pip install 'llava_ds\[serve\]'"):
+        check_server_packages()
+    with listening(0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port {port} can't be used .*: give another one"), listening(port):
+            pass
+
+
 def test_the_client_gets_what_chat_says(folder, pictures, tmp_path):
     loaded = load_model(folder)
     sampling = Sampling(max_new_tokens=6)
@@ -394,6 +406,47 @@ def test_the_client_gets_what_chat_says(folder, pictures, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@contextlib.contextmanager
+def script(folder: Path, log: Path, command: list[str], *flags: str):
+    """(process, client) of run/chat.py --serve, for the folder of a model."""
+    port = free_port()
+    flags = ("--model_path", str(folder), "--max_new_tokens", "8", "--serve", "--port", str(port), *flags)
+    variables = {**environment(), KEY_VARIABLE: KEY}
+    with open(log, "wb") as file:
+        server = subprocess.Popen(
+            [*command, str(ROOT / "run" / "chat.py"), *flags], env=variables, stdout=file, stderr=file
+        )
+    try:
+        until(lambda: server.poll() is not None or b"Ctrl-C" in log.read_bytes(), 300)
+        assert server.poll() is None, log.read_text()
+        yield server, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=300)
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.full
+def test_ranks_that_share_a_model_answer_together(folder, tmp_path):
+    asked = [user("What is it?"), user("Why?")]
+    loaded = load_model(folder)
+    expected = [ask(loaded, Conversation().with_question(one["content"]), Sampling(8)).text for one in asked]
+    command = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2", "--log_level", "error"]
+    with script(folder, tmp_path / "log", command, "--engine", "deepspeed") as (server, client):
+        create = partial(client.chat.completions.create, model=folder.name)
+        for message, text in zip(asked, expected):
+            assert create(messages=[message]).choices[0].message.content == text
+            stopped = create(messages=[message], stop=text[1:3]).choices[0]
+            assert stopped.message.content == text[: text.index(text[1:3])] and stopped.finish_reason == "stop"
+            stream = create(messages=[message], stream=True)
+            next(iter(stream))
+            stream.close()  # both ranks end the answer, and take the next question
+        assert "cut over 2 ranks" in (tmp_path / "log").read_text()
+        children = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGTERM)
+        server.wait(60)
+        assert psutil.wait_procs(children, 60)[1] == []
+
+
 def memory_of(process: subprocess.Popen) -> int:
     """Resident bytes, without what is shared with files."""
     return psutil.Process(process.pid).memory_info().rss
@@ -402,20 +455,12 @@ def memory_of(process: subprocess.Popen) -> int:
 @pytest.mark.full
 def test_the_script_under_load(folder, pictures, tmp_path):
     """2,000 requests of 32 clients at once, 500 malformed ones, and SIGTERM."""
-    loaded, port = load_model(folder), free_port()
-    flags = ["--model_path", str(folder), "--max_new_tokens", "8", "--serve", "--port", str(port)]
-    command = [sys.executable, str(ROOT / "run" / "chat.py"), *flags]
-    with open(tmp_path / "log", "wb") as log:
-        server = subprocess.Popen(command, env={**environment(), KEY_VARIABLE: KEY}, stdout=log, stderr=log)
-    try:
-        until(lambda: server.poll() is not None or b"Ctrl-C" in (tmp_path / "log").read_bytes(), 300)
-        address, client = f"http://127.0.0.1:{port}/v1", None
-        client = openai.OpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=300)
-        asked = []
-        for i, path in itertools.product(range(4), pictures):
-            question = f"What is it, for the {i}. time?"
-            conversation = Conversation().with_question(question, [read_media("image", str(path), loaded)])
-            asked.append((user(question, path.read_bytes()), ask(loaded, conversation, Sampling(8)).text))
+    loaded, asked = load_model(folder), []
+    for i, path in itertools.product(range(4), pictures):
+        question = f"What is it, for the {i}. time?"
+        conversation = Conversation().with_question(question, [read_media("image", str(path), loaded)])
+        asked.append((user(question, path.read_bytes()), ask(loaded, conversation, Sampling(8)).text))
+    with script(folder, tmp_path / "log", [sys.executable]) as (server, client), ThreadPoolExecutor(32) as pool:
 
         def once(n: int) -> bool:
             message, expected = asked[n % len(asked)]
@@ -424,14 +469,14 @@ def test_the_script_under_load(folder, pictures, tmp_path):
                 return create().choices[0].message.content == expected
             return "".join(chunk.choices[0].delta.content or "" for chunk in create(stream=True)) == expected
 
-        with ThreadPoolExecutor(32) as pool:
-            sizes = []
-            for _ in range(4):
-                assert all(pool.map(once, range(500)))
-                sizes.append(memory_of(server))
-        statuses = [post(address, body, key=key)[0] for body, key in malformed(500, seed=2)]
+        sizes = []
+        for _ in range(4):
+            assert all(pool.map(once, range(500)))
+            sizes.append(memory_of(server))
+        named = [(body.replace(f'"{MODEL}"'.encode(), b'"out"'), key) for body, key in malformed(500, seed=2)]
+        statuses = [post(str(client.base_url), body, key=key)[0] for body, key in named]
         sizes.append(memory_of(server))
-        assert max(statuses) < 500 and once(0)
+        assert max(statuses) < 500 and statuses.count(400) > 300 and once(0)
         print("MB after each 500 requests, then 500 malformed ones:", [round(size / 1e6, 1) for size in sizes])
         assert max(sizes[1:]) < sizes[0] + 8e6, sizes
         server.send_signal(signal.SIGTERM)
@@ -439,6 +484,3 @@ def test_the_script_under_load(folder, pictures, tmp_path):
         text = (tmp_path / "log").read_text()
         assert re.search(r"127\.0\.0\.1:\d+/v1 serves \w+, key LLAVA_DS_API_KEY  \(Ctrl-C ends\)", text)
         assert "Traceback" not in text and KEY not in text and "tokens/s" in text
-    finally:
-        server.kill()
-        server.wait()
