@@ -32,8 +32,8 @@ from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem
-from llava_ds.model.lora import is_adapter
 from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.merged_adapters import is_adapter
 from llava_ds.model.plan import read_parts
 from llava_ds.model.vision import TowerPlan, read_tower
 from llava_ds.planning.sample_text import shown_sample

@@ -13,7 +13,7 @@ from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.files.writing import sha256
-from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA, adapter_file
+from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapter_file
 
 # Flags that only decide on which rank and in which micro-batch a sample of the step is computed.
 LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
-from llava_ds.config.model_flags import ModelArguments, trained_parts, trains_new_rows, trains_projector_only
+from llava_ds.config.model_flags import (
+    ModelArguments,
+    changes_base,
+    lora_parts,
+    trained_parts,
+    trains_new_rows,
+    trains_projector_only,
+)
 from llava_ds.config.training_flags import TrainingArguments, ranks_per_sample, steps_go_across_epochs
 
 __all__ = [
@@ -15,8 +22,10 @@ __all__ = [
     "DataArguments",
     "ModelArguments",
     "TrainingArguments",
+    "changes_base",
     "flag_default",
     "flags_free_on_resume",
+    "lora_parts",
     "ranks_per_sample",
     "steps_go_across_epochs",
     "trained_parts",

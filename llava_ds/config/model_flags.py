@@ -1,5 +1,6 @@
 """Flags of the model: its folders, its composition, and which parts of it train."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -23,8 +24,8 @@ class ModelArguments:
         None,
         "Folder of a causal language model, or of a LLaVA to continue from: in LLaVA's format, in transformers' "
         "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter; or of a ready model (Qwen-VL, SmolVLM, Idefics3, "
-        "InternVL in transformers' format). The settings in its folder replace the defaults of flags that are not given. "
-        "Absent: the tiny model that ships with the package.",
+        "InternVL in transformers' format). The settings in its folder replace the defaults of flags that are not "
+        "given. Absent: the tiny model that ships with the package.",
         path="model",
     )
     model_base: str | None = _model_free(
@@ -71,6 +72,10 @@ class ModelArguments:
     )
     tune_mm_mlp: bool | None = _trainable(None, "The projector.")
     tune_mm_llm: bool | None = _trainable(None, "The language model.")
+    unfreeze_topk_llm: NotNegative = _trainable(
+        0, "Train the last so many layers of a language model that other flags freeze (Qwen2-VL-Finetune)."
+    )
+    unfreeze_topk_vision: NotNegative = _trainable(0, "The same of the vision tower: of its layers that are computed.")
     version: str = _model(
         "v1",
         "Conversation template, which a ready model brings itself: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, "
@@ -111,8 +116,42 @@ class ModelArguments:
         "Train LoRA matrices beside the linear layers of the language model in place of the layers, and the projector "
         "in full. Writes an adapter that peft and LLaVA open (needs the extra llava_ds[lora]).",
     )
+    lora_modules: str = _lora(
+        "language",
+        "Parts whose linear layers get LoRA in place of training in full: any of language, vision and projector, "
+        "separated by commas.",
+    )
+    lora_target_modules: str | None = _lora(
+        None,
+        "Layers of these parts that get LoRA: ends of their names, like q_proj v_proj, or one regular expression for "
+        "whole names, as peft's target_modules; names are those in adapter_config.json. Absent: every linear layer but "
+        "the output layer.",
+        argparse={"nargs": "*"},
+    )
     lora_r: Count = _lora(64, "Rank of LoRA's matrices.")
     lora_alpha: Count = _lora(16, "LoRA's product is scaled by lora_alpha / lora_r.")
+    lora_rank_pattern: str | None = _lora(
+        None,
+        'Ranks of some layers in place of --lora_r, as JSON like {"down_proj": 8}: names of layers or regular '
+        "expressions for their ends (peft's rank_pattern).",
+    )
+    lora_alpha_pattern: str | None = _lora(None, "The same for --lora_alpha (peft's alpha_pattern).")
+    use_rslora: bool = _lora(False, "Scale LoRA's product by lora_alpha / sqrt(lora_r) (rsLoRA).")
+    use_dora: bool = _lora(
+        False, "Train the length of every row of a layer's weight apart from its direction, which LoRA changes (DoRA)."
+    )
+    init_lora_weights: str = _lora(
+        "true",
+        "Start of LoRA's matrices: true (A uniform, B zero), gaussian (A normal), or parts of the weight beside them, "
+        "which is reduced by their product: pissa (largest singular vectors), pissa_niter_N (the same, fast, by N "
+        "iterations), olora (QR). The adapter that is written opens over the unchanged weights.",
+    )
+    modules_to_save: str | None = _lora(
+        None,
+        "Modules that train in full beside LoRA, and are written into the adapter: ends of their names, like norm or "
+        "layers.31.mlp.",
+        argparse={"nargs": "*"},
+    )
     lora_dropout: PartBelowOne = _lora(0.05, "Dropout on LoRA's inputs.")
     lora_bias: Literal["none", "all", "lora_only"] = _lora(
         "none", "Biases of the language model that train with LoRA: none, all, or those of the layers with LoRA."
@@ -173,8 +212,42 @@ TUNABLE_PARTS = {
 TUNING_FLAGS = {"tune_mm_vision": "vision_tower", "tune_mm_mlp": "projector", "tune_mm_llm": "language_model"}
 
 
+# The names of --lora_modules, and the parts of the model.
+LORA_PARTS = {"language": "language_model", "vision": "vision_tower", "projector": "projector"}
+
+
+def changes_base(model: ModelArguments) -> bool:
+    """True if LoRA begins with a part of the weights beside it, which lose that part (--init_lora_weights)."""
+    return model.lora_enable and model.init_lora_weights.startswith(("pissa", "olora"))
+
+
+def is_pattern(targets: str) -> bool:
+    """True if --lora_target_modules is a regular expression rather than names."""
+    return re.search(r"[^\w.,\s-]", targets) is not None
+
+
+def lora_parts(model: ModelArguments) -> frozenset[str]:
+    """The parts with LoRA, of vision_tower, projector and language_model; none without --lora_enable."""
+    named = {name.strip() for name in model.lora_modules.split(",")} if model.lora_enable else ()
+    return frozenset(part for name, part in LORA_PARTS.items() if name in named)
+
+
 def trained_parts(model: ModelArguments) -> frozenset[str]:
     """The parts that train, of vision_tower, projector, language_model and output_layer (the language model's alone).
+
+    Of those with LoRA the language model alone is one of them, for the others train in full here. A part is one, too,
+    if only its last layers train (--unfreeze_topk_llm).
+    """
+    chosen, adapted = chosen_parts(model), lora_parts(model)
+    last = {"language_model": model.unfreeze_topk_llm, "vision_tower": model.unfreeze_topk_vision}
+    parts = (chosen | {part for part, count in last.items() if count}) - adapted
+    if model.lora_enable:
+        parts -= {"language_model", "output_layer"}
+    return parts | ({"language_model"} & adapted)
+
+
+def chosen_parts(model: ModelArguments) -> frozenset[str]:
+    """The parts that LLaVA's and the vendors' flags choose, whatever is said of LoRA and of last layers.
 
     Source: LLaVA's and LLaVA-NeXT's train(), whose --freeze_backbone leaves the output layer training, and
     qwen-vl-finetune's set_model.
@@ -196,7 +269,7 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
 
 def trains_projector_only(model: ModelArguments) -> bool:
     """True for stage 1, which writes a projector and no whole model."""
-    return trained_parts(model) == {"projector"}
+    return trained_parts(model) == {"projector"} and not model.lora_enable
 
 
 def trains_new_rows(model: ModelArguments) -> bool:

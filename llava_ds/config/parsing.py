@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers.hf_argparser import string_to_bool
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
 from llava_ds.config.bounds import bounds_of, in_a_line
 from llava_ds.config.flags import GROUPS, Flag
+from llava_ds.config.model_flags import is_pattern
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, unused_lora_flags
@@ -189,8 +191,10 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
-    for name in ("moe_layers_idx", "train_modules"):
+    for name in ("moe_layers_idx", "train_modules", "modules_to_save"):
         values[name] = _joined(getattr(args.model, name))
+    values["lora_target_modules"], several = _targets(args.model.lora_target_modules)
+    problems += several
     values["report_to"], unknown = _trackers(args.training.report_to)
     known = f"give some of {', '.join(TRACKERS)}, or all, or none"
     problems += [f"--report_to {name} is unknown: {known}" for name in unknown]
@@ -201,6 +205,23 @@ def _joined(value: str | list[str] | None) -> str | None:
     """Words with commas between them; None for none."""
     words = [value] if isinstance(value, str) else value or []
     return ",".join(word for each in words for word in each.replace(",", " ").split()) or None
+
+
+def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
+    """--lora_target_modules as names separated by commas, or a regular expression as it is; and what is wrong with
+    it."""
+    words = [value] if isinstance(value, str) else value or []
+    if not any(map(is_pattern, words)):
+        return _joined(words), []
+    if len(words) > 1:
+        return None, [
+            f"--lora_target_modules {' '.join(words)}: give names, or one regular expression: join several by |"
+        ]
+    try:
+        re.compile(words[0])
+    except re.error as error:
+        return None, [f"--lora_target_modules {words[0]} is no regular expression ({error}): correct it, or give names"]
+    return words[0], []
 
 
 def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:

@@ -1,5 +1,6 @@
 """The checks of flags that concern more than one flag, or a path: small rules, each of which yields lines."""
 
+import json
 import math
 import os
 import re
@@ -10,7 +11,17 @@ from itertools import chain
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
 from llava_ds.config.bounds import out_of_bounds, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
-from llava_ds.config.model_flags import TUNABLE_PARTS, TUNING_FLAGS, trained_parts, trains_projector_only
+from llava_ds.config.model_flags import (
+    LORA_PARTS,
+    TUNABLE_PARTS,
+    TUNING_FLAGS,
+    ModelArguments,
+    changes_base,
+    chosen_parts,
+    lora_parts,
+    trained_parts,
+    trains_projector_only,
+)
 from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
 from llava_ds.constants import ConfigError
 from llava_ds.files.object_store import is_remote, url_problem
@@ -23,7 +34,21 @@ _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
 # Flags that change nothing without the one that they belong to.
-LORA_FLAGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_bias", "lora_weight_path")
+LORA_FLAGS = (
+    "lora_modules",
+    "lora_target_modules",
+    "lora_r",
+    "lora_alpha",
+    "lora_rank_pattern",
+    "lora_alpha_pattern",
+    "lora_dropout",
+    "lora_bias",
+    "use_rslora",
+    "use_dora",
+    "init_lora_weights",
+    "modules_to_save",
+    "lora_weight_path",
+)
 MOE_FLAGS = ("num_experts", "top_k_experts", "moe_mode", "moe_layers_idx", "use_residual")  # of --moe_enable
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 
@@ -100,7 +125,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
-    return [*problems, *lora_and_quantization(args)]
+    return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args)]
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -320,7 +345,8 @@ def tuning_flags(args: Arguments) -> Iterator[str]:
 
 def lora_and_quantization(args: Arguments) -> Iterator[str]:
     model = args.model
-    if model.lora_enable and "language_model" not in trained_parts(model):
+    adapts = "language_model" in lora_parts(model)
+    if adapts and "language_model" not in chosen_parts(model):
         freezing = "--tune_mm_mlp_adapter" if model.tune_mm_mlp_adapter else "--mm_tunable_parts"
         freezing = "--tune_mm_llm" if any(getattr(model, name) is not None for name in TUNING_FLAGS) else freezing
         yield f"--lora_enable trains adapters of the language model, which {freezing} leaves alone: choose one"
@@ -334,6 +360,86 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
             f"{', '.join(f'--{name}' for name in given)} without --lora_enable would train the whole language model: "
             "give --lora_enable True, or --lora_enable False if that is meant"
         )
+
+
+def lora_variants(args: Arguments) -> Iterator[str]:
+    """Values of LoRA's flags, and what their variants can't be combined with."""
+    model = args.model
+    named = [name.strip() for name in model.lora_modules.split(",")]
+    if unknown := [name for name in named if name not in LORA_PARTS]:
+        yield (
+            f"--lora_modules names {unknown[0]!r}, which is no part: give some of {', '.join(LORA_PARTS)}; for layers "
+            "by name there is --lora_target_modules"
+        )
+    if model.unfreeze_mm_vision_tower and "vision_tower" in lora_parts(model):
+        yield "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one"
+    for name in ("lora_rank_pattern", "lora_alpha_pattern"):
+        if (problem := _pattern_problem(getattr(model, name))) is not None:
+            yield f"--{name} {getattr(model, name)}: {problem}"
+    start = model.init_lora_weights
+    if not re.fullmatch(r"true|gaussian|olora|pissa|pissa_niter_[1-9]\d{0,2}", start):
+        yield (
+            f"--init_lora_weights {start} is unknown: give true, gaussian, olora, pissa, or pissa_niter_N with a "
+            "number of iterations, like pissa_niter_16"
+        )
+    elif changes_base(model):
+        others = {
+            f"--bits {model.bits}": (model.bits != 16, "packed weights can't lose a part of themselves, give true"),
+            "--lora_weight_path": (model.lora_weight_path is not None, "both say how LoRA begins, give one of them"),
+            "--objective ppo": (args.training.objective == "ppo", "the critic's start is not saved, give true"),
+        }
+        for flag, (is_set, why) in others.items():
+            if is_set:
+                yield f"--init_lora_weights {start} can't be used with {flag}: {why}"
+    if model.use_dora and model.bits != 16:
+        yield f"--use_dora True can't be used with --bits {model.bits}, whose rows have no exact length: leave one out"
+    if model.bits != 16 and model.lora_enable and (names := _narrowing(model)):
+        yield f"--bits {model.bits} packs the language model's linear layers, for LoRA beside each: leave out {names}"
+
+
+def _narrowing(model: ModelArguments) -> str:
+    """What leaves linear layers of the language model without LoRA."""
+    if "language_model" not in lora_parts(model):
+        return f"--lora_modules {model.lora_modules}, or name language in it"
+    return "" if model.lora_target_modules is None else "--lora_target_modules"
+
+
+def _pattern_problem(text: str | None) -> str | None:
+    if text is None:
+        return None
+    expected = 'expected JSON of names with whole numbers, like {"down_proj": 8}'
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return expected
+    if not isinstance(found, dict) or not all(type(value) is int and value > 0 for value in found.values()):
+        return expected
+    for pattern in found:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"{pattern} is no regular expression ({error})"
+    return None
+
+
+def last_layers(args: Arguments) -> Iterator[str]:
+    """Last layers that train of parts that train whole, or that have LoRA."""
+    model, chosen = args.model, chosen_parts(args.model)
+    freezing = {
+        "unfreeze_topk_llm": ("language_model", "--freeze_backbone True, or --mm_tunable_parts without it"),
+        "unfreeze_topk_vision": ("vision_tower", "no --unfreeze_mm_vision_tower"),
+    }
+    for flag, (part, remedy) in freezing.items():
+        if not getattr(model, flag):
+            continue
+        if model.lora_enable:
+            yield f"--{flag} can't be used with --lora_enable: name the layers by --modules_to_save, like layers.31"
+        elif part in chosen:
+            yield f"--{flag} unfreezes layers of the {part.replace('_', ' ')}, all of which trains: give {remedy}"
+        elif args.training.pipeline_parallel_size > 1:
+            yield f"--{flag} leaves a stage without trained weights: leave out --pipeline_parallel_size"
+    if model.unfreeze_topk_llm and model.train_modules is not None:
+        yield "--unfreeze_topk_llm and --train_modules both say what trains of the language model: give one of them"
 
 
 def upcycling(args: Arguments) -> Iterator[str]:

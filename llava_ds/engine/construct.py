@@ -14,6 +14,7 @@ from llava_ds.model import lora, quantize
 from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
+from llava_ds.model.open.merged_adapters import adapter_file
 from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
 from llava_ds.model.stages import is_last, keep_stage, stage_of
@@ -41,11 +42,15 @@ def build_model(
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks, elsewhere.get(name, {}))
         if args.lora_enable:
-            lora.add_lora(model.language_model, args, seed)
+            lora.add_lora(model, plan.lora, args, seed)
         if args.lora_weight_path is not None:
-            llm, file = model.language_model, lora.adapter_file(args.lora_weight_path)
-            trained = {name: p for name, p in llm.named_parameters() if p.requires_grad}
-            load_weights(trained, WeightFiles(file, lora.names_from_peft(llm)), ranks, "--lora_weight_path")
+            file = adapter_file(args.lora_weight_path)
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad and plan.lora.holds(name)}
+            load_weights(trained, WeightFiles(file, lora.names_from_peft(model)), ranks, "--lora_weight_path")
+    if ds_config["zero_optimization"].get("stage") == 3:
+        if args.use_dora:
+            _gather_as_one(model)
+        _let_inputs_have_gradients(model)
     if ranks.is_first:
         print_first(*unused_tensors(plan.sources))
     return model
@@ -82,6 +87,36 @@ def _construct(
         quantize.quantize_layers(model.language_model, names, args, dtype)
         quantize.move_unpacked(model, ranks.device)
     return model
+
+
+def _gather_as_one(model: LlavaModel) -> None:
+    """Let ZeRO-3 gather a layer with DoRA, which reads the weight beside it, with all of its parameters, where it is in
+    no layer that is gathered as one."""
+    leaves = tuple(layer_classes(model))
+    inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules()}
+    for _, layer in lora.lora_layers(model):
+        if id(layer) not in inside:
+            deepspeed.utils.set_z3_leaf_module(layer, True)
+
+
+def _let_inputs_have_gradients(model: LlavaModel) -> None:
+    """Let what comes into a layer that is gathered as one have a gradient, if the layer trains, whatever comes before.
+
+    DeepSpeed 0.19.8 reduces its gradients in a backward hook of torch's, which without gradients of inputs runs before
+    they are there: as with LoRA behind frozen embeddings and a frozen projector.
+    """
+    for module in model.modules():
+        if deepspeed.utils.z3_leaf_module(module):
+            module.register_forward_pre_hook(_with_gradient)
+
+
+def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
+    first = inputs[0] if inputs else None
+    if not torch.is_grad_enabled() or not isinstance(first, torch.Tensor) or first.requires_grad:
+        return None
+    if not any(p.requires_grad for p in module.parameters()):
+        return None
+    return (first.detach().requires_grad_(), *inputs[1:])
 
 
 def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:

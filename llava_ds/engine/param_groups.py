@@ -4,6 +4,7 @@ from torch import nn
 
 from llava_ds.config.arguments import Arguments, TrainingArguments, trained_parts, trains_new_rows
 from llava_ds.constants import ConfigError
+from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.model.llava import LlavaModel, has_critic
@@ -13,7 +14,7 @@ from llava_ds.model.upcycling import trained_of
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze all parts but trained_parts. With LoRA, the language model's part is its adapters.
+    """Freeze all parts but trained_parts, of which some train in their last layers alone, and what LoRA adds.
 
     With tokens around images stage 1 trains all input embeddings too, as LLaVA does, unless the output layer is tied to
     them. The newline trains with the projector or the language model; in LLaVA's own stage 1 it stays at its random
@@ -26,7 +27,7 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     if hasattr(model, "newline"):
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
     if args.model.lora_enable:
-        choose_adapters(model.language_model, args.model.lora_bias)
+        choose_adapters(model, args.model.lora_bias)
     else:
         model.language_model.requires_grad_("language_model" in parts)
         if "language_model" in parts and args.model.train_modules is not None:
@@ -34,6 +35,14 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
             trained = trained_of(list(named), args.model)
             for name, parameter in named.items():
                 parameter.requires_grad_(name in trained)
+    for part, count in (
+        (model.vision_tower.tower, args.model.unfreeze_topk_vision),
+        (model.language_model, args.model.unfreeze_topk_llm),
+    ):
+        if count:
+            part.requires_grad_(False)
+            for layer in repeated_layers(part)[-count:]:
+                layer.requires_grad_(True)
     if "output_layer" in parts:
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
         outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings

@@ -17,7 +17,7 @@ from llava_ds.files.model_files import is_there
 from llava_ds.infer.engines import DTYPES, EngineOptions
 from llava_ds.infer.formats import CHECKPOINT_FLAGS
 from llava_ds.infer.generate import Answer, Prompt, decode_media, media_of
-from llava_ds.model.lora import ADAPTER_CONFIG
+from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
 from llava_ds.model.value_head import value_head_file
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.reward_model import RewardModel

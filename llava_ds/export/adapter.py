@@ -1,9 +1,11 @@
 # T tokens, D language-model width, V vocabulary; I, O widths of a linear layer, R rank
 """LoRA: the adapter's folder, which peft and LLaVA open, and the weights with LoRA merged into them."""
 
+import contextlib
 import json
+import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments, trained_parts
 from llava_ds.engine.gather import gathered
 from llava_ds.export.export_plan import ExportPlan
@@ -25,10 +28,13 @@ from llava_ds.export.tensors import Entry, write_value_head
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model import lora, quantize
 from llava_ds.model.families.ready_family import ReadyFamily
-from llava_ds.model.llava import LlavaModel
+from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.ready_folder import ReadyNames
+from llava_ds.model.open.folder import without_prefix
+from llava_ds.model.open.merged_adapters import NON_LORA, merged_weight
+from llava_ds.model.open.weights import Overlaid, Source
+from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks
 
 # The settings that peft has had since LLaVA's time. Later ones have their defaults when absent: an earlier peft, as
@@ -39,99 +45,115 @@ ADAPTER_KEYS = (
     "revision", "target_modules", "task_type",
 )  # fmt: skip
 PROJECTOR = ("projector.", formats.NEWLINE)
-_A, _B = (f".lora_{half}.{lora.ADAPTER}.weight" for half in "AB")
 
 
 def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> None:
     """Write the adapter of a model that is being trained. Every rank takes part, only rank 0 writes."""
-    named = dict(model.named_parameters())
-    adapters = {n: p for n, p in named.items() if n.startswith(formats.LANGUAGE_MODEL) and p.requires_grad}
-    towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad}
-    others = {n: p for n, p in named.items() if n.startswith(PROJECTOR)}
+    layout, named = export.model.lora, dict(model.named_parameters())
+    adapters = {n: p for n, p in named.items() if p.requires_grad and layout.holds(n)}
+    towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad and n not in adapters}
+    others = {n: p for n, p in named.items() if n.startswith(PROJECTOR) and not lora.is_lora(n)}
     head = {n: p for n, p in named.items() if n.startswith(formats.VALUE_HEAD)}
     heads = dict(gathered(head.items(), ranks))
     tensors, beside = dict(gathered(adapters.items(), ranks)), dict(gathered({**others, **towers}.items(), ranks))
     if ranks.is_first:
-        layers = [name for name, _ in lora.lora_layers(model.language_model)]
-        write_adapter(export, layers, tensors, beside, output_dir)
+        beside = {lora.plain_name(name): _before(name, tensor, export, model) for name, tensor in beside.items()}
+        write_adapter(export, tensors, model.lora_start, beside, output_dir)
         write_value_head(heads, output_dir)
 
 
-def write_restored_adapter(export: ExportPlan, trained: list[Entry], base: Iterable[Entry], output_dir: Path) -> None:
-    """Write the adapter of a checkpoint. trained: its entries; base: for a projector that was frozen."""
+def _before(name: str, weight: torch.Tensor, export: ExportPlan, model: LlavaModel) -> torch.Tensor:
+    """A weight beside LoRA as it was before LoRA took a part of it."""
+    scales = {target.name: target.scale(export.args) for target in export.model.lora.targets}
+    layer = name.removesuffix(".base_layer.weight")
+    if layer + lora.A not in model.lora_start:
+        return weight
+    a, b = (model.lora_start[layer + half] for half in (lora.A, lora.B))
+    return merged_weight(weight, [(a, b, scales[layer])])
+
+
+def write_restored_adapter(
+    export: ExportPlan,
+    trained: list[Entry],
+    start: dict[str, torch.Tensor],
+    base: Iterable[Entry],
+    output_dir: Path,
+) -> None:
+    """Write the adapter of a checkpoint. trained: its entries; start: LoRA as it began, where it took a part of the
+    weights; base: the model that the run began with."""
     by_name = {entry.name: entry for entry in base if entry.name.startswith(PROJECTOR)}
     by_name |= {entry.name: entry for entry in trained}
-    tower = (formats.TOWER,) if "vision_tower" in trained_parts(export.args) else ()
+    layout, parts = export.model.lora, trained_parts(export.args)
+    adapters = [entry.name for entry in trained if layout.holds(entry.name)]
+    beside = [name for name in by_name if name.startswith(PROJECTOR) and not lora.is_lora(name)]
+    beside += [name for name in by_name if name.startswith(formats.TOWER) and "vision_tower" in parts]
 
-    def read(prefixes: str | tuple[str, ...]) -> dict[str, torch.Tensor]:
-        entries = [entry for name, entry in by_name.items() if name.startswith(prefixes)]
-        return {entry.name: entry.read().to(export.dtype).contiguous() for entry in entries}
+    def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: by_name[name].read().to(export.dtype).contiguous() for name in names}
 
-    adapters = read(formats.LANGUAGE_MODEL)
-    layers = [name.removeprefix(formats.LANGUAGE_MODEL).removesuffix(_A) for name in adapters if name.endswith(_A)]
-    write_adapter(export, layers, adapters, read(PROJECTOR + tower), output_dir)
-    write_value_head(read(formats.VALUE_HEAD), output_dir)
+    plain = {lora.plain_name(name): tensor for name, tensor in read(beside).items()}
+    write_adapter(export, read(adapters), start, plain, output_dir)
+    write_value_head(read(name for name in by_name if name.startswith(formats.VALUE_HEAD)), output_dir)
 
 
 def write_adapter(
     export: ExportPlan,
-    layers: list[str],
     adapters: dict[str, torch.Tensor],
+    start: dict[str, torch.Tensor],
     beside: dict[str, torch.Tensor],
     output_dir: Path,
 ) -> None:
     """Write the folder of LLaVA's LoRA runs, which peft opens over the language model, too.
 
-    adapter_config.json and adapter_model.safetensors: LoRA, and the biases that trained with it;
-    non_lora_trainables.bin: projector, newline, and the tower if it trained, with LLaVA's keys; config.json with
-    LLaVA's fields. layers: full names of those that have LoRA; adapters, beside: the tensors of the first two files and
-    of the third by their names in the model.
+    adapter_config.json and adapter_model.safetensors: LoRA, the biases that trained with it, and --modules_to_save;
+    non_lora_trainables.bin: projector, newline, and the tower if it trained in full, with LLaVA's keys; config.json
+    with LLaVA's fields. Of a ready model, peft's folder over transformers' class of the whole model, where parts that
+    trained in full are among its modules_to_save.
+
+    adapters, beside: the tensors of the first two files and of the third by their names in the model; start: LoRA as it
+    began, where it took a part of the weights: the adapter is written for the weights that still have it.
     Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
-    if export.model.ready is not None:
-        _write_ready_adapter(export, layers, {**adapters, **beside}, output_dir)
-        return
-    _write_config(export, layers, output_dir)
-    rest = {
-        formats.tower_to_llava(name)
-        if name.startswith(formats.TOWER)
-        else formats.projector_to_llava(name, export.args.mm_projector_type): tensor
-        for name, tensor in beside.items()
+    layout, ready = export.model.lora, export.model.ready
+    tensors = lora.over_unchanged_weights(adapters, start)
+    saved = [layout.of_module(module) for module in layout.saved]
+    if ready is not None:
+        parts = tuple(part for part in ("projector", "vision_tower") if part in trained_parts(export.args))
+        whole = {name: tensor for name, tensor in beside.items() if parts and name.startswith(parts)}
+        tensors |= whole
+        saved += _saved_modules(ready.family, [layout.rename(name) for name in whole])
+        write_image_sizes(export, output_dir)
+    written = {lora.to_peft(layout.rename(name)): tensor.contiguous() for name, tensor in tensors.items()}
+    write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
+    _write_config(export, saved, doubles=bool(start), output_dir=output_dir)
+    if ready is None:
+        others = {lora.PEFT_PREFIX + layout.rename(name): tensor for name, tensor in beside.items()}
+        write_file(output_dir / NON_LORA, lambda file: torch.save(others, file))
+        (output_dir / "config.json").write_text(json.dumps(llava_config(export), indent=2) + "\n", encoding="utf-8")
+
+
+def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_dir: Path) -> None:
+    """Write adapter_config.json. saved: names of modules whose weights are in the adapter's file as a whole; doubles:
+    whether LoRA's matrices have twice the rank that they trained with, at the same scale."""
+    args = export.args
+    more, bigger = (2, math.sqrt(2) if args.use_rslora else 2) if doubles else (1, 1)
+    patterns = {
+        "rank_pattern": {key: rank * more for key, rank in lora.patterns_of(args.lora_rank_pattern).items()},
+        "alpha_pattern": {key: alpha * bigger for key, alpha in lora.patterns_of(args.lora_alpha_pattern).items()},
     }
-    tensors = {lora.to_peft(name.removeprefix(formats.LANGUAGE_MODEL)): tensor for name, tensor in adapters.items()}
-    write_tensors(output_dir / lora.ADAPTER_FILES[0], tensors)
-    others = {lora.PEFT_PREFIX + name: tensor for name, tensor in rest.items()}
-    write_file(output_dir / lora.NON_LORA, lambda file: torch.save(others, file))
-    (output_dir / "config.json").write_text(json.dumps(llava_config(export), indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config(export: ExportPlan, layers: list[str], output_dir: Path, saved: list[str] | None = None) -> None:
-    """Write adapter_config.json. saved: names of modules whose weights are in the adapter's file as a whole."""
-    config = lora.lora_config(export.args, layers).to_dict()
+    targets = [target.outer for target in export.model.lora.targets]
+    config = lora.peft_config(args, targets, args.lora_r * more, args.lora_alpha * bigger).to_dict()
     written = {
         **{key: config[key] for key in ADAPTER_KEYS},
         "inference_mode": True,  # as peft writes it: who opens the folder does not train it
-        "target_modules": layers,  # peft has them in the order of a set, another in every process
-        "modules_to_save": saved,
+        "target_modules": targets,  # peft has them in the order of a set, another in every process
+        "modules_to_save": saved or None,
+        **{key: config[key] for key in ("use_rslora", "use_dora") if config[key]},
+        **{key: value for key, value in patterns.items() if value},
     }
+    if doubles:
+        written["init_lora_weights"] = True  # peft would take a part of the weights again
     (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_ready_adapter(
-    export: ExportPlan, layers: list[str], tensors: dict[str, torch.Tensor], output_dir: Path
-) -> None:
-    """Write peft's folder over transformers' class of the whole model. What trained beside LoRA is among its
-    modules_to_save."""
-    ready = export.model.ready
-    names = ReadyNames(ready, export.model.text_config)
-    saved = tuple(part for part in ("projector", "vision_tower") if part in trained_parts(export.args))
-    outer = [names.from_part(f"{formats.LANGUAGE_MODEL}{layer}") for layer in layers]
-    kept = {name: t for name, t in tensors.items() if name.startswith((formats.LANGUAGE_MODEL, *saved))}
-    whole = [names.from_part(name) for name in kept if name.startswith(saved)] if saved else []
-    _write_config(export, outer, output_dir, _saved_modules(ready.family, whole) or None)
-    written = {lora.to_peft(names.from_part(name)): tensor for name, tensor in kept.items()}
-    write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
-    write_image_sizes(export, output_dir)
 
 
 def _saved_modules(family: ReadyFamily, names: list[str]) -> list[str]:
@@ -150,26 +172,101 @@ def _saved_modules(family: ReadyFamily, names: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, embeds: torch.Tensor, logits: torch.Tensor) -> float:
-    """Open the adapter with peft over a fresh language model, and compare its logits with the trained model's.
+def compare_reloaded_adapter(
+    output_dir: Path, export: ExportPlan, batch: Batch, embeds: torch.Tensor, logits: torch.Tensor
+) -> float:
+    """Open the adapter with peft over fresh parts, and compare its logits with the trained model's.
 
-    embeds (1, T, D): a single sample with its images' features in their places; logits (T, V) of the trained model at
-    its positions or the first ones, within quantize.exact_products. With --bits the fresh model is quantized in the
-    same way. Returns and raises as compare_logits does. Raises NotCompared where time or memory end first.
+    batch: a single sample; embeds (1, T, D): with its images' features in their places, by the trained model, which are
+    computed anew where tower or projector have LoRA; logits (T, V) of the trained model at its positions or the first
+    ones, within quantize.exact_products. With --bits the fresh model is quantized in the same way. Returns and raises
+    as compare_logits does. Raises NotCompared where time or memory end first.
     """
     from peft import PeftModel
 
     deadline = Deadline()
     check_room(num_bytes(planned_entries(export), logits.dtype) * export.args.bits // 16)
     reloaded = _fresh_language_model(export, logits.dtype)
+    eyes = _fresh_eyes(output_dir, export, logits.dtype)
+    for name, outer in eyes.modules_in_files.items():
+        attach(reloaded, outer, eyes.get_submodule(name))
     with warnings.catch_warnings():
         # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()
+    if eyes.adapted:
+        for name, outer in eyes.adapted.items():
+            eyes.set_submodule(name, reloaded.get_base_model().get_submodule(outer))
+        embeds = eyes.embed(reloaded.get_input_embeddings(), batch.to("cpu"))
     where = logits if export.args.bits == 16 else logits.cpu()  # quantized weights don't move layer by layer
     with quantize.exact_products(reloaded), layer_by_layer(reloaded, where, deadline) as device:
         again = reloaded(inputs_embeds=embeds[:, : len(logits)].to(device)).logits[0]  # (T, V)
     return compare_logits(output_dir, "peft", again, logits)
+
+
+@contextlib.contextmanager
+def built_in(dtype: torch.dtype) -> Iterator[None]:
+    """Build modules in a precision."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _FreshEyes(nn.Module):
+    """Tower and projector as a run began with them. adapted: modules with adapters, by their names in peft's files;
+    modules_in_files: these, and all that have parameters of their own."""
+
+    def __init__(self, export: ExportPlan) -> None:
+        super().__init__()
+        layout, tower = export.model.lora, export.model.tower
+        names = [target.name for target in layout.targets] + list(layout.saved)
+        self.adapted = {n: layout.of_module(n) for n in names if not n.startswith(formats.LANGUAGE_MODEL)}
+        self.modules_in_files: dict[str, str] = {}
+        if self.adapted:
+            mean, std = (torch.tensor(values) for values in (tower.images.mean, tower.images.std))
+            self.vision_tower = tower.build(mean, std)
+            self.projector = tower.build_projector(export.args, export.model.hidden_size)
+            self.newline = Newline(export.model.hidden_size) if "unpad" in export.args.mm_patch_merge_type else None
+            for part in (formats.TOWER, formats.PROJECTOR):
+                inner = self.get_submodule(part.rstrip("."))
+                own = [name for name, module in inner.named_modules() if name and list(module.parameters(False))]
+                self.modules_in_files |= {part + name: layout.of_module(part + name) for name in own}
+            self.modules_in_files |= self.adapted
+
+    def embed(self, embedding: nn.Module, batch: Batch) -> torch.Tensor:
+        """As LlavaModel's."""
+        features = self.projector(self.vision_tower(batch.pixel_values))
+        return merge_features(embedding(batch.input_ids), features, batch, self.newline)
+
+
+def _fresh_eyes(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _FreshEyes:
+    """Load tower and projector on the CPU: what is beside the adapter, and what it was trained from."""
+    with no_init_weights(), built_in(dtype):
+        eyes = _FreshEyes(export)
+    if not eyes.adapted:
+        return eyes
+    alone, beside, flag = Ranks(0, 0, 1, torch.device("cpu")), str(output_dir / NON_LORA), "--output_dir"
+    tower = export.model.sources.vision_tower
+    trained = Source(flag, beside, without_prefix(formats.tower_from_llava)).open()
+    whole = tower.open(export.model.tower.runs)
+    load_weights(eyes.vision_tower, Overlaid(whole, trained) if trained.shapes else whole, alone, tower.flag)
+    for part, rename in (("projector", formats.projector_from_llava), ("newline", formats.newline_from_llava)):
+        if (module := getattr(eyes, part)) is not None:
+            load_weights(module, Source(flag, beside, rename).open(), alone, flag)
+    return eyes.eval()
+
+
+def attach(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module under a dotted name, with empty modules where its parents are missing."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = getattr(root, parent)
+    root.add_module(last, module)
 
 
 def _fresh_language_model(export: ExportPlan, dtype: torch.dtype) -> nn.Module:
@@ -186,19 +283,28 @@ def _fresh_language_model(export: ExportPlan, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def merged_entries(trained: Iterable[Entry], base: Iterable[Entry], args: ModelArguments) -> list[Entry]:
-    """The whole model without LoRA: every weight W + scale * B A, added in float32 and rounded once.
+def merged_entries(
+    trained: Iterable[Entry],
+    base: Iterable[Entry],
+    args: ModelArguments,
+    layout: lora.LoraLayout,
+    start: dict[str, torch.Tensor] | None = None,
+) -> list[Entry]:
+    """The whole model without LoRA: every weight merged in float32 and rounded once.
 
-    trained: a checkpoint's entries; base: the model that the run began with. With --bits, LoRA is added to the
-    dequantized weights, beside which it was trained.
+    trained: a checkpoint's entries; base: the model that the run began with; start: LoRA as it began, where it took a
+    part of the weights. With --bits, LoRA is added to the dequantized weights, beside which it was trained.
     """
     by_name = {entry.name: entry for entry in trained}
     plain = {lora.plain_name(name): entry for name, entry in by_name.items() if not lora.is_lora(name)}
+    scales = {f"{target.name}.weight": target.scale(args) for target in layout.targets}
     merged = []
     for entry in base:
         layer = entry.name.removesuffix(".weight")
-        if layer + _A in by_name:
-            read = partial(_merged, entry, by_name[layer + _A], by_name[layer + _B], args)
+        if layer + lora.A in by_name:
+            halves = {half: by_name.get(layer + half) for half in (lora.A, lora.B, lora.MAGNITUDE)}
+            began = [] if not start else [(start[layer + lora.A], start[layer + lora.B], -scales[entry.name])]
+            read = partial(_merged, entry, halves, scales[entry.name], began, args)
             merged.append(Entry(entry.name, entry.shape, read))
         else:
             own = plain.get(entry.name, entry)
@@ -206,9 +312,16 @@ def merged_entries(trained: Iterable[Entry], base: Iterable[Entry], args: ModelA
     return merged
 
 
-def _merged(weight: Entry, a: Entry, b: Entry, args: ModelArguments) -> torch.Tensor:
-    """Merge entries of W (O, I), A (R, I) and B (O, R), in W's precision."""
+def _merged(
+    weight: Entry,
+    halves: dict[str, Entry | None],
+    scale: float,
+    began: list[tuple[torch.Tensor, torch.Tensor, float]],
+    args: ModelArguments,
+) -> torch.Tensor:
+    """Merge entries of W, and of A, B and perhaps magnitudes, in W's precision. began: halves, as merged_weight's."""
     base = weight.read()
-    held = base if args.bits == 16 else quantize.quantize_and_back(base, args)
-    scale = args.lora_alpha / args.lora_r
-    return torch.addmm(held.float(), b.read().float(), a.read().float(), alpha=scale).to(base.dtype)
+    packed = args.bits < 16 and weight.name.startswith(formats.LANGUAGE_MODEL)
+    held = quantize.quantize_and_back(base, args) if packed else base
+    a, b, magnitude = (halves[half] and halves[half].read() for half in (lora.A, lora.B, lora.MAGNITUDE))
+    return merged_weight(held, [(a, b, scale), *began], magnitude).to(base.dtype)

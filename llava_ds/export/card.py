@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
 from llava_ds.constants import DataError
 from llava_ds.files.model_files import own_file
 from llava_ds.files.reading import read_bytes
@@ -82,7 +82,7 @@ def write_card(
         f"{base} with {tower}, trained with llava_ds on {data}.",
         "",
         *_numbers(run_dir, record, step),
-        f"- trained: {', '.join(sorted(trained_parts(model)))}",
+        f"- trained: {', '.join(sorted(trained_parts(model) | lora_parts(model)))}",
         "",
         "| flag | value |",
         "| --- | --- |",

@@ -170,7 +170,7 @@ def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: Encode
             logits = _logits_everywhere(engine, batch, check)
     export_adapter(export, engine.module, output_dir, ranks)
     if ranks.is_first:
-        compare = partial(compare_reloaded_adapter, output_dir, export, embeds, logits)
+        compare = partial(compare_reloaded_adapter, output_dir, export, batch, embeds, logits)
         if export.model.ready is not None:
             tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
             base = source_folder(export)

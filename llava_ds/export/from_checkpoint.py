@@ -9,9 +9,9 @@ import torch
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, changes_base, trained_parts
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.checkpoint_files import ENGINE, trained_weights
+from llava_ds.engine.checkpoint_files import ENGINE, read_lora_start, trained_weights
 from llava_ds.export.adapter import merged_entries
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
@@ -24,11 +24,14 @@ from llava_ds.tracking.run_record import located, read_run_record
 @dataclass(frozen=True)
 class Restored:
     """A checkpoint's model. export: in the form that the run itself exports; entries: the whole model, LoRA merged;
-    trained: the part that the checkpoint holds; run, record: run.json's flags and all of it."""
+    trained: the part that the checkpoint holds; base: what the run began with; lora_start: LoRA as it began, where it
+    took a part of the weights; run, record: run.json's flags and all of it."""
 
     export: ExportPlan
     entries: list[Entry]
     trained: list[Entry]
+    base: list[Entry]
+    lora_start: dict[str, torch.Tensor]
     run: Arguments
     run_dir: Path
     record: dict
@@ -66,15 +69,20 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
         for part in parts
         for entry in read_entries(part, part_weights(part, plan, run.model, run.training.seed), trained_in)
     ]
-    whole = merged_entries(trained, frozen, run.model) if run.model.lora_enable else completed(trained, frozen)
-    return Restored(export, whole, trained, run, run_dir, record)
+    start = read_lora_start(checkpoint) if changes_base(run.model) else {}
+    if plan.lora is None:
+        whole = completed(trained, frozen)
+    else:
+        whole = merged_entries(trained, frozen, run.model, plan.lora, start)
+    return Restored(export, whole, trained, frozen, start, run, run_dir, record)
 
 
 def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
     """True if all that stage 1's file would bring was trained, the newline with the projector; not rows of new tokens,
     which belong to the language model."""
     adds_tokens = run.model.mm_use_im_start_end or run.model.mm_use_im_patch_token
-    return not adds_tokens and any(entry.name.startswith("projector.") for entry in trained)
+    own = (entry.name for entry in trained if entry.name.startswith("projector."))
+    return not adds_tokens and any(own) and "projector" in trained_parts(run.model)
 
 
 def _check_bases(run: Arguments, saved: dict[str, object]) -> None:

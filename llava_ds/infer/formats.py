@@ -18,10 +18,10 @@ from llava_ds.files.model_files import check_folder, is_there, read_config, show
 from llava_ds.model.families.language import EXPERTS, config_of
 from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import HF_CLASSES, HFModel
-from llava_ds.model.lora import ADAPTER_CONFIG
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, from_disk, part_of
 from llava_ds.model.open.folder import FLAG
+from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
 from llava_ds.model.open.ready_folder import ReadyNames, missing_parts
 from llava_ds.model.open.weights import WeightFiles, Weights
 from llava_ds.model.ready import ReadyModel

@@ -19,11 +19,11 @@ from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from llava_ds.config.arguments import ModelArguments, trained_parts, trains_new_rows
+from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts, trains_new_rows
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.lora import linear_names
+from llava_ds.model.lora import LoraLayout, lora_layout
 from llava_ds.model.ready import ReadyVision
 from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.upcycling import expert_of
@@ -96,36 +96,50 @@ def flops_of_model(
     model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: ModelArguments
 ) -> ModelFlops:
     """The FLOPs of a composition that has been built already, without its adapters."""
-    parts = trained_parts(args)
-    trains_tower, trains_projector = "vision_tower" in parts, "projector" in parts
-    trains_layers = "language_model" in parts and not args.lora_enable
-    before = trains_tower or trains_projector or trains_new_rows(args)
-    reaches_layers = before or "language_model" in parts  # gradients flow back through the layers
+    parts, adapted = trained_parts(args), lora_parts(args)
+    llm, ready = model.language_model, tower.ready if isinstance(tower, ReadyVision) else None
+    adapters = _adapter_weights(model, lora_layout(model, args, ready, text)) if args.lora_enable else {}
+    # Of the layers of each part, the share that trains, and that gradients flow back through.
+    top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
+    trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
+    trains_layers = (top_llm or 1) if "language_model" in parts and not args.lora_enable else 0
+    passes_tower = 1 if "vision_tower" in adapted else trains_tower
+    reaches_projector = passes_tower > 0
+    before = reaches_projector or "projector" in parts | adapted or trains_new_rows(args)
+    reaches_layers = 1 if before or "language_model" in adapted else trains_layers
 
-    llm = model.language_model
     output = llm.get_output_embeddings()
     layers = _weights_per_token(llm, text, output)
-    adapters = 0
-    if args.lora_enable:
-        linear = (llm.get_submodule(name) for name in linear_names(llm))
-        adapters = sum(args.lora_r * (layer.in_features + layer.out_features) for layer in linear)
+    own = adapters.get("language_model", 0)
     forward_per_pair = 4 * text.num_hidden_layers * _heads_width(text)
     tied = output.weight is llm.get_input_embeddings().weight
-    trains_output = trains_layers or ("output_layer" in parts and not tied)
+    trains_output = (trains_layers == 1 and not top_llm) or ("output_layer" in parts and not tied)
     return ModelFlops(
-        per_token=layers * _times(reaches_layers, trains_layers) + adapters * 6,
-        per_pair=forward_per_pair * (3 if reaches_layers else 1),
-        per_tile=_tower_flops(model.vision_tower.tower, tower, trains_tower)
-        + _projector_flops(model.projector, tower, trains_tower, trains_projector),
-        per_target=output.weight.numel() * _times(reaches_layers, trains_output),
-        forward_per_token=2 * (layers + adapters),
+        per_token=layers * _times(reaches_layers, trains_layers) + own * 6,
+        per_pair=forward_per_pair * (1 + 2 * reaches_layers),
+        per_tile=_tower_flops(model.vision_tower.tower, tower, passes_tower, trains_tower)
+        + 6 * adapters.get("vision_tower", 0) * tower.num_positions * _tiles_of(tower)
+        + _projector_flops(model.projector, tower, reaches_projector, parts, adapted)
+        + 6 * adapters.get("projector", 0) * tower.images.num_tokens,
+        per_target=output.weight.numel() * _times(reaches_layers > 0, trains_output),
+        forward_per_token=2 * (layers + own),
         forward_per_pair=forward_per_pair,
-        per_tile_pair=_tile_pair_flops(tower, trains_tower),
+        per_tile_pair=_tile_pair_flops(tower, passes_tower),
     )
 
 
-def _times(passes: bool, trains: bool) -> int:
-    """FLOPs per weight and token: forward, the gradient that passes through, and the weight's own."""
+def _adapter_weights(model: LlavaModel, layout: LoraLayout) -> dict[str, int]:
+    """Weights of LoRA's matrices, by part."""
+    found: dict[str, int] = {}
+    for target in layout.targets:
+        layer, part = model.get_submodule(target.name), target.name.partition(".")[0]
+        found[part] = found.get(part, 0) + target.rank * (layer.in_features + layer.out_features)
+    return found
+
+
+def _times(passes: float, trains: float) -> float:
+    """FLOPs per weight and token: forward, the gradient that passes through, and the weight's own; the latter two of
+    a share of the weights."""
     return 2 + 2 * passes + 2 * trains
 
 
@@ -150,8 +164,15 @@ def _heads_width(text: PreTrainedConfig) -> int:
     return heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
-def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, trains: bool) -> float:
-    """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on.
+def _tiles_of(plan: TowerPlan | ReadyVision) -> int:
+    """Tiles that the tower sees of one: with S2, of every scale."""
+    return sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else 1
+
+
+def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, passes: float, trains: float) -> float:
+    """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on, and trains with all layers.
+
+    passes, trains: the share of the layers that gradients flow through, and that train.
 
     Of a tower that takes whole images the layers with windows, full ones, and none of the others' attention.
     """
@@ -162,19 +183,19 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, trains: bool) 
     if cells is not None:
         pairs = positions**2 * plan.tiles.windowed_layers * (cells.window or 0) ** 2
     once = (
-        plan.num_patches * embedding.weight.numel() * _times(False, trains)
-        + positions * layers * _times(trains, trains)
-        + 4 * pairs * plan.layer_width * (3 if trains else 1)
+        plan.num_patches * embedding.weight.numel() * _times(0, trains == 1)
+        + positions * layers * _times(passes, trains)
+        + 4 * pairs * plan.layer_width * (1 + 2 * passes)
     )
-    return once * sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else once
+    return once * _tiles_of(plan)
 
 
-def _tile_pair_flops(plan: TowerPlan | ReadyVision, trains: bool) -> float:
+def _tile_pair_flops(plan: TowerPlan | ReadyVision, passes: float) -> float:
     """FLOPs of two cells of an image, one of which sees the other, in the layers without windows."""
     if _cells_of(plan) is None:
         return 0.0
     layers = plan.num_layers - plan.tiles.windowed_layers
-    return 4 * layers * plan.layer_width * plan.num_positions**2 * (3 if trains else 1)
+    return 4 * layers * plan.layer_width * plan.num_positions**2 * (1 + 2 * passes)
 
 
 def _cells_of(plan: TowerPlan | ReadyVision) -> CellTiling | None:
@@ -183,12 +204,22 @@ def _cells_of(plan: TowerPlan | ReadyVision) -> CellTiling | None:
     return tiling if isinstance(tiling, CellTiling) else None
 
 
-def _projector_flops(projector: nn.Module, plan: TowerPlan | ReadyVision, trains_tower: bool, trains: bool) -> float:
-    """FLOPs of one tile. Only a tower or a norm that trains needs the gradient of what the first matrix is given."""
+def _projector_flops(
+    projector: nn.Module,
+    plan: TowerPlan | ReadyVision,
+    trains_tower: bool,
+    parts: frozenset[str],
+    adapted: frozenset[str],
+) -> float:
+    """FLOPs of one tile. Only a tower or a norm that trains needs the gradient of what the first matrix is given.
+
+    parts, adapted: those that train, and that have LoRA.
+    """
+    trains, changes = "projector" in parts, "projector" in parts | adapted
     matrices = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
     first = matrices[0] if matrices and next(projector.parameters()) is matrices[0] else None
     per_feature = sum(
-        weight.numel() * _times(trains_tower or (trains and weight is not first), trains) for weight in matrices
+        weight.numel() * _times(trains_tower or (changes and weight is not first), trains) for weight in matrices
     )
     return per_feature * plan.images.num_tokens
 

@@ -1,39 +1,54 @@
 # I, O widths of a linear layer, R rank
-"""LoRA beside the linear layers of the language model, through peft's layers (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA beside linear layers, through peft's layers (Hu et al. 2021, arXiv 2106.09685), and its variants.
 
-The layers are put into the language model in place, so it stays transformers' own class: the weight of a linear layer
-"x" becomes "x.base_layer.weight", beside "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R).
+The layers are put into the model in place, so its parts stay transformers' own classes: the weight of a linear layer
+"x" becomes "x.base_layer.weight", beside "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R), and
+with DoRA "x.lora_magnitude_vector.default.weight" (O,).
+
+Flags and files name a layer as the class does that peft opens an adapter over: LLaVA's, whose names are those of the
+language model, model.mm_projector and model.vision_tower; or transformers' class of a ready model.
 """
 
+import contextlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.compute
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from llava_ds.config.arguments import ModelArguments
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.model_files import own_file, read_json, said_by, shown
+from llava_ds.config.arguments import ModelArguments, changes_base, lora_parts
+from llava_ds.config.model_flags import LORA_PARTS, is_pattern
+from llava_ds.constants import ConfigError
+from llava_ds.files.model_files import read_json
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.weights import OpenedFile, WeightFiles, Weights
+from llava_ds.model.open.merged_adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILES,
+    PEFT_PREFIX,
+    adapter_file,
+    merged_weight,
+)
+from llava_ds.model.open.ready_folder import ReadyNames
+from llava_ds.model.ready import ReadyModel
 
 ADAPTER = "default"  # peft's name for the only adapter there is
-ADAPTER_CONFIG, NON_LORA = "adapter_config.json", "non_lora_trainables.bin"
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft reads, newest first
-PEFT_PREFIX = "base_model.model."  # before every name in peft's files, and in LLaVA's
+A, B, MAGNITUDE = (f".lora_{part}.{ADAPTER}.weight" for part in ("A", "B", "magnitude_vector"))
 
 # Settings of an adapter that change what it computes and are not ours to train, with the values that change nothing.
 PLAIN = {
-    "use_dora": (False, None), "use_rslora": (False, None), "use_qalora": (False, None), "lora_bias": (False, None),
-    "modules_to_save": (None, []), "rank_pattern": (None, {}), "alpha_pattern": (None, {}),
-    "target_parameters": (None, []), "trainable_token_indices": (None, []), "fan_in_fan_out": (False, None),
-    "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None), "lora_bias": (False, None), "target_parameters": (None, []),
+    "trainable_token_indices": (None, []), "fan_in_fan_out": (False, None), "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+}  # fmt: skip
+# Those that flags set, by the flag; modules_to_save is compared by its tensors.
+OURS = {
+    "lora_r": "r", "lora_alpha": "lora_alpha", "lora_bias": "bias", "use_rslora": "use_rslora", "use_dora": "use_dora",
+    "lora_rank_pattern": "rank_pattern", "lora_alpha_pattern": "alpha_pattern",
 }  # fmt: skip
 
 
@@ -59,7 +74,7 @@ def check_lora(args: ModelArguments) -> None:
 
 
 def linear_names(language_model: nn.Module) -> list[str]:
-    """Full names of the linear layers that get LoRA: all of the language model but its output layer.
+    """Full names of the linear layers of a language model but its output layer: those that --bits packs.
 
     Call it before add_lora. Source: LLaVA's find_all_linear_names, whose last names match the same layers.
     """
@@ -73,48 +88,285 @@ def linear_names(language_model: nn.Module) -> list[str]:
     return names
 
 
-def lora_config(args: ModelArguments, names: list[str]):
-    """The peft.LoraConfig of a run; names: the layers' full names."""
+@dataclass(frozen=True)
+class Target:
+    """A layer that gets LoRA: its name in the model and in peft's files, LoRA's rank, and alpha."""
+
+    name: str
+    outer: str
+    rank: int
+    alpha: float
+
+    def scale(self, args: ModelArguments) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if args.use_rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class LoraLayout:
+    """What of a model gets LoRA, and what trains in full beside it.
+
+    saved: names of the modules of --modules_to_save in the model; rename: a parameter's name there to its name in the
+    class that peft opens an adapter over; start: of a run that is resumed, LoRA's matrices as they began, if that was
+    as parts of the weights.
+    """
+
+    targets: tuple[Target, ...]
+    saved: tuple[str, ...]
+    rename: Callable[[str], str]
+    parts: frozenset[str]
+    start: dict[str, torch.Tensor] | None = None
+
+    def holds(self, name: str) -> bool:
+        """True if a trained parameter of this name is in the adapter's file: of a part with LoRA, or saved."""
+        return name.partition(".")[0] in self.parts or self.is_saved(name)
+
+    def is_saved(self, name: str) -> bool:
+        """True for a parameter of a module of --modules_to_save."""
+        return any(name.startswith(f"{module}.") for module in self.saved)
+
+    def of_module(self, name: str) -> str:
+        """A module's name in peft's files."""
+        return self.rename(f"{name}.weight").removesuffix(".weight")
+
+
+def lora_layout(
+    model: nn.Module, args: ModelArguments, ready: ReadyModel | None, text_config: PreTrainedConfig
+) -> LoraLayout:
+    """Choose the layers of a LlavaModel that get LoRA. Call it before add_lora.
+
+    Raises ConfigError where a name in the flags is that of no layer, a part has none, or a rank is too high.
+    """
+    rename = ReadyNames(ready, text_config).from_part if ready is not None else _llavas_names(args)
+    layout = LoraLayout((), (), rename, lora_parts(args))
+    saved = _saved_modules(model, args, layout)
+    layout = LoraLayout((), saved, rename, layout.parts)
+    output = model.language_model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not output
+        and name.partition(".")[0] in layout.parts
+        and not layout.is_saved(f"{name}.weight")
+    }
+    if "language_model" in layout.parts:
+        linear_names(model.language_model)  # raises where there are none
+    outer = {name: layout.of_module(name) for name in linear}
+    wanted = _wanted(args, list(outer.values()))
+    ranks, alphas = (patterns_of(getattr(args, f"lora_{which}_pattern")) for which in ("rank", "alpha"))
+    for which, patterns in (("rank", ranks), ("alpha", alphas)):
+        for pattern in patterns:
+            if not any(_matches(pattern, each) for each in outer.values()):
+                raise ConfigError(f"--lora_{which}_pattern: {pattern} is the name of no layer: {_some(outer.values())}")
+    targets = [
+        Target(name, there, _first(ranks, there, args.lora_r), _first(alphas, there, args.lora_alpha))
+        for name, there in outer.items()
+        if there in wanted
+    ]
+    for part in sorted(layout.parts - {target.name.partition(".")[0] for target in targets}):
+        named = next(word for word, name in LORA_PARTS.items() if name == part)
+        raise ConfigError(
+            f"--lora_modules {args.lora_modules}: no layer of {named} gets LoRA: leave it out, or name some of its "
+            "linear layers by --lora_target_modules"
+        )
+    if changes_base(args):
+        for target in targets:
+            width = min(linear[target.name].weight.shape)
+            if width and target.rank > width:
+                raise ConfigError(
+                    f"--init_lora_weights {args.init_lora_weights}: {target.outer} is a matrix of rank {width}, and "
+                    f"LoRA's rank is {target.rank}: give less by --lora_r or --lora_rank_pattern"
+                )
+    return LoraLayout(tuple(targets), saved, rename, layout.parts)
+
+
+def _llavas_names(args: ModelArguments) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        if name.startswith(formats.TOWER):
+            return formats.tower_to_llava(name)
+        return formats.projector_to_llava(name, args.mm_projector_type)
+
+    return rename
+
+
+def _wanted(args: ModelArguments, outer: list[str]) -> set[str]:
+    """Those of the layers that --lora_target_modules names. Source: peft's check_target_module_exists."""
+    given = args.lora_target_modules
+    if given is None:
+        return set(outer)
+    if is_pattern(given):
+        found = {name for name in outer if re.fullmatch(given, name)}
+        if not found:
+            raise ConfigError(f"--lora_target_modules {given} matches no layer's whole name: {_some(outer)}")
+        return found
+    found = set()
+    for word in given.split(","):
+        named = {name for name in outer if name == word or name.endswith(f".{word}")}
+        if not named:
+            raise ConfigError(f"--lora_target_modules: {word} is the end of no layer's name: {_some(outer)}")
+        found |= named
+    return found
+
+
+def _some(outer) -> str:
+    names = sorted({name.rpartition(".")[2] for name in outer})
+    first = next(iter(outer), None)
+    return f"layers are called {', '.join(names[:12])}, the first of them {first}"
+
+
+def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -> tuple[str, ...]:
+    """The modules whose names end in one of --modules_to_save's, outermost ones only."""
+    if args.modules_to_save is None:
+        return ()
+    words, found = args.modules_to_save.split(","), []
+    outer = {}
+    for part in ("vision_tower.tower", "projector", "language_model"):
+        for name, module in model.get_submodule(part).named_modules(prefix=part):
+            if name not in ("projector", "language_model", "projector.layers", "projector.connector") and any(
+                True for _ in module.parameters()
+            ):
+                with contextlib.suppress(KeyError):
+                    outer[name] = layout.of_module(name)
+    for word in words:
+        named = [name for name, there in outer.items() if there == word or there.endswith(f".{word}")]
+        if not named:
+            raise ConfigError(f"--modules_to_save: {word} is the end of no module's name: {_some(outer.values())}")
+        found += named
+    saved = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    llm = model.language_model
+    ends = [llm.get_input_embeddings(), llm.get_output_embeddings()]
+    if ends[0].weight is ends[1].weight:
+        for name in saved:
+            if any(end in ends for end in model.get_submodule(name).modules()):
+                raise ConfigError(
+                    f"--modules_to_save {args.modules_to_save}: {outer[name]} shares its weight with the model's other "
+                    "end, which peft would train apart: leave it out"
+                )
+    if args.bits < 16 and any(isinstance(m, nn.Linear) for n in saved for m in model.get_submodule(n).modules()):
+        raise ConfigError(
+            f"--modules_to_save {args.modules_to_save} can't be used with --bits {args.bits}, whose packed weights "
+            "can't train: leave one of them out"
+        )
+    return tuple(dict.fromkeys(saved))
+
+
+def patterns_of(text: str | None) -> dict[str, int]:
+    """The content of --lora_rank_pattern or --lora_alpha_pattern, which rules.py has checked."""
+    return {} if text is None else json.loads(text)
+
+
+def _matches(pattern: str, outer: str) -> bool:
+    """Source: peft's get_pattern_key."""
+    return re.match(rf"(.*\.)?({pattern})$", outer) is not None
+
+
+def _first(patterns: dict[str, int], outer: str, default: int) -> int:
+    return next((value for pattern, value in patterns.items() if _matches(pattern, outer)), default)
+
+
+def peft_config(args: ModelArguments, targets: list[str], rank: int, alpha: float):
+    """A peft.LoraConfig for layers of one rank."""
     from peft import LoraConfig
 
     return LoraConfig(
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
+        r=rank,
+        lora_alpha=alpha,
         lora_dropout=args.lora_dropout,
         bias=args.lora_bias,
-        target_modules=list(names),
+        target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=args.model_name_or_path,
+        use_rslora=args.use_rslora,
+        use_dora=args.use_dora,
+        init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
     )
 
 
-def add_lora(language_model: nn.Module, args: ModelArguments, seed: int) -> None:
-    """Put LoRA beside every linear layer, A drawn by the seed alone and B zero, in the model's precision.
+def add_lora(model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: int) -> None:
+    """Put LoRA beside the layout's layers, in the model's precision, and freeze all else of the parts with LoRA.
 
-    Outside of zero.Init, in which B would not be zero: under ZeRO-3, deepspeed.initialize partitions them.
+    A is drawn by the seed alone, and B zero, or both are parts of the weight beside them, which loses them
+    (--init_lora_weights). Those are kept in model.lora_start, by name, on the CPU. Outside of zero.Init, in which B
+    would not be zero: under ZeRO-3, deepspeed.initialize partitions LoRA, and one weight at a time is gathered where a
+    variant depends on it.
     """
-    from peft import inject_adapter_in_model
-
-    dtype = language_model.get_input_embeddings().weight.dtype
+    dtype = model.language_model.get_input_embeddings().weight.dtype
+    model.lora, model.lora_start = layout, {}
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU in float32
         torch.manual_seed(seed + 1)  # the projector uses the seed itself
-        inject_adapter_in_model(lora_config(args, linear_names(language_model)), language_model, ADAPTER)
-    for name, parameter in language_model.named_parameters():
-        if is_lora(name):
+        for target in layout.targets:
+            linear = model.get_submodule(target.name)
+            with _gathered(linear.weight, args):
+                added = _with_lora(linear, target, args, dtype, layout.start)
+                if changes_base(args) and not linear.weight.is_meta:
+                    halves = {half: added.get_parameter(half.removeprefix(".")) for half in (A, B)}
+                    model.lora_start |= {
+                        target.name + half: p.detach().to("cpu", copy=True) for half, p in halves.items()
+                    }
+            parent, _, child = target.name.rpartition(".")
+            setattr(model.get_submodule(parent), child, added)
+    choose_adapters(model, args.lora_bias)
+
+
+def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.AbstractContextManager:
+    """Gather a partitioned weight for a variant that reads it; the first rank's changes are kept."""
+    if not hasattr(weight, "ds_id") or not (changes_base(args) or args.use_dora):
+        return contextlib.nullcontext()
+    import deepspeed  # takes seconds, and is only needed for partitioned parameters
+
+    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if changes_base(args) else None)
+
+
+@torch.no_grad()
+def _with_lora(
+    linear: nn.Linear, target: Target, args: ModelArguments, dtype: torch.dtype, start: dict[str, torch.Tensor] | None
+) -> nn.Module:
+    """peft's layer around a linear one, whose weight is whole."""
+    from peft import inject_adapter_in_model
+
+    splits, weight = changes_base(args) and not linear.weight.is_meta, linear.weight
+    before = weight.detach().clone() if splits else None
+    config = peft_config(args, ["layer"], target.rank, target.alpha)
+    if start is not None or weight.is_meta:
+        config.init_lora_weights = True  # what is drawn is replaced, or never computed
+    holder = nn.Module()
+    holder.layer = linear
+    inject_adapter_in_model(config, holder, ADAPTER)
+    added = holder.layer
+    for name, parameter in added.named_parameters():
+        if is_lora(f".{name}"):
             parameter.data = parameter.data.to(dtype)  # peft keeps them in float32 beside packed weights
-    choose_adapters(language_model, args.lora_bias)
+    if splits:
+        a, b = (added.get_parameter(half.removeprefix(".")) for half in (A, B))
+        for half, parameter in ((A, a), (B, b)):
+            if start is not None:
+                parameter.data.copy_(start[target.name + half])
+        # peft has subtracted the product in float32. What LoRA begins with may be rounded to less.
+        weight.data = merged_weight(before, [(a, b, -target.scale(args))])
+    return added
 
 
 def is_lora(name: str) -> bool:
-    """True for the matrices that LoRA adds."""
-    return ".lora_A." in name or ".lora_B." in name
+    """True for the parameters that LoRA adds."""
+    return ".lora_A." in name or ".lora_B." in name or ".lora_magnitude_vector." in name
 
 
-def choose_adapters(language_model: nn.Module, bias: str) -> None:
-    """Train the LoRA matrices and the biases of --lora_bias (peft's values); freeze all else."""
-    for name, parameter in language_model.named_parameters():
-        trained = is_lora(name) or (bias == "all" and "bias" in name)
-        parameter.requires_grad_(trained or (bias == "lora_only" and name.endswith(".base_layer.bias")))
+def choose_adapters(model: nn.Module, bias: str) -> None:
+    """Train LoRA and the biases of --lora_bias (peft's values) in the parts that have it, and --modules_to_save; freeze
+    all else of the language model and of these parts."""
+    layout: LoraLayout = model.lora
+    for name, parameter in model.named_parameters():
+        part = name.partition(".")[0]
+        if part not in layout.parts and part != "language_model":
+            if layout.is_saved(name):
+                parameter.requires_grad_(True)
+            continue
+        trained = is_lora(name) or layout.is_saved(name)
+        if part in layout.parts:
+            trained |= bias == "all" and "bias" in name
+            trained |= bias == "lora_only" and name.endswith(".base_layer.bias")
+        parameter.requires_grad_(trained)
 
 
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -130,36 +382,32 @@ def plain_name(name: str) -> str | None:
 
 
 def to_peft(name: str) -> str:
-    """A language model's parameter here to its name in peft's files, where adapters have no name."""
-    return PEFT_PREFIX + name.replace(f".{ADAPTER}.", ".")
+    """A name in the class that peft opens an adapter over to its name in peft's files, where adapters have no name."""
+    return PEFT_PREFIX + name.removesuffix(".weight" if name.endswith(MAGNITUDE) else "").replace(f".{ADAPTER}", "")
 
 
 def from_peft(name: str) -> str:
-    """A name in peft's files to one in the language model.
-
-    Some programs write the adapter's name within it.
-    """
+    """The inverse of to_peft. Some programs write the adapter's name within it."""
     name = name.removeprefix(PEFT_PREFIX)
+    name = re.sub(r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$", MAGNITUDE, name)
     return re.sub(r"\.(lora_[AB])\.(?:default\.)?weight$", rf".\1.{ADAPTER}.weight", name)
 
 
+def over_unchanged_weights(tensors: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """LoRA's tensors by name for the weights as they were before it took a part of them: of twice the rank, and alpha.
+
+    start: LoRA as it began, empty where it took none. Source: peft's subtract_mutated_init.
+    """
+    changed = dict(tensors)
+    for name, before in start.items():
+        before = before.to(tensors[name].dtype)
+        changed[name] = (
+            torch.cat([tensors[name], before]) if name.endswith(A) else torch.cat([tensors[name], -before], 1)
+        )
+    return changed
+
+
 # What --lora_weight_path names.
-
-
-def adapter_file(folder: str | Path) -> Path | None:
-    """The file with an adapter's weights; None if the folder has none."""
-    file = next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
-    if file is not None:
-        own_file(file)
-    return file
-
-
-def non_lora_file(args: ModelArguments) -> str | None:
-    """--lora_weight_path's file of weights trained beside the adapter: projector, perhaps newline and tower."""
-    if args.lora_weight_path is None or not (file := Path(args.lora_weight_path) / NON_LORA).is_file():
-        return None
-    own_file(file)
-    return str(file)
 
 
 def adapter_problems(args: ModelArguments) -> list[str]:
@@ -175,11 +423,17 @@ def adapter_problems(args: ModelArguments) -> list[str]:
     kind = config.get("peft_type")
     if kind != "LORA":
         return [f"{where} holds an adapter of kind {kind}: only LORA is supported"]
-    problems = [
-        f"{where} was trained with {theirs} {found}, but --{ours} is {getattr(args, ours)}: give --{ours} {found}"
-        for ours, theirs in (("lora_r", "r"), ("lora_alpha", "lora_alpha"), ("lora_bias", "bias"))
-        if (found := config.get(theirs)) != getattr(args, ours)
-    ]
+    problems = []
+    for ours, theirs in OURS.items():
+        value, found = getattr(args, ours), config.get(theirs)
+        if theirs.endswith("_pattern"):
+            value, found = patterns_of(value), found or {}
+        elif isinstance(value, bool):
+            found = bool(found)
+        if found != value:
+            given = f"'{json.dumps(found)}'" if isinstance(found, dict) else found
+            now = getattr(args, ours)
+            problems.append(f"{where} was trained with {theirs} {given}, but --{ours} is {now}: give --{ours} {given}")
     return problems + [
         f"{where} was trained with {name} {config[name]}, which is not supported: start from another adapter"
         for name, plain in PLAIN.items()
@@ -187,176 +441,18 @@ def adapter_problems(args: ModelArguments) -> list[str]:
     ]
 
 
-def names_from_peft(language_model: nn.Module) -> Callable[[str], str]:
-    """A function from names in peft's files to trained parameters of a language model with LoRA.
+def names_from_peft(model: nn.Module) -> Callable[[str], str]:
+    """A function from names in peft's files to trained parameters of a model with LoRA.
 
     Before base_layer, peft wrote a layer's bias under its plain name: such names are mapped, too.
     """
-    folded = {
-        name.replace(".base_layer.", "."): name for name, p in language_model.named_parameters() if p.requires_grad
-    }
+    layout: LoraLayout = model.lora
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and layout.holds(name)]
+    known = {layout.rename(name): name for name in trained}
+    known |= {outer.replace(".base_layer.", "."): name for outer, name in known.items()}
 
     def rename(name: str) -> str:
         found = from_peft(name)
-        return folded.get(found, found)
+        return known.get(found, found)
 
     return rename
-
-
-# Settings of peft with which a merged weight is not W + scale * B A.
-OTHER_KINDS = (
-    "use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
-    "trainable_token_indices", "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config",
-    "monteclora_config",
-)  # fmt: skip
-
-MAX_REPEATS = 3  # in a pattern of layer names
-MAX_PATTERN_CHARS = 500
-MAX_MATCHED_CHARS = 10**8  # of all names times patterns: twice a 405B with a pattern for every layer
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A folder of peft's: its file of tensors, and their scale."""
-
-    path: Path
-    file: Path
-    base: str | None
-    alpha: float
-    alphas: dict[str, float]  # by peft's patterns of layer names
-    rank_stabilised: bool
-
-    def alphas_of(self, layers: list[str]) -> list[float]:
-        """The alpha of each layer, by peft's name: that of the first matching pattern.
-
-        RE2 takes time in proportion to names and patterns. Raises DataError for so many that it would still be long.
-        Source: peft's get_pattern_key.
-        """
-        num_chars = sum(map(len, layers))
-        if num_chars * len(self.alphas) > MAX_MATCHED_CHARS:
-            raise DataError(
-                f"{self.path}: its alpha_pattern has {len(self.alphas):,} patterns for {len(layers):,} layers with "
-                f"{num_chars:,} characters, which is more than any adapter has: give layers of one alpha one pattern"
-            )
-        names, found = pa.array(layers, pa.string()), [self.alpha] * len(layers)
-        for pattern, alpha in reversed(self.alphas.items()):
-            for i in pa.compute.indices_nonzero(_fits(names, pattern)).to_pylist():
-                found[i] = alpha
-        return found
-
-    def scale(self, alpha: float, rank: int) -> float:
-        """The factor of B A at this rank."""
-        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
-
-
-def is_adapter(path: str | Path) -> bool:
-    """True for a folder with an adapter rather than a model."""
-    return (Path(path) / ADAPTER_CONFIG).is_file()
-
-
-def read_adapter(path: str | Path) -> Adapter:
-    """Read the settings in an adapter's folder. Raises ConfigError for adapters that can't be merged."""
-    path = Path(path)
-    where = f"--model_name_or_path {path}"
-    config = read_json(path / ADAPTER_CONFIG, where)
-    try:
-        kind, alpha, alphas = config["peft_type"], float(config["lora_alpha"]), config.get("alpha_pattern") or {}
-        alphas = {_pattern(key): float(value) for key, value in alphas.items()}
-        base = config.get("base_model_name_or_path")
-        if not isinstance(base, (str, type(None))):
-            raise ValueError(f"base_model_name_or_path is {shown(base)}, expected a name")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({said_by(error)})") from error
-    if kind != "LORA":
-        raise ConfigError(f"{where}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
-    if other := [name for name in OTHER_KINDS if config.get(name)]:
-        raise ConfigError(
-            f"{where}: {ADAPTER_CONFIG} says {', '.join(other)}, which can't be merged here: merge "
-            "the adapter with peft (merge_and_unload), and give the folder of the result"
-        )
-    file = adapter_file(path)
-    if file is None:
-        raise ConfigError(f"{where} holds an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}")
-    return Adapter(path, file, base, alpha, alphas, bool(config.get("use_rslora")))
-
-
-def _pattern(text: str) -> str:
-    """Check a pattern of layer names. Raises ValueError for an invalid or expensive one."""
-    if len(text) > MAX_PATTERN_CHARS:
-        raise ValueError(f"alpha_pattern {shown(text)} is no name of layers: it has {len(text):,} characters")
-    if re.search(r"\)[*+?{]|\{[^}]*\d{3}", text) or len(re.findall(r"[*+{]", text)) > MAX_REPEATS:
-        raise ValueError(f"alpha_pattern {shown(text)} has too many repeats, expected names of layers")
-    _fits(pa.array([""]), text)
-    return text
-
-
-def _fits(names: pa.Array, pattern: str) -> pa.Array:
-    """A mask of the names that match a pattern of peft's, from a dot on. Raises ValueError for an invalid one."""
-    return pa.compute.match_substring_regex(names, rf"^(.*\.)?({pattern})$")
-
-
-class Merged:
-    """Weights with an adapter merged into them: W + scale * B A, added in float32 and rounded once, as they are read.
-
-    Other tensors in the adapter's file (biases, modules_to_save) take the place of the base's. Raises DataError for an
-    adapter of another model.
-    """
-
-    def __init__(self, base: Weights, adapter: Adapter, rename: Callable[[str], str | None]) -> None:
-        """rename: a name on disk in the base's folder to the part's."""
-        self.path, self.shapes = base.path, dict(base.shapes)
-        self._base, self._adapter = base, adapter
-        on_disk = WeightFiles(adapter.file)
-        halves: dict[str, tuple[str, str]] = {}  # part's name -> names of A and B on disk
-        ranks: dict[str, tuple[str, int]] = {}  # part's name -> peft's name of the layer, rank
-        replaced: dict[str, str] = {}  # name on disk -> part's name
-        for name, shape in on_disk.shapes.items():
-            layer, half, rest = re.fullmatch(r"(.*?)(?:\.lora_(\w+?)(?:\.default)?(\.weight))?", name).groups()
-            if half is None:
-                if (part := rename(formats.plain_name(name))) is not None:
-                    replaced[name] = part
-            elif half == "A":
-                if (part := rename(formats.plain_name(layer) + rest)) is not None:
-                    other = name.replace(".lora_A.", ".lora_B.")
-                    self._check(part, shape, on_disk.shapes.get(other), name)
-                    halves[part] = (name, other)
-                    ranks[part] = (layer.removeprefix(PEFT_PREFIX), shape[0])
-            elif half != "B":
-                raise DataError(f"{adapter.file} holds {name}, a kind of LoRA that can't be merged here: use peft")
-        alphas = adapter.alphas_of([layer for layer, _ in ranks.values()])
-        scales = [adapter.scale(alpha, rank) for alpha, (_, rank) in zip(alphas, ranks.values())]
-        self._halves = {part: (*names, scale) for (part, names), scale in zip(halves.items(), scales)}
-        self._over = WeightFiles(adapter.file, replaced.get)
-        self.notes = base.notes
-        if self._halves:
-            self.notes += (f"LoRA of {adapter.file} merged into {len(self._halves)} of them",)
-        if strange := [name for name in self._over.shapes if name not in self.shapes]:
-            raise DataError(f"{adapter.file} does not fit {self.path}: it holds {strange[0]}, which is not there")
-
-    def _check(self, part: str, a: tuple[int, ...], b: tuple[int, ...] | None, name: str) -> None:
-        base = self.shapes.get(part)
-        if base is None or b is None or len(a) != 2 or len(b) != 2 or (b[0], a[1]) != base or a[0] != b[1]:
-            raise DataError(
-                f"{self._adapter.file} does not fit {self.path}: {name} has shape {a}, its lora_B {b}, and the weight "
-                f"that they change {base}"
-            )
-
-    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-        opened = OpenedFile(self._adapter.file)
-        for name, read in self._base.tensors():
-            if name in self._over.shapes:
-                continue
-            if name in self._halves:
-                a, b, scale = self._halves[name]
-                yield name, partial(_merged, read, partial(opened.read, a), partial(opened.read, b), scale)
-            else:
-                yield name, read
-        opened.close()
-        yield from self._over.tensors()
-
-
-def _merged(weight, a, b, scale: float) -> torch.Tensor:
-    """Readers of W (O, I), A (r, I) and B (O, r) to the merged weight (O, I), in W's precision."""
-    base = weight()
-    whole = torch.addmm(base.float(), b().float(), a().float(), alpha=scale)
-    return whole.to(base.dtype)

@@ -1,6 +1,6 @@
 """Plan of a model from its folders: configurations, tokenizer, and the names and shapes of all weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,12 +10,13 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_json_if_there
-from llava_ds.model import lora
 from llava_ds.model.families.language import length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_depth, check_fit
+from llava_ds.model.lora import LoraLayout, check_lora, lora_layout
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_prefix
+from llava_ds.model.open.merged_adapters import non_lora_file
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
@@ -61,7 +62,7 @@ def read_parts(args: ModelArguments) -> Parts:
         )
     tower, own, rest = _tower_of(folder, args)
     projector, newline = folder.projector, folder.newline
-    beside = lora.non_lora_file(args)  # what was trained beside an adapter wins over what that training began with
+    beside = non_lora_file(args)  # what was trained beside an adapter wins over what that training began with
     for flag, given in (("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter), ("--lora_weight_path", beside)):
         if given is not None:
             projector = Source(flag, given, formats.projector_from_llava)
@@ -87,7 +88,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | Re
         settings = read_processor(own, where), read_json_if_there(own / "processor_config.json", where)
         return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
-    elsewhere = given and Source("--vision_tower", given, formats.tower_from_disk)
+    elsewhere = given and Source("--vision_tower", given, formats.tower_from_disk, folder.tower_changes)
     if folder.vision_config is not None:
         if given is not None:
             _refuse_other_tower(folder, read_tower(given, args))
@@ -134,6 +135,7 @@ class ModelPlan:
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about what the flags make of the model
+    lora: LoraLayout | None = None  # None without --lora_enable
 
     @property
     def ready(self) -> ReadyModel | None:
@@ -171,8 +173,9 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     value_head: give the model one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
     packages, and DataError for weights that don't fit.
     """
-    lora.check_lora(args)
+    check_lora(args)
     parts = read_parts(args)
+    _check_last_layers(args, parts)
     text_config, sources = parts.text_config, parts.sources
     findings = check_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
@@ -194,7 +197,21 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
         opened = open_part(name, plan)
         if opened is not None:
             check_fit(part, opened.weights, opened.what)
+    if args.lora_enable:
+        plan = replace(plan, lora=lora_layout(model, args, plan.ready, text_config))
     return plan
+
+
+def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
+    """Compare --unfreeze_topk_llm and --unfreeze_topk_vision with the layers that there are."""
+    counts = {"unfreeze_topk_llm": parts.text_config.num_hidden_layers, "unfreeze_topk_vision": parts.tower.num_layers}
+    problems = [
+        f"--{flag} is {given}, and there are {count} layers: give as many or fewer"
+        for flag, count in counts.items()
+        if (given := getattr(args, flag)) > count
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 @dataclass(frozen=True)

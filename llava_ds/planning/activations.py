@@ -10,7 +10,8 @@ A layer of a trained language model saves
 
 and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3 T w I: matrices that do not train save
 no inputs. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
-T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is.
+T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is; with
+DoRA 2 T w O, O the widths of its outputs.
 Ranks that share samples (sequence parallelism) have T / s of the tokens each, in attention T tokens of some heads, and
 meanwhile two copies of what they exchange. The tower runs without gradients and saves nothing; the projector saves N P
 w (C + 2D). Logits are not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and, in
@@ -67,7 +68,8 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     mlp = (5 if text.routed else 3) * text.intermediate
     passing = w * 2 * text.hidden + 8 * text.hidden - gone
     in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(text, w)) if tiled else tokens * w * mlp
-    in_a_layer = below + again + tokens * passing + in_mlps
+    # DoRA measures rows in a forward, of a matrix, its product and their sum.
+    in_a_layer = below + again + tokens * passing + max(in_mlps, 4 * w * text.lora_read)
     return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w) if shape.is_first else 0)
 
 
@@ -104,7 +106,7 @@ def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool
     attention = w * (2 * text.query + 2 * text.key) + 4 * text.num_heads
     # Frozen matrices save no input, but what computes them once more does.
     mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
-    lora = w * text.lora_rank + (w + 1) * text.lora_dropped
+    lora = w * text.lora_rank + (w + 1) * text.lora_dropped + 2 * w * text.lora_scaled
     return num_tokens * (norms + attention + mlp + lora)
 
 

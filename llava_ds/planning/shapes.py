@@ -9,7 +9,7 @@ from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
@@ -19,7 +19,7 @@ from llava_ds.model.families.language import is_mixture, is_upcycled, mlp_width
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
-from llava_ds.model.lora import add_lora, check_lora, linear_names, lora_layers
+from llava_ds.model.lora import ADAPTER, add_lora, check_lora, linear_names, lora_layers, lora_layout
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import check_language_model
@@ -98,7 +98,8 @@ class TextShape:
     saves as much for backward as the experts of a token; routed: True for such; expert_rows: how often a token is sent
     to an expert in all layers of an upcycled model; is_llamas: whether its layers have
     Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
-    inputs that it drops parts of; tied: whether the output layer is the embedding.
+    inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
+    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding.
     """
 
     hidden: int
@@ -113,6 +114,8 @@ class TextShape:
     tied: bool
     lora_rank: int = 0
     lora_dropped: int = 0
+    lora_scaled: int = 0
+    lora_read: int = 0
     routed: bool = False
     expert_rows: int = 0
 
@@ -259,7 +262,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         if args.model.lora_enable:
             check_lora(args.model)
             names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
-            add_lora(model.language_model, args.model, seed=0)
+            _add_lora(model, text, tower, args)
         if args.training.objective == "ppo":
             _add_critic(model, text, tower, args)
     packed = names if args.model.bits < 16 else set()
@@ -326,8 +329,10 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
         is_llamas=is_llamas,
         tied=_is_tied(language_model),
-        lora_rank=args.model.lora_r * len(layers) // num_layers,
+        lora_rank=sum(layer.r[ADAPTER] for layer in layers) // num_layers,
         lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
+        lora_scaled=sum(layer.out_features for layer in layers) // num_layers if args.model.use_dora else 0,
+        lora_read=max((layer.base_layer.weight.numel() for layer in layers), default=0) if args.model.use_dora else 0,
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
     )
@@ -342,7 +347,7 @@ def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Argume
         image_size=tower.images.size,
         projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
         num_parameters=_numel(model.vision_tower.parameters()),
-        trained="vision_tower" in trained_parts(args.model),
+        trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
         shuffled=tower.tiles.patches // tower.tiles.features if isinstance(tower, ReadyVision) else 1,
         class_tokens=tower.tiles.positions - tower.tiles.patches if isinstance(tower, ReadyVision) else 1,
     )
@@ -352,8 +357,13 @@ def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | Re
     """Add a critic as large as the actor, which it is unless another model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
     if args.model.lora_enable:
-        add_lora(model.critic.language_model, args.model, seed=0)
+        _add_lora(model.critic, text, tower, args)
     choose_trainable(model.critic, args)
+
+
+def _add_lora(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Arguments) -> None:
+    ready = tower.ready if isinstance(tower, ReadyVision) else None
+    add_lora(model, lora_layout(model, args.model, ready, text), args.model, seed=0)
 
 
 def _saving_width(text: PreTrainedConfig) -> int:

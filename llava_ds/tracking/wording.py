@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from llava_ds.config.arguments import ModelArguments, trained_parts
+from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts
 from llava_ds.tracking.chart import short
 from llava_ds.tracking.run_files import RunFiles, is_number
 
@@ -71,7 +71,8 @@ def model_of(run: RunFiles) -> str:
     data = _last_part(flags.get("data_path")) or "generated scenes of coloured shapes"
     try:
         known = {name: flags[name] for name in ModelArguments.__dataclass_fields__ if name in flags}
-        parts = trained_parts(ModelArguments(**known))
+        chosen = ModelArguments(**known)
+        parts = trained_parts(chosen) | lora_parts(chosen)
     except (TypeError, AttributeError):
         parts = frozenset()
     trained = [text for part, text in PARTS.items() if part in parts]

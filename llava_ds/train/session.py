@@ -1,7 +1,7 @@
 """A run while it trains: its model, its engine, and what watches over them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import deepspeed
@@ -10,6 +10,7 @@ from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
 from llava_ds.checkpoint.trainer_file import checkpoint_problem
 from llava_ds.checkpoint.training_state import restore, rewind
+from llava_ds.config.arguments import changes_base
 from llava_ds.constants import DataError
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
@@ -17,6 +18,7 @@ from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_checkpointed_layers
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
 from llava_ds.engine.averages import take_averages
+from llava_ds.engine.checkpoint_files import read_lora_start
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.critic import add_critic
@@ -223,7 +225,10 @@ def _build_engine(
     answers where that is the objective, and what asks --eval_tasks."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
-    model = build_model(plan.model, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
+    model_plan, point = plan.model, plan.resume.point.path
+    if point is not None and changes_base(args.model):
+        model_plan = replace(model_plan, lora=replace(model_plan.lora, start=read_lora_start(point)))
+    model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
@@ -309,4 +314,6 @@ def _saver(plan: Plan, engine, evaluation: Evaluation, ranks: Ranks) -> Saver:
     training, model_writer = plan.args.training, None
     if training.save_only_model:
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
-    return Saver(engine, training, plan.resume, ranks, model_writer, spared(evaluation.best))
+    saver = Saver(engine, training, plan.resume, ranks, model_writer, spared(evaluation.best))
+    saver.lora_start = engine.module.lora_start
+    return saver

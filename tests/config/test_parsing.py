@@ -634,6 +634,41 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
         ("--lora_enable True --tune_mm_mlp_adapter True", "which --tune_mm_mlp_adapter leaves alone: choose one"),
         ("--lora_enable True --mm_tunable_parts mm_mlp_adapter", "which --mm_tunable_parts leaves alone: choose one"),
         ("--bits 4", "--bits 4 needs --lora_enable True: packed weights can't train themselves"),
+        ("--lora_enable True --lora_modules tower", "--lora_modules names 'tower', which is no part: give some of"),
+        (
+            "--lora_enable True --lora_modules vision --unfreeze_mm_vision_tower True",
+            "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one",
+        ),
+        (
+            "--lora_enable True --lora_rank_pattern q_proj",
+            "--lora_rank_pattern q_proj: expected JSON of names with whole",
+        ),
+        ('--lora_enable True --lora_alpha_pattern {"(":8}', "( is no regular expression"),
+        ("--lora_enable True --lora_target_modules (q", "--lora_target_modules (q is no regular expression"),
+        (
+            "--lora_enable True --lora_target_modules q.* v.*",
+            "give names, or one regular expression: join several by |",
+        ),
+        (
+            "--lora_enable True --init_lora_weights eva",
+            "--init_lora_weights eva is unknown: give true, gaussian, olora",
+        ),
+        ("--lora_enable True --init_lora_weights pissa --bits 4", "with --bits 4: packed weights can't lose a part"),
+        ("--lora_enable True --init_lora_weights olora --lora_weight_path .", "both say how LoRA begins, give one of"),
+        ("--lora_enable True --use_dora True --bits 8", "--use_dora True can't be used with --bits 8"),
+        (
+            "--lora_enable True --bits 4 --lora_modules vision",
+            "leave out --lora_modules vision, or name language in it",
+        ),
+        ("--lora_enable True --bits 4 --lora_target_modules q_proj", "beside each: leave out --lora_target_modules"),
+        ("--unfreeze_topk_llm 2", "--unfreeze_topk_llm unfreezes layers of the language model, all of which trains"),
+        ("--unfreeze_topk_vision 2 --unfreeze_mm_vision_tower True", "all of which trains: give no"),
+        ("--unfreeze_topk_vision 2 --lora_enable True", "can't be used with --lora_enable: name the layers by"),
+        (
+            "--unfreeze_topk_llm 2 --freeze_backbone True --pipeline_parallel_size 2",
+            "--unfreeze_topk_llm leaves a stage without trained weights",
+        ),
+        ("--use_dora True", "--use_dora without --lora_enable would train the whole language model"),
         ("--lora_r 8 --lora_alpha 8", "--lora_r, --lora_alpha without --lora_enable would train the whole language"),
     ],
 )
@@ -841,3 +876,22 @@ def test_flags_of_moe_llavas_scripts_are_read():
     assert (model.moe_layers_idx, model.train_modules) == ("0,2", "gate_proj,up_proj,wg")
     argv = ["--moe_enable", "False", "--num_experts", "4"]  # switched off in a script
     assert parse_arguments(argv, to_train=False)[0].model.num_experts == 4
+
+
+def test_parts_that_train_with_lora_and_with_last_layers():
+    def parts(*flags: str) -> set[str]:
+        return set(trained_parts(parse(*flags).model))
+
+    lora = ("--lora_enable", "True", "--lora_modules")
+    assert parts(*lora, "language") == {"language_model", "projector"}
+    assert parts(*lora, "vision") == {"projector"}  # and never the language model in full
+    assert parts(*lora, "vision, projector") == set()
+    assert not trains_projector_only(parse(*lora, "vision").model)
+    assert parts("--freeze_backbone", "True", "--unfreeze_topk_llm", "2") == {
+        "language_model", "output_layer", "projector"
+    }  # fmt: skip
+    assert parts("--tune_mm_mlp_adapter", "True", "--unfreeze_topk_vision", "1") == {"vision_tower", "projector"}
+    model = parse(*lora, "language", "--lora_target_modules", "q_proj", "v_proj").model
+    assert model.lora_target_modules == "q_proj,v_proj"
+    model = parse(*lora, "language", "--lora_target_modules", r".*layers\.\d{1,2}\.mlp.*").model
+    assert model.lora_target_modules == r".*layers\.\d{1,2}\.mlp.*"

@@ -25,6 +25,11 @@ STEPS, SAVED, BATCH, RATE = 20, 10, 4, 2e-3
 KINDS = "itiititt"
 MAX_PIXELS = 2048  # of Qwen-VL's images in the run with LoRA
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
+# On every part, with all that changes what an adapter computes.
+LORA_EVERYWHERE = {
+    **LORA, "lora_modules": "language,vision,projector", "use_dora": True, "init_lora_weights": "pissa",
+    "modules_to_save": "norm",
+}  # fmt: skip
 QUICK = "smolvlm"
 
 
@@ -48,6 +53,7 @@ class Runs:
                 "lora", ds_config(2), **LORA, max_steps=4, save_strategy="steps", gradient_checkpointing="all",
                 tokens_per_micro_batch=200, eval_fraction=0.3, **self.bounds,
             ),
+            self.run("lora-all", self.config(3), **LORA_EVERYWHERE, max_steps=4, save_strategy="steps"),
         ]  # fmt: skip
         self.output = run_many(2, folder / "launch", todo[: len(stages)] if alone else todo)
 
@@ -183,11 +189,11 @@ def export(*arguments: object) -> None:
         sys.argv = before
 
 
-def check_lora(runs: Runs) -> None:
+def check_lora(runs: Runs, name: str) -> None:
     """peft merges what run/export.py merges, from the adapter and from the checkpoint."""
     from peft import PeftModel
 
-    folder, merged = runs.folder / "lora", runs.folder / "merged"
+    folder, merged = runs.folder / name, runs.folder / f"{name}-merged"
     read = partial(AutoModelForImageTextToText.from_pretrained, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(read(runs.base), folder).merge_and_unload().state_dict()
     for source in (folder, folder / "checkpoint-4"):
@@ -198,11 +204,11 @@ def check_lora(runs: Runs) -> None:
             assert load_model(folder).image_options.tiling.most == MAX_PIXELS
         ours = read(merged).state_dict()
         assert ours.keys() == theirs.keys()
-        assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-6) for name in ours)
+        assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=2e-6) for name in ours)
     base = read(runs.base).state_dict()
     changed = {name for name in base if not torch.equal(base[name], theirs[name])}
     assert any("q_proj" in name for name in changed)
-    assert not any("vision" in name for name in changed)
+    assert any("vision" in each for each in changed) == (name == "lora-all")
 
 
 def test_a_ready_model_trains_as_a_plain_loop_over_transformers(quick):
@@ -218,4 +224,5 @@ def test_so_does_every_family_at_every_stage(full):
     check_curve(full)
     check_resumed(full)
     check_answers(full)
-    check_lora(full)
+    check_lora(full, "lora")
+    check_lora(full, "lora-all")

@@ -18,7 +18,7 @@ from llava_ds.engine.construct import construction
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.lora import add_lora, linear_names
+from llava_ds.model.lora import add_lora, linear_names, lora_layout
 from llava_ds.model.quantize import BLOCK, quantize_layers
 from llava_ds.model.vision import TowerPlan, plan_tower
 from llava_ds.runtime.mesh import Mesh
@@ -60,7 +60,7 @@ def built(
     if args.model.lora_enable:
         with CUDA, pytest.MonkeyPatch.context() as patch:  # made there: fake parameters can't be moved
             patch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
-            add_lora(model.language_model, args.model, seed=0)
+            add_lora(model, lora_layout(model, args.model, None, text), args.model, seed=0)
     choose_trainable(model, args)
     return model.train()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,6 +21,9 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.model.lora import LoraLayout, lora_layout
+from llava_ds.model.lora import add_lora as put_lora
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 IMAGE_SIZE, PATCH_SIZE = 24, 8
@@ -237,3 +241,13 @@ def write_qwen_base(folder: Path) -> dict[str, str]:
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     ).save_pretrained(folder / "qwen")
     return {**flags, "model_name_or_path": str(folder / "qwen")}
+
+
+def add_lora(model: nn.Module, args: ModelArguments, seed: int) -> LoraLayout:
+    """LoRA in a language model alone."""
+    whole = nn.Module()
+    whole.vision_tower, whole.projector, whole.language_model = nn.Module(), nn.Module(), model
+    whole.vision_tower.tower = nn.Module()
+    layout = lora_layout(whole, args, None, model.config)
+    put_lora(whole, layout, args, seed)
+    return layout

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.model.lora import Adapter, read_adapter
 from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.merged_adapters import Adapter, read_adapter
 from llava_ds.model.plan import plan_model
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -27,6 +27,7 @@ KINDS = {
     },
     "rank-stabilised, with biases": {"use_rslora": True, "bias": "lora_only"},
     "whole modules saved": {"modules_to_save": ["lm_head"]},
+    "with lengths of rows": {"use_dora": True, "rank_pattern": {"q_proj": 2}},
 }  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def test_what_lies_beside_an_adapter_wins_over_the_base(base, tmp_path):
     ("changed", "expected"),
     [
         ({"peft_type": "IA3"}, "describes a IA3 adapter, expected LORA"),
-        ({"use_dora": True}, "says use_dora, which can't be merged here: merge the adapter with peft"),
+        ({"use_qalora": True}, "says use_qalora, which can't be merged here: merge the adapter with peft"),
         ({"fan_in_fan_out": True}, "says fan_in_fan_out, which can't be merged here"),
         ({"lora_alpha": None}, "can't be read as settings of LoRA"),
     ],
@@ -185,7 +186,7 @@ def test_a_pattern_of_layer_names_takes_time_in_proportion_to_them():
     """Names and patterns may both be a stranger's. In a process of its own: re does not let go of one."""
     code = f"""
 from pathlib import Path
-from llava_ds.model.lora import Adapter
+from llava_ds.model.open.merged_adapters import Adapter
 for pattern in {HOSTILE!r}:
     adapter = Adapter(Path("a"), Path("a/b"), None, 8.0, {{pattern: 4.0, "x.q": 2.0, "q": 1.0}}, False)
     print(adapter.alphas_of(["a" * 100_000, "x.q", "y.q", "xq", "layers.0.v"]))

@@ -13,7 +13,7 @@ from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.llava import assemble
-from llava_ds.model.lora import add_lora
+from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.shapes import CLIP_L_336, NAMED
@@ -92,7 +92,7 @@ def count(text, flags: dict, vision=None) -> tuple[int, float]:
     model = assemble(text, tower, args, torch.zeros(3), torch.ones(3))
     model.language_model.set_experts_implementation("eager")  # of products that torch counts
     if args.lora_enable:
-        add_lora(model.language_model, args, seed=0)
+        add_lora(model, lora_layout(model, args, None, text), args, seed=0)
     choose_trainable(model, Arguments(args, DataArguments(), TrainingArguments(), frozenset()))
     spec = tower.images
     ids = torch.randint(3, 300, (LENGTH,))
@@ -114,7 +114,9 @@ def count(text, flags: dict, vision=None) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen tower", "trained tower"])
-@pytest.mark.parametrize("family", ready_models.QWEN_PROCESSORS)
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", *(pytest.param(f"qwen{n}_vl", marks=pytest.mark.full) for n in (2, 3))]
+)
 def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trains, tmp_path):
     """And attention's, of pairs of patches: a window of 2 x 2 cells, or the whole image."""
     given = ready_models.write_ready(tmp_path, family)

@@ -11,7 +11,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.engine.compile import compile_layers
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.lora import add_lora
+from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.probe import examine
 
 SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral", "mixtral", "qwen3_moe")
@@ -35,7 +35,8 @@ def test_loss_and_gradients_are_those_of_the_whole_layer(family, kept):
 
 def lora(model: LlavaModel) -> None:
     pytest.importorskip("peft")
-    add_lora(model.language_model, ModelArguments(lora_enable=True, lora_r=2, lora_dropout=0.0), seed=0)
+    args = ModelArguments(lora_enable=True, lora_r=2, lora_dropout=0.0)
+    add_lora(model, lora_layout(model, args, None, model.language_model.config), args, seed=0)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter)

@@ -85,7 +85,7 @@ def test_all_linear_layers_of_the_language_model_get_lora_by_full_name_but_the_o
     meant = [n for n, m in model.named_modules() if n.split(".")[-1] in last and isinstance(m, nn.Linear)]
     assert lora.linear_names(model) == meant and len(meant) >= 8
     before = type(model), model(input_ids=torch.arange(8)[None]).logits
-    lora.add_lora(model, lora_args(), seed=42)
+    toys.add_lora(model, lora_args(), seed=42)
     assert names_with_lora(model) == meant
     assert type(model) is before[0] and torch.equal(model(input_ids=torch.arange(8)[None]).logits, before[1])
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -102,7 +102,7 @@ def test_lora_begins_with_what_the_seed_draws_in_any_precision_and_with_zero():
     for key, dtype, seed in (("32", torch.float32, 1), ("16", torch.bfloat16, 1), ("other", torch.float32, 2)):
         model = language_model("llama").to(dtype)
         state = torch.get_rng_state()
-        lora.add_lora(model, lora_args(), seed)
+        toys.add_lora(model, lora_args(), seed)
         assert torch.equal(torch.get_rng_state(), state)  # dropout's generator stays where it was
         drawn[key] = {n: p.detach() for n, p in model.named_parameters() if lora.is_lora(n)}
         assert {p.dtype for p in drawn[key].values()} == {dtype}
@@ -120,8 +120,10 @@ def test_lora_begins_with_what_the_seed_draws_in_any_precision_and_with_zero():
 def test_biases_train_as_peft_means_it(kind, bias):
     model, args = language_model(kind), lora_args(lora_bias=bias)
     theirs = language_model(kind)
-    theirs = peft.get_peft_model(theirs, lora.lora_config(args, lora.linear_names(theirs)))
-    lora.add_lora(model, args, seed=42)
+    theirs = peft.get_peft_model(
+        theirs, lora.peft_config(args, lora.linear_names(theirs), args.lora_r, args.lora_alpha)
+    )
+    toys.add_lora(model, args, seed=42)
     trained = {lora.PEFT_PREFIX + name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, p in theirs.named_parameters() if p.requires_grad}
 
@@ -153,7 +155,8 @@ def built(base: dict[str, str], **more: object):
     args = lora_args(**base, **more)
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
-    model.vision_tower.requires_grad_(False)
+    if "vision" not in args.lora_modules:
+        model.vision_tower.requires_grad_(False)
     return model, plan, args
 
 
@@ -183,12 +186,15 @@ def test_peft_opens_what_is_left_and_computes_the_same(base, batch, tmp_path, bi
     folder = written(model, plan, args, tmp_path / "out")
     with torch.no_grad():
         embeds = model.embed(batch)
-    assert compare_reloaded_adapter(folder, export_plan(model, plan, args, toys.image_options()), embeds, logits) < 1e-5
+    assert (
+        compare_reloaded_adapter(folder, export_plan(model, plan, args, toys.image_options()), batch, embeds, logits)
+        < 1e-5
+    )
     tensors = load_file(folder / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] *= 1.01
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(RuntimeError, match="peft computes other logits"):
-        compare_reloaded_adapter(folder, export_plan(model, plan, args, toys.image_options()), embeds, logits)
+        compare_reloaded_adapter(folder, export_plan(model, plan, args, toys.image_options()), batch, embeds, logits)
 
 
 def test_the_check_of_an_adapter_takes_the_first_positions_and_looks_for_room(base, batch, tmp_path, monkeypatch):
@@ -196,10 +202,85 @@ def test_the_check_of_an_adapter_takes_the_first_positions_and_looks_for_room(ba
     folder, export = written(model, plan, args, tmp_path / "out"), export_plan(model, plan, args, toys.image_options())
     with torch.no_grad():
         embeds, logits = model.embed(batch), logits_of(model, batch)[:3]
-    assert compare_reloaded_adapter(folder, export, embeds, logits) < 1e-5
+    assert compare_reloaded_adapter(folder, export, batch, embeds, logits) < 1e-5
     monkeypatch.setattr(reload_check.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**5))
     with pytest.raises(NotCompared, match=r"GB don't fit into the 0\.0 GB of free memory"):
-        compare_reloaded_adapter(folder, export, embeds, logits)
+        compare_reloaded_adapter(folder, export, batch, embeds, logits)
+
+
+# On any part, and peft's variants. tests/distributed/test_lora_variants.py trains them.
+EVERY = {"lora_modules": "language,vision,projector", "mm_projector_type": "linear"}
+VARIANTS = {
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa_niter_4", "use_rslora": True, "lora_rank_pattern": '{"q_proj": 2}'},
+    "olora": {"init_lora_weights": "olora", "use_dora": True},
+    "chosen": {
+        "lora_target_modules": r".*\.(q_proj|fc1|mm_projector)", "lora_alpha_pattern": '{"layers.1.*q_proj": 32}',
+        "modules_to_save": "norm,encoder.layers.0.layer_norm1", "lora_bias": "all",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_on_every_part_is_opened_by_peft_and_merged_to_the_same(base, batch, tmp_path, variant):
+    model, plan, args = built(base, **EVERY, **VARIANTS[variant])
+    args_of_plain = ModelArguments(**base, mm_projector_type="linear")
+    plain = build_model(plan, args_of_plain, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
+    start = logits_of(model, batch)
+    assert (start - logits_of(plain, batch)).abs().max() < 1e-4  # whatever a variant begins with
+    train_a_little(model)
+    logits = logits_of(model, batch)
+    assert (logits - start).abs().max() > 0.1
+    export = export_plan(model, plan, args, toys.image_options())
+    folder = written(model, plan, args, tmp_path / "out")
+    assert compare_reloaded_adapter(folder, export, batch, model.embed(batch), logits) < 2e-5
+    tensors = load_file(folder / "adapter_model.safetensors")
+    changed = next(name for name in tensors if "vision_tower" in name and "lora_B" in name)
+    save_file({**tensors, changed: tensors[changed] * 2}, folder / "adapter_model.safetensors")
+    with pytest.raises(RuntimeError, match="peft computes other logits"):
+        compare_reloaded_adapter(folder, export, batch, model.embed(batch), logits)
+    plain.load_state_dict(merged_tensors(model, plan, args), strict=False)
+    assert (logits_of(plain, batch) - logits).abs().max() < 2e-5 * logits.abs().max()
+
+
+def test_a_model_that_lora_took_parts_of_starts_again_from_them(base, batch):
+    """What a resumed run does: not a second decomposition, which another machine computes otherwise."""
+    model, plan, args = built(base, **EVERY, init_lora_weights="pissa")
+    other = dict(model.lora_start)
+    a, b = (next(name for name in other if f"lora_{half}" in name) for half in "AB")
+    other[a], other[b] = -other[a], -other[b]
+    resumed = replace(plan, lora=replace(plan.lora, start=other))
+    again = build_model(resumed, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
+    again.vision_tower.eval()
+    assert again.lora_start.keys() == other.keys()
+    assert all(torch.equal(again.lora_start[name], other[name]) for name in other)
+    layer = a.split(".lora_")[0]
+    assert torch.equal(again.get_parameter(f"{layer}.lora_A.default.weight"), other[a])
+    assert torch.equal(*(m.get_parameter(f"{layer}.base_layer.weight") for m in (model, again)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_target_modules": "q_prj"}, r"q_prj is the end of no layer's name: layers are called .*q_proj"),
+        ({"lora_target_modules": "q.*"}, r"q\.\* matches no layer's whole name"),
+        ({"lora_target_modules": "fc1"}, "no layer of language gets LoRA: leave it out, or name some of its linear"),
+        ({"lora_rank_pattern": '{"fc1": 2}', "lora_modules": "language"}, "fc1 is the name of no layer"),
+        ({"modules_to_save": "nor"}, "--modules_to_save: nor is the end of no module's name"),
+        ({"init_lora_weights": "olora", "lora_r": 17}, "a matrix of rank 16, and LoRA's rank is 17: give less by"),
+        ({"modules_to_save": "up_proj", "bits": 4}, "--modules_to_save up_proj can't be used with --bits 4"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused_before_anything_is_built(base, flags, message):
+    args = lora_args(**{**base, "lora_modules": "language,vision", **flags})
+    with pytest.raises(ConfigError, match=message):
+        plan_model(args, 512)
+
+
+def test_a_tied_embedding_is_not_saved_apart():
+    model = language_model("qwen2")
+    with pytest.raises(ConfigError, match="embed_tokens shares its weight with the model's other end"):
+        toys.add_lora(model, lora_args(modules_to_save="embed_tokens"), seed=1)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -278,7 +359,7 @@ def merged_tensors(model: nn.Module, plan: ModelPlan, args: ModelArguments) -> d
     """The model with LoRA merged, as from a checkpoint, which holds what trains."""
     trained = [entry for entry, p in zip(entries_of(model), model.parameters()) if p.requires_grad]
     base = [e for part, _ in model.named_children() for e in read_entries(part, part_weights(part, plan, args, 42))]
-    merged = merged_entries(trained, base, args)
+    merged = merged_entries(trained, base, args, plan.lora, model.lora_start)
     tensors = {entry.name: entry.read() for entry in merged}
     assert all(tensors[entry.name].shape == entry.shape for entry in merged)
     return tensors
@@ -302,14 +383,15 @@ def test_merged_weights_compute_what_lora_beside_them_did(base, batch, bits):
 
 def test_a_merged_weight_is_rounded_once():
     model = language_model("llama").bfloat16()
-    lora.add_lora(model, lora_args(), seed=42)
+    layout = toys.add_lora(model, lora_args(), seed=42)
     train_a_little(model)
     name, layer = next(lora.lora_layers(model))
     a, b = layer.lora_A.default.weight.double(), layer.lora_B.default.weight.double()
     exact = layer.base_layer.weight.double() + 2 * b @ a
-    entries = entries_of(model)
+    name = f"language_model.{name}"
+    entries = [replace(entry, name=f"language_model.{entry.name}") for entry in entries_of(model)]
     base = [replace(entry, name=lora.plain_name(entry.name)) for entry in entries if not lora.is_lora(entry.name)]
-    [merged] = [entry for entry in merged_entries(entries, base, lora_args()) if entry.name == f"{name}.weight"]
+    [merged] = [each for each in merged_entries(entries, base, lora_args(), layout) if each.name == f"{name}.weight"]
     found = merged.read()
     assert found.dtype == torch.bfloat16 and ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
@@ -323,7 +405,9 @@ def test_without_lora_merging_gives_the_parameters(base):
         1,
         RANKS,
     )
-    merged = {entry.name: entry.read() for entry in merged_entries([], entries_of(model), ModelArguments(**base))}
+    nothing = lora.LoraLayout((), (), str, frozenset())
+    entries = merged_entries([], entries_of(model), ModelArguments(**base), nothing)
+    merged = {entry.name: entry.read() for entry in entries}
     assert merged.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(merged[name], p) for name, p in model.named_parameters())
 
@@ -389,7 +473,9 @@ def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from
     [
         ({}, {"lora_r": 8}, r"was trained with r 4, but --lora_r is 8: give --lora_r 4"),
         ({}, {"lora_alpha": 1, "lora_bias": "none"}, r"--lora_alpha 8\n.*--lora_bias all"),
-        ({"use_dora": True}, {}, "was trained with use_dora True, which is not supported"),
+        ({"use_dora": True}, {}, "was trained with use_dora True, but --use_dora is False: give --use_dora True"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, r"rank_pattern '{\"q_proj\": 2}', but --lora_rank_pattern is None"),
+        ({"use_qalora": True}, {}, "was trained with use_qalora True, which is not supported"),
         ({"peft_type": "IA3"}, {}, "holds an adapter of kind IA3"),
         (None, {}, "adapter_config.json can't be read"),
     ],
@@ -411,7 +497,7 @@ def test_an_adapter_of_other_layers_or_without_weights_is_refused(base, adapter,
     shutil.copytree(adapter[0], folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     save_file({k: v for k, v in tensors.items() if "mlp" not in k}, folder / "adapter_model.safetensors")
-    with pytest.raises(DataError, match=r"--lora_weight_path .* 12 tensors missing, the first are model.layers.0.mlp"):
+    with pytest.raises(DataError, match=r" 12 tensors missing, the first are language_model.model.layers.0.mlp"):
         built(base, lora_bias="all", lora_weight_path=str(folder))
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"there is no adapter_model\.safetensors or adapter_model.bin in it"):
@@ -504,5 +590,5 @@ def test_a_llama_config_names_the_layers_that_the_recipe_of_7b_trains():
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        lora.add_lora(model, lora_args(lora_r=128, lora_alpha=256), seed=42)
+        toys.add_lora(model, lora_args(lora_r=128, lora_alpha=256), seed=42)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 319_815_680

@@ -17,7 +17,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.model.llava import assemble
-from llava_ds.model.lora import add_lora
+from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.output_loss import CHUNK_LOGITS, linear_cross_entropy
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes, loss_bytes, saved_bytes
@@ -38,10 +38,15 @@ CLIP = CLIPVisionConfig(
     hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, image_size=24, patch_size=8
 )
 VISION = plan_tower(CLIP, {}, "here", ModelArguments())
-BOTH, PROJECTOR, LORA = (
-    Arguments(ModelArguments(**flags), DataArguments(), TrainingArguments(), frozenset())
-    for flags in ({}, {"tune_mm_mlp_adapter": True}, {"lora_enable": True, "lora_r": 8, "lora_dropout": 0.0})
-)
+
+
+def arguments(**flags: object) -> Arguments:
+    return Arguments(ModelArguments(**flags), DataArguments(), TrainingArguments(), frozenset())
+
+
+SMALL = {"lora_enable": True, "lora_r": 8, "lora_dropout": 0.0}
+BOTH, PROJECTOR, LORA = arguments(), arguments(tune_mm_mlp_adapter=True), arguments(**SMALL)
+DORA = arguments(**SMALL, use_dora=True)
 
 
 def states(shape: ModelShape, stage: int, num_gpus: int, **setup: object) -> int:
@@ -234,7 +239,7 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
     finally:
         torch.set_default_dtype(before)
     if args.model.lora_enable:
-        add_lora(model.language_model, args.model, seed=0)
+        add_lora(model, lora_layout(model, args.model, None, TEXT), args.model, seed=0)
     choose_trainable(model, args)
     model.train()
     storages: dict[int, torch.UntypedStorage] = {}
@@ -275,7 +280,7 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
-@pytest.mark.parametrize("args", [BOTH, PROJECTOR, LORA], ids=["both", "projector", "lora"])
+@pytest.mark.parametrize("args", [BOTH, PROJECTOR, LORA, DORA], ids=["both", "projector", "lora", "dora"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_are_what_autograd_keeps(args, dtype, every):
     w, batch = dtype.itemsize, MicroBatch(320, 64, 8, {0: 0, 1: 4, 2: 2}[every])
@@ -285,6 +290,8 @@ def test_activations_are_what_autograd_keeps(args, dtype, every):
         # SDPA's output is copied before the output matrix, on CPU alone: the fused kernels give it as it is wanted.
         whole_layers = {0: 4, 1: 0, 2: 2}[every]
         expected += whole_layers * 320 * w * 64
+    if args is DORA:  # matrices that measure rows, which are gone before the next layer
+        expected += whole_layers * w * sum(i * i + i * 8 for _, i, _ in LINEAR)
     assert kept(args, dtype, every, 64, 8) == pytest.approx(expected, rel=0.05)
 
 
@@ -334,6 +341,33 @@ def test_lora_costs_its_own_states_and_the_frozen_weights():
     assert shape.num_parameters == base.num_parameters + added
     assert states(shape, 0, 1) == 2 * shape.num_parameters + 14 * shape.num_trained
     assert states(shape, 2, 4) < states(base, 2, 4)
+
+
+def test_other_parts_and_variants_of_lora_are_counted_tensor_by_tensor():
+    def trained(**flags: object) -> dict[str, int]:
+        shape = shape_of(TEXT, VISION, arguments(**flags))
+        found = {part.name: part.num_trained for part in shape.parts}
+        assert sum(found.values()) == shape.num_trained == shape.trained_of_rank
+        return found
+
+    layers, width, inner, before = 4, CLIP.hidden_size, CLIP.intermediate_size, trained(**SMALL)
+    vision = trained(**SMALL, lora_modules="vision,projector", init_lora_weights="pissa")
+    running = VISION.num_layers
+    assert vision["language_model"] == 0
+    assert vision["vision_tower"] == 8 * running * (4 * 2 * width + 2 * (width + inner))
+    assert vision["projector"] == 8 * (width + 64 + 64 + 64)
+    dora = trained(**SMALL, use_dora=True)
+    assert dora["language_model"] - before["language_model"] == layers * sum(o for _, _, o in LINEAR)
+    some = trained(**SMALL, lora_target_modules="q_proj,up_proj", lora_rank_pattern='{"q_proj": 2}')
+    assert some["language_model"] == layers * (2 * (64 + 64) + 8 * (64 + 176))
+    saved = trained(**SMALL, modules_to_save="layers.3.mlp.up_proj")
+    assert saved["language_model"] - before["language_model"] == 64 * 176 - 8 * (64 + 176)
+    last = trained(freeze_backbone=True, unfreeze_topk_llm=2, unfreeze_topk_vision=1, freeze_mm_mlp_adapter=True)
+    whole = {part.name: part.num_parameters for part in shape_of(TEXT, VISION, BOTH).parts}
+    layer = sum(i * o for _, i, o in LINEAR) + 2 * 64
+    assert last["language_model"] == 2 * layer + TEXT.vocab_size * 64  # and the output layer
+    assert last["vision_tower"] == 4 * (width * width + width) + 2 * width * inner + width + inner + 4 * width
+    assert last["vision_tower"] < whole["vision_tower"] and last["projector"] == 0
 
 
 LINEAR = [

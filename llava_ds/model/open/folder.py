@@ -19,7 +19,6 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
-from llava_ds.model import lora
 from llava_ds.model.families.language import (
     EXPERTS,
     config_of,
@@ -29,9 +28,17 @@ from llava_ds.model.families.language import (
     trunk_name,
 )
 from llava_ds.model.families.ready import NOT_YET, READY
-from llava_ds.model.lora import ADAPTER_CONFIG, NON_LORA
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, from_disk
+from llava_ds.model.open.merged_adapters import (
+    ADAPTER_CONFIG,
+    NON_LORA,
+    Adapter,
+    Merged,
+    is_adapter,
+    non_lora_file,
+    read_adapter,
+)
 from llava_ds.model.open.ready_folder import language_model_rename, read_ready
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
 from llava_ds.model.ready import ReadyModel
@@ -86,7 +93,7 @@ class ModelFolder:
     kind: for messages; tokenizer: the folder that has it; flags: values that the model was trained with, by flag;
     projector, newline and vision_tower are None where the folder has none; vision_config: of the tower in the folder;
     trained_with: the tower that the model was trained with, and the width of its features; base: the folder under an
-    adapter; ready: of a ready vision-language model.
+    adapter; tower_changes: its changes to a tower that comes from elsewhere; ready: of a ready vision-language model.
     """
 
     path: str
@@ -101,12 +108,13 @@ class ModelFolder:
     vision_config: PreTrainedConfig | None = None
     trained_with: tuple[str | None, int | None] = (None, None)
     base: str | None = None
+    tower_changes: tuple[Callable[[Weights], Weights], ...] = ()
     ready: ReadyModel | None = None
 
 
 def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
     """Read a folder of any format. model_base: the model under an adapter. Raises ConfigError and DataError."""
-    if lora.is_adapter(path):
+    if is_adapter(path):
         return _read_adapter(path, model_base)
     if model_base is not None:
         raise ConfigError(
@@ -253,18 +261,57 @@ def _read_ready(path: str, config: dict) -> ModelFolder:
 
 def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
     """A LoRA adapter of LLaVA's or peft's, over the model that it was trained from."""
-    adapter = lora.read_adapter(path)
+    adapter = read_adapter(path)
     base_path = model_base or adapter.base
     if base_path is None or not Path(base_path).is_dir():
         raise ConfigError(
             f"{FLAG} {path} is a LoRA adapter of {base_path}, which is no folder on this machine: name its folder by "
             "--model_base"
         )
-    if lora.is_adapter(base_path):
+    if is_adapter(base_path):
         raise ConfigError(f"--model_base {base_path} is an adapter itself: merge it, and give the folder of the result")
     base = read_folder(base_path)
     config = _read_config(path) if (Path(path) / "config.json").is_file() else {}
     is_llava = is_llava_type(config.get("model_type")) and "text_config" not in config
+    renames = _renames_of_adapter(base, is_llava)
+    beside = Path(path) / NON_LORA
+    if is_there(beside):
+        own_file(beside)
+    sources = {}
+    for part, rename in renames.items():
+        source: Source | None = getattr(base, part)
+        over = Source(FLAG, str(beside), without_prefix(rename)) if beside.is_file() else None
+        if over is not None and not over.files().shapes:
+            over = None
+        merge = partial(Merged, adapter=adapter, rename=rename)
+        if source is None:
+            sources[part] = over if over is None else dataclasses.replace(over, changes=(merge,))
+            continue
+        changes = list(source.changes)
+        if over is not None:  # what is beside an adapter has no LoRA in it, which its layers may have, too
+            changes.append(partial(_overlay, over, is_tower=part == "vision_tower"))
+        sources[part] = dataclasses.replace(source, changes=(*changes, merge))
+    # The tower of a LLaVA that has been put together lies elsewhere, and the adapter may have LoRA of it.
+    merges_tower = partial(Merged, adapter=adapter, rename=renames["vision_tower"])
+    if is_llava and sources["projector"] is None:
+        raise DataError(f"{path} is LoRA of a LLaVA, but has no {NON_LORA} with its projector: copy it again")
+    _refuse_unknown_tensors(adapter, beside, renames.values())
+    has_tokenizer = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    return dataclasses.replace(
+        base,
+        path=path,
+        kind=f"a LoRA adapter over {base.kind}",
+        flags=_flags_of_llava(config) if is_llava else base.flags,
+        tokenizer=path if has_tokenizer else base.tokenizer,
+        trained_with=_trained_with(path, config) if is_llava else base.trained_with,
+        base=str(base_path),
+        tower_changes=(merges_tower,),
+        **sources,
+    )
+
+
+def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable[[str], str | None]]:
+    """For each part, a function from names in an adapter's files, without peft's prefix, to the part's."""
     renames: dict[str, Callable[[str], str | None]]
     if is_llava or base.projector is None or base.vision_config is None:
         from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))
@@ -280,36 +327,15 @@ def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
             "vision_tower": base.vision_tower.rename,
         }
     renames["newline"] = formats.newline_from_llava
-    beside = Path(path) / NON_LORA
-    if is_there(beside):
-        own_file(beside)
-    sources = {}
-    for part, rename in renames.items():
-        source: Source | None = getattr(base, part)
-        over = Source(FLAG, str(beside), without_prefix(rename)) if beside.is_file() else None
-        if over is not None and not over.files().shapes:
-            over = None
-        if source is None:
-            sources[part] = over
-            continue
-        changes = [*source.changes, partial(lora.Merged, adapter=adapter, rename=rename)]
-        if over is not None:
-            changes.append(partial(_overlay, over, is_tower=part == "vision_tower"))
-        sources[part] = dataclasses.replace(source, changes=tuple(changes))
-    if is_llava and sources["projector"] is None:
-        raise DataError(f"{path} is LoRA of a LLaVA, but has no {NON_LORA} with its projector: copy it again")
-    _refuse_unknown_tensors(adapter, beside, renames.values())
-    has_tokenizer = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    return dataclasses.replace(
-        base,
-        path=path,
-        kind=f"a LoRA adapter over {base.kind}",
-        flags=_flags_of_llava(config) if is_llava else base.flags,
-        tokenizer=path if has_tokenizer else base.tokenizer,
-        trained_with=_trained_with(path, config) if is_llava else base.trained_with,
-        base=str(base_path),
-        **sources,
-    )
+    return renames
+
+
+def without_adapter(source: Source | None) -> Source | None:
+    """The source of a part under an adapter; None for a part that came with the adapter alone."""
+    if source is None or Path(source.path).name == NON_LORA:
+        return None
+    changes = (each for each in source.changes if getattr(each, "func", None) not in (Merged, _overlay))
+    return dataclasses.replace(source, changes=tuple(changes))
 
 
 def without_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
@@ -322,7 +348,7 @@ def _overlay(over: Source, below: Weights, is_tower: bool) -> Overlaid:
     return Overlaid(below, over.open(below.shapes.__contains__) if is_tower else over.open())
 
 
-def _refuse_unknown_tensors(adapter: lora.Adapter, beside: Path, renames) -> None:
+def _refuse_unknown_tensors(adapter: Adapter, beside: Path, renames) -> None:
     """Raise DataError for tensors in an adapter's files that belong to no part of the model."""
     for file in filter(Path.is_file, (adapter.file, beside)):
         for name in WeightFiles(file).shapes:
@@ -413,7 +439,7 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)
     brings_projector = folder is not None and folder.projector is not None
-    given_projector = args.model.pretrain_mm_mlp_adapter is not None or lora.non_lora_file(args.model) is not None
+    given_projector = args.model.pretrain_mm_mlp_adapter is not None or non_lora_file(args.model) is not None
     lines = []
     if folder is not None:
         if folder.ready is not None and (problems := _ready_problems(args, folder)):

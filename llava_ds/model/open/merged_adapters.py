@@ -1,0 +1,237 @@
+# I, O widths of a linear layer, R rank
+"""Adapters in peft's and LLaVA's files, merged into the weights under them as these are read."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute
+import torch
+
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.files.model_files import own_file, read_json, said_by, shown
+from llava_ds.model.open import names as formats
+from llava_ds.model.open.weights import OpenedFile, WeightFiles, Weights
+
+ADAPTER_CONFIG, NON_LORA = "adapter_config.json", "non_lora_trainables.bin"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft reads, newest first
+PEFT_PREFIX = "base_model.model."  # before every name in peft's files, and in LLaVA's
+
+# Settings of peft with which a merged weight is not W + scale * B A.
+OTHER_KINDS = (
+    "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
+    "trainable_token_indices", "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config",
+    "monteclora_config",
+)  # fmt: skip
+
+MAX_REPEATS = 3  # in a pattern of layer names
+MAX_PATTERN_CHARS = 500
+MAX_MATCHED_CHARS = 10**8  # of all names times patterns: twice a 405B with a pattern for every layer
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A folder of peft's: its file of tensors, and their scale."""
+
+    path: Path
+    file: Path
+    base: str | None
+    alpha: float
+    alphas: dict[str, float]  # by peft's patterns of layer names
+    rank_stabilised: bool
+    has_magnitudes: bool = False
+
+    def alphas_of(self, layers: list[str]) -> list[float]:
+        """The alpha of each layer, by peft's name: that of the first matching pattern.
+
+        RE2 takes time in proportion to names and patterns. Raises DataError for so many that it would still be long.
+        Source: peft's get_pattern_key.
+        """
+        num_chars = sum(map(len, layers))
+        if num_chars * len(self.alphas) > MAX_MATCHED_CHARS:
+            raise DataError(
+                f"{self.path}: its alpha_pattern has {len(self.alphas):,} patterns for {len(layers):,} layers with "
+                f"{num_chars:,} characters, which is more than any adapter has: give layers of one alpha one pattern"
+            )
+        names, found = pa.array(layers, pa.string()), [self.alpha] * len(layers)
+        for pattern, alpha in reversed(self.alphas.items()):
+            for i in pa.compute.indices_nonzero(_fits(names, pattern)).to_pylist():
+                found[i] = alpha
+        return found
+
+    def scale(self, alpha: float, rank: int) -> float:
+        """The factor of B A at this rank."""
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def adapter_file(folder: str | Path) -> Path | None:
+    """The file with an adapter's weights; None if the folder has none."""
+    file = next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
+    if file is not None:
+        own_file(file)
+    return file
+
+
+def non_lora_file(args: ModelArguments) -> str | None:
+    """--lora_weight_path's file of weights trained beside the adapter: projector, perhaps newline and tower."""
+    if args.lora_weight_path is None or not (file := Path(args.lora_weight_path) / NON_LORA).is_file():
+        return None
+    own_file(file)
+    return str(file)
+
+
+def is_adapter(path: str | Path) -> bool:
+    """True for a folder with an adapter rather than a model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """Read the settings in an adapter's folder. Raises ConfigError for adapters that can't be merged."""
+    path = Path(path)
+    where = f"--model_name_or_path {path}"
+    config = read_json(path / ADAPTER_CONFIG, where)
+    try:
+        kind, alpha, alphas = config["peft_type"], float(config["lora_alpha"]), config.get("alpha_pattern") or {}
+        alphas = {_pattern(key): float(value) for key, value in alphas.items()}
+        base = config.get("base_model_name_or_path")
+        if not isinstance(base, (str, type(None))):
+            raise ValueError(f"base_model_name_or_path is {shown(base)}, expected a name")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({said_by(error)})") from error
+    if kind != "LORA":
+        raise ConfigError(f"{where}: {ADAPTER_CONFIG} describes a {kind} adapter, expected LORA")
+    if other := [name for name in OTHER_KINDS if config.get(name)]:
+        raise ConfigError(
+            f"{where}: {ADAPTER_CONFIG} says {', '.join(other)}, which can't be merged here: merge "
+            "the adapter with peft (merge_and_unload), and give the folder of the result"
+        )
+    file = adapter_file(path)
+    if file is None:
+        raise ConfigError(f"{where} holds an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}")
+    return Adapter(path, file, base, alpha, alphas, bool(config.get("use_rslora")), bool(config.get("use_dora")))
+
+
+def _pattern(text: str) -> str:
+    """Check a pattern of layer names. Raises ValueError for an invalid or expensive one."""
+    if len(text) > MAX_PATTERN_CHARS:
+        raise ValueError(f"alpha_pattern {shown(text)} is no name of layers: it has {len(text):,} characters")
+    if re.search(r"\)[*+?{]|\{[^}]*\d{3}", text) or len(re.findall(r"[*+{]", text)) > MAX_REPEATS:
+        raise ValueError(f"alpha_pattern {shown(text)} has too many repeats, expected names of layers")
+    _fits(pa.array([""]), text)
+    return text
+
+
+def _fits(names: pa.Array, pattern: str) -> pa.Array:
+    """A mask of the names that match a pattern of peft's, from a dot on. Raises ValueError for an invalid one."""
+    return pa.compute.match_substring_regex(names, rf"^(.*\.)?({pattern})$")
+
+
+class Merged:
+    """Weights with an adapter merged into them: W + scale * B A, and with DoRA rows as long as its magnitudes say;
+    computed in float32 and rounded once, as they are read.
+
+    Other tensors in the adapter's file (biases, modules_to_save) take the place of the base's. Raises DataError for an
+    adapter of another model.
+    """
+
+    def __init__(self, base: Weights, adapter: Adapter, rename: Callable[[str], str | None]) -> None:
+        """rename: a name on disk in the base's folder to the part's."""
+        self.path, self.shapes = base.path, dict(base.shapes)
+        self._base, self._adapter = base, adapter
+        on_disk = WeightFiles(adapter.file)
+        halves: dict[str, tuple[str, str]] = {}  # part's name -> names of A and B on disk
+        ranks: dict[str, tuple[str, int]] = {}  # part's name -> peft's name of the layer, rank
+        replaced: dict[str, str] = {}  # name on disk -> part's name
+        self._magnitudes: dict[str, str] = {}  # part's name -> name on disk
+        for name, shape in on_disk.shapes.items():
+            layer, half = re.fullmatch(r"(.*?)(?:\.lora_(\w+?)(?:\.default)?(?:\.weight)?)?", name).groups()
+            part = rename(formats.plain_name(name if half is None else f"{layer}.weight"))
+            if half not in (None, "A", "B", "magnitude_vector"):
+                raise DataError(f"{adapter.file} holds {name}, a kind of LoRA that can't be merged here: use peft")
+            if part is None:
+                continue
+            if half is None:
+                replaced[name] = part
+            elif half == "A":
+                other = name.replace(".lora_A.", ".lora_B.")
+                self._check(part, shape, on_disk.shapes.get(other), name)
+                halves[part] = (name, other)
+                ranks[part] = (layer.removeprefix(PEFT_PREFIX), shape[0])
+            elif half == "magnitude_vector":
+                self._magnitudes[part] = name
+        alphas = adapter.alphas_of([layer for layer, _ in ranks.values()])
+        scales = [adapter.scale(alpha, rank) for alpha, (_, rank) in zip(alphas, ranks.values())]
+        self._halves = {part: (*names, scale) for (part, names), scale in zip(halves.items(), scales)}
+        self._check_magnitudes(on_disk)
+        self._over = WeightFiles(adapter.file, replaced.get)
+        self.notes = base.notes
+        if self._halves:
+            self.notes += (f"LoRA of {adapter.file} merged into {len(self._halves)} of them",)
+        if strange := [name for name in self._over.shapes if name not in self.shapes]:
+            raise DataError(f"{adapter.file} does not fit {self.path}: it holds {strange[0]}, which is not there")
+
+    def _check(self, part: str, a: tuple[int, ...], b: tuple[int, ...] | None, name: str) -> None:
+        base = self.shapes.get(part)
+        if base is None or b is None or len(a) != 2 or len(b) != 2 or (b[0], a[1]) != base or a[0] != b[1]:
+            raise DataError(
+                f"{self._adapter.file} does not fit {self.path}: {name} has shape {a}, its lora_B {b}, and the weight "
+                f"that they change {base}"
+            )
+
+    def _check_magnitudes(self, on_disk: WeightFiles) -> None:
+        wanted = self._halves.keys() if self._adapter.has_magnitudes else set()
+        if wrong := wanted ^ self._magnitudes.keys():
+            raise DataError(
+                f"{self._adapter.file}: {ADAPTER_CONFIG} says use_dora {self._adapter.has_magnitudes}, and its "
+                f"magnitudes don't fit it at {min(wrong)}: copy it again"
+            )
+        for part, name in self._magnitudes.items():
+            if on_disk.shapes[name] != self.shapes[part][:1]:
+                raise DataError(
+                    f"{self._adapter.file} does not fit {self.path}: {name} has shape {on_disk.shapes[name]}, and the "
+                    f"weight that it scales {self.shapes[part]}"
+                )
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        opened = OpenedFile(self._adapter.file)
+        for name, read in self._base.tensors():
+            if name in self._over.shapes:
+                continue
+            if name in self._halves:
+                a, b, scale = self._halves[name]
+                magnitude = self._magnitudes.get(name)
+                reads = [partial(opened.read, each) for each in (a, b) + ((magnitude,) if magnitude else ())]
+                yield name, partial(_merged, read, reads, scale)
+            else:
+                yield name, read
+        opened.close()
+        yield from self._over.tensors()
+
+
+def _merged(weight: Callable[[], torch.Tensor], reads: list[Callable[[], torch.Tensor]], scale: float) -> torch.Tensor:
+    """Readers of W, and of A, B and perhaps magnitudes, to the merged weight."""
+    a, b, *magnitude = (read() for read in reads)
+    return merged_weight(weight(), [(a, b, scale)], *magnitude)
+
+
+def merged_weight(
+    weight: torch.Tensor,
+    halves: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
+    magnitude: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """W (O, I) plus the scaled products B A of halves, A (R, I), B (O, R) and a scale each, in W's precision.
+
+    magnitude: (O,), of DoRA (Liu et al. 2024, arXiv 2402.09353): the lengths of the rows. Computed in float32 and
+    rounded once.
+    """
+    whole = weight.float()
+    for a, b, scale in halves:
+        whole = torch.addmm(whole, b.float(), a.float(), alpha=scale)
+    if magnitude is not None:
+        whole = whole * (magnitude.float() / torch.linalg.norm(whole, dim=1))[:, None]
+    return whole.to(weight.dtype)
