@@ -45,11 +45,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check lint clean'
 
 install: $(VENV)/.installed
 
@@ -231,6 +231,11 @@ $(TRL)/.installed: run/dev/benchmark/trl.txt constraints.txt
 	$(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r run/dev/benchmark/trl.txt
 	touch $@
+
+# After make finetune: transformers' pipeline and serve, and run/chat.py --serve, answer as run/evaluate.py does.
+serve-check: install
+	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
+	$(BIN)/python run/dev/serve_check.py --output output/serve-check $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -56,7 +56,11 @@ setup(
         "wandb": ["wandb"],
         "trackio": ["trackio"],
         "demo": ["gradio>=6.31,<7"],
+        "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "bench": ["accelerate>=1.1"],  # what transformers' Trainer, the other side, asks for
-        "dev": ["pytest", "pytest-xdist", "ruff", "tensorboard", "av", "peft", "bitsandbytes", "accelerate"],
+        "dev": [
+            *("pytest", "pytest-xdist", "ruff", "tensorboard", "av", "peft", "bitsandbytes", "accelerate"),
+            *("fastapi", "uvicorn", "openai"),  # the endpoint, and the client that it is tested with
+        ],
     },
 )

@@ -25,6 +25,9 @@ SPACE = "▁"  # sentencepiece's space
 _BEGINS_WITH_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"}
 # A space is added only at the beginning of the whole text: LlamaTokenizer with legacy=False.
 _FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
+# In tokenizer_config.json of an export, whose tokenizer adds nothing: its chat template writes bos where training had
+# it. The encoder goes on as if the tokenizer added it.
+_WITHOUT_ITS_BOS = "llava_ds_without_its_bos"
 
 
 def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -124,10 +127,11 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
     config = read_json_if_there(folder / "tokenizer_config.json", str(folder))
     proto = _read_sentencepiece(folder / "tokenizer.model")
     declared = str(config.get("tokenizer_class", type(tokenizer).__name__)).removesuffix("Fast")
+    marks = {_WITHOUT_ITS_BOS: True} if config.get(_WITHOUT_ITS_BOS) is True else {}
     first_space_only = bool(config.get(_FIRST_SPACE_ONLY, False))
     if proto is not None:
         # The default of legacy is True in 4.37 and False in transformers 5.
-        first_space_only = declared in ("LlamaTokenizer", "CodeLlamaTokenizer") and config.get("legacy") is False
+        first_space_only |= declared in ("LlamaTokenizer", "CodeLlamaTokenizer") and config.get("legacy") is False
         backend = _from_sentencepiece(tokenizer, proto, _declared_tokens(folder, config), first_space_only)
     elif (folder / "tokenizer.json").is_file():
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -143,7 +147,33 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
         backend.post_processor = _framing(backend, bos, eos)
     elif backend.post_processor is None:
         backend.post_processor = _framing(backend, None, None)
-    return _wrapped(tokenizer, backend, first_space_only)
+    if first_space_only:
+        marks[_FIRST_SPACE_ONLY] = True
+    return _wrapped(tokenizer, backend, marks)
+
+
+def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids that training puts before and behind every text: those that the tokenizer adds."""
+    if tokenizer.init_kwargs.get(_WITHOUT_ITS_BOS) is True and tokenizer.bos_token_id is not None:
+        return [tokenizer.bos_token_id], []
+    where = f"the tokenizer of {tokenizer.name_or_path}"
+    with library_errors(where, "it can't tokenize a text"):
+        coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
+    inner = [i for i, special in enumerate(coded.special_tokens_mask) if not special]
+    if not inner:
+        raise ConfigError(f"{where} makes no tokens of 'a': bring another model")
+    return coded.ids[: inner[0]], coded.ids[inner[-1] + 1 :]
+
+
+def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True where training puts bos before every text, and nothing else."""
+    return tokenizer.bos_token_id is not None and framing_ids(tokenizer) == ([tokenizer.bos_token_id], [])
+
+
+def leave_bos_to_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a tokenizer for which begins_with_bos holds add no token, and say so in its files."""
+    tokenizer.backend_tokenizer.post_processor = _framing(tokenizer.backend_tokenizer, None, None)
+    tokenizer.init_kwargs |= {_WITHOUT_ITS_BOS: True, "add_bos_token": False}
 
 
 def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> list[str]:
@@ -272,8 +302,9 @@ def _split_at_spaces(backend: Tokenizer) -> None:
     backend.pre_tokenizer = pre_tokenizers.Sequence([backend.pre_tokenizer, words]) if alone else words
 
 
-def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, first_space_only: bool) -> TokenizersBackend:
-    """The backend in transformers' generic class, which reads tokenizer.json as written."""
+def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, marks: dict[str, bool]) -> TokenizersBackend:
+    """The backend in transformers' generic class, which reads tokenizer.json as written. marks: of our own, for
+    tokenizer_config.json."""
     named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     vocab = backend.get_vocab(with_added_tokens=True)
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -286,7 +317,7 @@ def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, first_space
         padding_side=tokenizer.padding_side,
         clean_up_tokenization_spaces=False,
         name_or_path=tokenizer.name_or_path,
-        **({_FIRST_SPACE_ONLY: True} if first_space_only else {}),
+        **marks,
     )
     wrapped.chat_template = tokenizer.chat_template
     wrapped._is_as_llava = True

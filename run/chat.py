@@ -1,7 +1,8 @@
 """Talk with a model about images: python run/chat.py --image photo.jpg --question "What is this?"
 
 Without --question it is a conversation in the terminal; /help lists the commands, /image shows the model another
-image. With --web it is a page on this machine. On several GPUs: deepspeed run/chat.py --engine deepspeed.
+image. With --web it is a page on this machine, with --serve an endpoint for OpenAI's clients on it. On several GPUs:
+deepspeed run/chat.py --engine deepspeed.
 """
 
 import sys
@@ -34,14 +35,14 @@ from llava_ds.infer.engines import EngineOptions, add_engine_flags, load_for_inf
 from llava_ds.infer.generate import Sampling
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
 
+WEB_PORT, API_PORT = 7860, 8000
 Port = Annotated[int, Bounds(1, 65535)]
 Seed = Annotated[int, Bounds(0, 2**63 - 1)]  # torch's
 
 
 def main() -> None:
     args = parse()
-    if args.web and (given := [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]):
-        raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
+    check_flags(args)
     options = parse_engine_options(args)
     sampling = Sampling(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)})
     quiet_libraries()
@@ -50,6 +51,11 @@ def main() -> None:
         from llava_ds.infer.web import import_gradio, serve
 
         import_gradio()  # a missing package is reported before a large model is loaded
+    if args.serve:
+        from llava_ds.infer.api import Limits, api_key, check_server_packages, serve_api
+
+        check_server_packages()
+        api_key()
     loaded = load_for_inference(args.model_path, options, ranks)
     if ranks is not None and not ranks.is_first:
         answer_for_rank_0(loaded)
@@ -57,11 +63,26 @@ def main() -> None:
     if not args.quiet:
         for note in loaded.notes:
             print_note(f"[{note}]")
+    name = os.path.basename(os.path.abspath(args.model_path))
     with release_other_ranks(loaded):
         if args.web:
-            serve(loaded, os.path.basename(os.path.abspath(args.model_path)), sampling, args.port, args.quiet)
+            serve(loaded, name, sampling, args.port or WEB_PORT, args.quiet)
+        elif args.serve:
+            limits = Limits(args.max_concurrent_requests)
+            serve_api(loaded, name, sampling, args.port or API_PORT, limits, args.quiet)
         else:
             talk(Session(loaded, sampling, args.quiet), args)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that contradict each other."""
+    if args.web and args.serve:
+        raise ConfigError("--web and --serve: give one of them, and start the other one beside it, on another --port")
+    given = [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]
+    if args.web and given:
+        raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
+    if args.serve and given:
+        raise ConfigError(f"{', '.join(given)}: with --serve requests bring it, leave it out")
 
 
 def start(options: EngineOptions) -> Ranks | None:
@@ -94,7 +115,18 @@ def parse() -> argparse.Namespace:
     add("--question", help="ask this, print the answer, and exit")
     add("--quiet", action="store_true", help="print answers only: no speed, no notes")
     add("--web", action="store_true", help="a page on this machine, with the extra 'demo'")
-    add("--port", type=number(Port), default=7860, help="of --web, on 127.0.0.1 (default: %(default)s)")
+    add(
+        "--serve",
+        action="store_true",
+        help="an endpoint for OpenAI's clients on this machine, with the extra 'serve'; its key: LLAVA_DS_API_KEY",
+    )
+    add("--port", type=number(Port), help=f"on 127.0.0.1 (default: {WEB_PORT} with --web, {API_PORT} with --serve)")
+    add(
+        "--max_concurrent_requests",
+        type=number(Count),
+        default=64,
+        help="of --serve, answered and waiting together: more are refused (default: %(default)s)",
+    )
     defaults = Sampling()
     for name, kind, text in (
         ("max_new_tokens", Count, "longest answer in tokens"),

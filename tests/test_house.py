@@ -16,7 +16,10 @@ PRIVATE = tuple(f"deepspeed.{part}" for part in ("runtime", "ops", "utils", "che
 QUESTIONS = ("What", "Whether", "How", "Where", "Who")
 
 # Functions whose parameters a library chooses: (file, function), and the library.
-DICTATED = {("llava_ds/model/attention.py", "varlen_attention"): "transformers' AttentionInterface"}
+DICTATED = dict.fromkeys(
+    (("llava_ds/model/attention.py", name) for name in ("varlen_attention", "tower_attention")),
+    "transformers' AttentionInterface",
+)
 # The doctor asks every op of DeepSpeed for its builder, by name.
 MAY_IMPORT_PRIVATE = {"llava_ds/doctor/software.py"}
 

@@ -26,7 +26,11 @@ LEVELS = [
     {"run"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-OPTIONAL = {"flash_attn", "flash_attn_interface", "peft", "bitsandbytes", "wandb", "gradio", "liger_kernel", "av"}
+OPTIONAL = {"flash_attn", "flash_attn_interface", "peft", "bitsandbytes", "wandb", "gradio", "liger_kernel", "av"} | {
+    "fastapi",
+    "starlette",
+    "uvicorn",
+}
 
 SOURCES = sorted([*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")])
 

@@ -1,7 +1,7 @@
 """Flags and words of other trainers' scripts: those that are accepted without effect, and those that have another name.
 
-LLaVA's and LLaVA-NeXT's scripts run as they are; the names of ms-swift, TRL, LLaMA-Factory and DeepSpeed-Chat lead to
-ours.
+LLaVA's and LLaVA-NeXT's scripts run as they are; the names of qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and
+DeepSpeed-Chat lead to ours.
 """
 
 from collections.abc import Collection, Iterator
@@ -37,7 +37,9 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 ELSEWHERE = {
     theirs: ours
     for ours, names in {
-        "--data_path": "--dataset --dataset_config --dataset_dir --dataset_name",
+        "--data_path": "--dataset --dataset_config --dataset_dir --dataset_name --dataset_use",
+        "--max_pixels": "--image_max_pixels",
+        "--min_pixels": "--image_min_pixels",
         "--data_path with a mixture of several files": "--sft_only_data_path",
         "--data_path with the files of that split": "--data_split --dataset_split --dataset_train_split",
         "--image_folder": "--media_dir",
@@ -109,6 +111,7 @@ NOT_HERE = {
         ),
         "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
         "nothing is padded": "--num_padding_at_beginning",
+        "samples are always laid end to end": "--data_flatten --data_packing",
         "losses are always computed in float32": "--compute_fp32_loss",
         "eval and answers drop no token": "--eval_capacity_factor",
         "the template of --version ends every answer": "--add_eot_token",

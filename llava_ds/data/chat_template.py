@@ -8,17 +8,34 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.sample import Message
-from llava_ds.data.templates import TEMPLATES, Segment, prepare
+from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
 from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
+from llava_ds.tokenizer import begins_with_bos, first_space_pattern
 
 ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
-    """The Jinja template that writes the same text as training; for "chat_template", the tokenizer's own."""
+    """The Jinja template that writes the same text as training; for "chat_template", the tokenizer's own.
+
+    It begins with bos where training does: many programs add no token to a template's text.
+    """
     if template == "chat_template":
         return own_template(tokenizer)
-    return CHAT_TEMPLATES[template].replace(IMAGE_TOKEN, TEMPLATES[template].image_text(mm_use_im_start_end))
+    source = CHAT_TEMPLATES[template].replace(IMAGE_TOKEN, TEMPLATES[template].image_text(mm_use_im_start_end))
+    return source if TEMPLATES[template].whole or not begins_with_bos(tokenizer) else _bos(template, tokenizer) + source
+
+
+def _bos(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The beginning of a Jinja template with bos.
+
+    Tokenizers that put a space before a whole text put none behind a token, so the template writes it.
+    """
+    text = render_prompt([Message("human", IMAGE_TOKEN)], template)
+    begins_with_token = text.startswith((IMAGE_TOKEN, *tokenizer.all_special_tokens))
+    scheme = getattr(tokenizer.backend_tokenizer.pre_tokenizer, "prepend_scheme", None)
+    adds_space = scheme == "first" or first_space_pattern(tokenizer) is not None
+    return "{{ bos_token + ' ' }}" if adds_space and not begins_with_token else "{{ bos_token }}"
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:

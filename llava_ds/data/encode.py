@@ -24,7 +24,7 @@ from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
 from llava_ds.geometry import ImageText
-from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, with_token
+from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, with_token
 
 # Characters of a conversation to tokenize first: at least, and per token that it may have. If they give too few tokens,
 # more follow, up to a number that is only exceeded if characters vanish. Each character takes some 360 bytes.
@@ -374,17 +374,6 @@ _NOT_TOKENS = ("\n", "###")  # end markers of old templates that are no tokens
 def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
     known = {added.content: i for i, added in tokenizer.added_tokens_decoder.items()}
     return known.get(token, None if token not in tokenizer.get_vocab() else tokenizer.convert_tokens_to_ids(token))
-
-
-def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer adds before and behind every text."""
-    where = f"the tokenizer of {tokenizer.name_or_path}"
-    with library_errors(where, "it can't tokenize a text"):
-        coded = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True)
-    inner = [i for i, special in enumerate(coded.special_tokens_mask) if not special]
-    if not inner:
-        raise ConfigError(f"{where} makes no tokens of 'a': bring another model")
-    return coded.ids[: inner[0]], coded.ids[inner[-1] + 1 :]
 
 
 def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:

@@ -8,12 +8,13 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.chat_template import answer_prompt, render_ready, render_ready_prompt
-from llava_ds.data.encode import Encoder, EncodingOptions, Piece, framing_ids
+from llava_ds.data.encode import Encoder, EncodingOptions, Piece
 from llava_ds.data.sample import Message
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
 from llava_ds.geometry import ImageOptions, ImageText, ReadyImageOptions
+from llava_ds.tokenizer import framing_ids
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> Encoder:

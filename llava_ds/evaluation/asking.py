@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container
 
 from llava_ds.evaluation.question import Question
-from llava_ds.infer.generate import Answer, greedy_answers, make_encoder, prompt_ids
+from llava_ds.infer.generate import Answer, greedy_answers, prompt_ids
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, gather, progress_bar
 
@@ -17,8 +17,7 @@ def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int
     The same on any number of ranks. A batch is always asked whole, because sums are rounded differently beside other
     texts, which can change a word. The longest come first so that a batch that is too large fails at once.
     """
-    encoder = make_encoder(loaded)
-    own = [len(prompt_ids(loaded, question.prompt, encoder)) for question in questions[ranks.rank :: ranks.world_size]]
+    own = [len(prompt_ids(loaded, question.prompt)) for question in questions[ranks.rank :: ranks.world_size]]
     shares = gather(own, ranks)
     lengths = [shares[i % ranks.world_size][i // ranks.world_size] for i in range(len(questions))]
     order = sorted(range(len(questions)), key=lambda i: (-lengths[i], i))
@@ -45,11 +44,10 @@ def ask(
     Ranks that each have the whole model take a share each; ranks that hold it together all ask, and rank 0 keeps.
     """
     own = batches[ranks.rank :: ranks.world_size] if loaded.ranks is None else batches
-    encoder = make_encoder(loaded)
 
     def greedy(batch: list[int]) -> list[Answer]:
         prompts = [questions[number].prompt for number in batch]
-        return greedy_answers(loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens, encoder=encoder)
+        return greedy_answers(loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens)
 
     ask_each(own, greedy, keep if loaded.ranks is None or ranks.is_first else lambda _: None, progress)
 

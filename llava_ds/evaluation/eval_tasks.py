@@ -16,7 +16,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
+from llava_ds.data.encode import EncodingOptions, end_markers
+from llava_ds.data.ready_encode import encoder_of
 from llava_ds.engine.twin import twin_of, whole_weights
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.question import Question
@@ -149,7 +150,7 @@ class EvalTasks:
         options = EncodingOptions(
             args.version, UNBOUNDED, args.mm_use_im_start_end, split_special_tokens=args.split_special_tokens
         )
-        self._encoder = Encoder(self._tokenizer, options)
+        self._encoder = encoder_of(self._tokenizer, options, plan.images)
         self._ends = tuple(end_markers(args.version, self._tokenizer))
         self._positions = getattr(plan.model.text_config, "max_position_embeddings", None) or UNBOUNDED
 

@@ -11,6 +11,7 @@ from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerBase
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
+from llava_ds.tokenizer import begins_with_bos, leave_bos_to_template
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -24,11 +25,12 @@ CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
 def hf_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, tokens: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase, tokens: tuple[str, ...], template_is_ours: bool = True
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """A copy for transformers' processors, and which of the tokens are new in it.
 
-    It pads on the left, and where there is no token for it, with LLaVA's choice.
+    It pads on the left, and where there is no token for it, with LLaVA's choice. template_is_ours: the chat template
+    writes bos, so the tokenizer does not, and there is one bos whether a program lets tokenizers add tokens or not.
     """
     tokenizer = copy.deepcopy(tokenizer)
     new = [token for token in tokens if token not in tokenizer.get_vocab()]
@@ -37,6 +39,8 @@ def hf_tokenizer(
     if tokenizer.pad_token is None:  # batches of prompts need one; LLaVA takes <unk>
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     tokenizer.padding_side = "left"
+    if template_is_ours and begins_with_bos(tokenizer):
+        leave_bos_to_template(tokenizer)
     _keep_space_behind_image(tokenizer)
     return tokenizer, new
 

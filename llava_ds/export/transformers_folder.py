@@ -71,7 +71,7 @@ def _rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
     kind, _ = hf_container(export.model, export.args, export.image_options)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
-    tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens)
+    tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens, export.template is None)
     tokenizer.model_max_length = export.max_length
     return tokenizer, max(export.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
 

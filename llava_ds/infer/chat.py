@@ -23,6 +23,7 @@ from llava_ds.runtime.ranks import Ranks, printable
 
 HISTORY_FILE = "~/.cache/llava_ds/chat_history"  # questions typed in a terminal, for the arrow keys
 HISTORY_LINES = 1000
+STILL_THERE = ()  # rank 0's word in the place of a question
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,15 @@ def ask(
 def answer_for_rank_0(loaded: LoadedModel) -> None:
     """Generate with rank 0 until it ends the conversation; called on the other ranks."""
     while (request := _share(loaded.ranks, None)) is not None:
+        if request == STILL_THERE:
+            continue
         with contextlib.suppress(DataError, ConfigError):  # rank 0 reports it
             stream(loaded, *request)
+
+
+def keep_waiting(loaded: LoadedModel) -> None:
+    """Let the other ranks wait anew for a question: after 12 hours without a word they give up. Called on rank 0."""
+    _share(loaded.ranks, STILL_THERE)
 
 
 @contextlib.contextmanager

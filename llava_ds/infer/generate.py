@@ -19,9 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
+from llava_ds.data.encode import end_markers
 from llava_ds.data.images.decode import load_media, probe
-from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
@@ -56,20 +55,9 @@ class Answer:
     num_tokens: int
 
 
-def make_encoder(loaded: LoadedModel) -> Encoder:
-    """Make training's encoder, with the template of the exported model."""
-    options = EncodingOptions(
-        loaded.version,
-        loaded.tokenizer.model_max_length,
-        getattr(loaded.model.config, "mm_use_im_start_end", False),
-        split_special_tokens=getattr(loaded.model.config, "split_special_tokens", False),
-    )
-    return encoder_of(loaded.tokenizer, options, loaded.image_options)
-
-
-def prompt_ids(loaded: LoadedModel, prompt: Prompt, encoder: Encoder | None = None) -> list[int]:
+def prompt_ids(loaded: LoadedModel, prompt: Prompt) -> list[int]:
     """Encode a prompt as in training, with the model's image token at image positions."""
-    ids = _encode(loaded, prompt, encoder or make_encoder(loaded)).ids
+    ids = _encode(loaded, prompt).ids
     return [loaded.model.config.image_token_id if token == IMAGE_TOKEN_INDEX else token for token in ids]
 
 
@@ -89,16 +77,13 @@ def greedy_answers(
     batch_size: int = 32,
     max_new_tokens: int = 64,
     progress: str = "",
-    encoder: Encoder | None = None,
 ) -> list[Answer]:
     """Generate the greedy answer to each prompt. progress: name of a progress bar; empty shows none.
 
-    encoder: of make_encoder, for repeated calls. Processes that share the model (loaded.ranks) all call this with the
-    same prompts.
+    Processes that share the model (loaded.ranks) all call this with the same prompts.
     """
-    encoder = encoder or make_encoder(loaded)
-    encoded = _on_all(loaded, lambda: [_encode(loaded, prompt, encoder) for prompt in prompts])
-    stops = end_markers(encoder.options.template, encoder.tokenizer)
+    encoded = _on_all(loaded, lambda: [_encode(loaded, prompt) for prompt in prompts])
+    stops = end_markers(loaded.encoder.options.template, loaded.encoder.tokenizer)
     # Batches of similar lengths need little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(encoded[i].ids))
     answers: list[Answer | None] = [None] * len(prompts)
@@ -197,13 +182,12 @@ def stream(
     stopped: called after every token. Raises DataError for unusable images and conversations.
     """
     start = time.perf_counter()
-    encoder = make_encoder(loaded)
-    sample = _on_all(loaded, lambda: _prepare(loaded, prompt, encoder))
+    sample = _on_all(loaded, lambda: _prepare(loaded, prompt))
     num_prompt_tokens = len(sample.input_ids)
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     pieces = TextPieces(loaded.tokenizer, on_text, start)
-    stops = end_markers(encoder.options.template, encoder.tokenizer)
+    stops = end_markers(loaded.encoder.options.template, loaded.encoder.tokenizer)
     try:
         new = loaded.model.generate(
             **_batch(loaded, [sample]),
@@ -274,9 +258,9 @@ class _Stopped(StoppingCriteria):
         return stop
 
 
-def _prepare(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> LoadedSample:
+def _prepare(loaded: LoadedModel, prompt: Prompt) -> LoadedSample:
     """Encode a prompt and decode its images. Raises DataError if no room is left for an answer."""
-    encoded, room = _encode(loaded, prompt, encoder), loaded.context_tokens
+    encoded, room = _encode(loaded, prompt), loaded.context_tokens
     if len(encoded.ids) >= room:
         raise DataError(
             f"the conversation has {len(encoded.ids):,} tokens, images included, and the model has positions for "
@@ -322,11 +306,10 @@ def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, t
     return media
 
 
-def _encode(loaded: LoadedModel, prompt: Prompt, encoder: Encoder) -> _EncodedPrompt:
+def _encode(loaded: LoadedModel, prompt: Prompt) -> _EncodedPrompt:
     media = media_of(prompt, loaded.image_options)
-    return _EncodedPrompt(
-        encoder.prompt_ids(prompt.messages, [layout.mark for *_, layout in media]), media, prompt.blank
-    )
+    ids = loaded.encoder.prompt_ids(prompt.messages, [layout.mark for *_, layout in media])
+    return _EncodedPrompt(ids, media, prompt.blank)
 
 
 def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:

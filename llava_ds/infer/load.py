@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,8 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
+from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import ImageOptions
@@ -62,6 +65,18 @@ class LoadedModel:
     def device(self) -> torch.device:
         """Device of the inputs; parameters may be elsewhere."""
         return self.model.device if self.ranks is None else self.ranks.device
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Training's encoder, with the template of the exported model. It takes a tenth of a second to make."""
+        config = self.model.config
+        options = EncodingOptions(
+            self.version,
+            self.tokenizer.model_max_length,
+            getattr(config, "mm_use_im_start_end", False),
+            split_special_tokens=getattr(config, "split_special_tokens", False),
+        )
+        return encoder_of(self.tokenizer, options, self.image_options)
 
     @property
     def context_tokens(self) -> int:

@@ -1,11 +1,9 @@
 """Conversations about images in a browser on the same machine, with gradio. No other machine is contacted."""
 
-import contextlib
 import html
 import mimetypes
 import os
 import queue
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -17,8 +15,8 @@ from llava_ds.data.sample import FileRef, Media
 from llava_ds.infer.chat import Conversation, ask, print_note, read_media, speed_line
 from llava_ds.infer.generate import Sampling
 from llava_ds.infer.load import LoadedModel
+from llava_ds.infer.local_server import ADDRESS, listening, make_server
 
-ADDRESS = "127.0.0.1"
 MAX_FILE_SIZE = "100mb"
 ERROR = "error"  # title of a message that is no answer
 # gradio's button to share an image on its own site, which the policy below blocks.
@@ -43,17 +41,11 @@ def import_gradio() -> ModuleType:
 
 def serve(loaded: LoadedModel, name: str, sampling: Sampling, port: int, quiet: bool = False) -> None:
     """Serve the page until Ctrl-C. name: the page's title. Raises ConfigError where the port is taken."""
-    with tempfile.TemporaryDirectory(prefix="llava_ds-web-") as uploads, socket.socket() as listener:
+    with tempfile.TemporaryDirectory(prefix="llava_ds-web-") as uploads, listening(port) as listener:
         os.environ["GRADIO_TEMP_DIR"] = uploads
         gr = import_gradio()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((ADDRESS, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port {port} can't be used ({error}): give another one") from error
         app = _application(gr, build_page(gr, loaded, name, sampling, quiet), port)
-        with contextlib.suppress(KeyboardInterrupt):
-            _server(app, f"http://{ADDRESS}:{port}/").run(sockets=[listener])
+        make_server(app, f"http://{ADDRESS}:{port}/").run(sockets=[listener])
 
 
 def _application(gr: ModuleType, page, port: int):
@@ -81,18 +73,6 @@ def _application(gr: ModuleType, page, port: int):
         # Fonts of the system: gradio's own would come from another machine.
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
-
-
-def _server(app, address: str):
-    """uvicorn, which prints its address once it listens, and does not wait for open pages at its end."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets=None) -> None:
-            await super().startup(sockets)
-            print_note(f"{address}  (Ctrl-C ends)")
-
-    return Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
 
 
 class _Policy:

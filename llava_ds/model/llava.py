@@ -87,11 +87,9 @@ class LlavaModel(nn.Module):
         elif self._short_last_layer and logits_at is None and is_last(self):
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
-        embeds = batch.hidden
-        if embeds is None:
-            embeds, deeper = self.embed_deep(batch)
-            if deeper:
-                options |= {"visual_pos_masks": batch.image_positions, "deepstack_visual_embeds": deeper}
+        embeds, deeper = self.embed_deep(batch) if batch.hidden is None else (batch.hidden, [])
+        if deeper:
+            options |= {"visual_pos_masks": batch.image_positions, "deepstack_visual_embeds": deeper}
         # Not the whole language model, whose output layer takes no targets.
         trunk = self.language_model.base_model(
             inputs_embeds=embeds,

@@ -64,11 +64,10 @@ def draw_answers(
     """
     device, times = model.language_model.get_input_embeddings().weight.device, rules.num_answers
     with waiting("the prompts on their way to the device"):
-        logits, cache, mask = _read_prompts(model, prompts, rules, device)
+        logits, cache, mask, places = _read_prompts(model, prompts, rules, device)
         uniform = torch.from_numpy(np.concatenate(numbers)).to(device)  # (B * G, max_new_tokens)
         room = torch.tensor([rules.room(prompt) for prompt in prompts], device=device).repeat_interleave(times)
         ends = torch.tensor(rules.ends, device=device)
-    lengths = mask.sum(1)  # (R,) of the prompts
     going = torch.arange(len(uniform), device=device)  # answers that have not come to an end
     rows = going // times  # of the cache: answers that are equal so far share one
     found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(uniform))]
@@ -86,11 +85,11 @@ def draw_answers(
             keys, rows = (rows[stay] * vocabulary + tokens[stay]).unique(return_inverse=True)
         before = keys // vocabulary
         cache.batch_select_indices(before)
-        lengths, mask = lengths[before], F.pad(mask[before], (0, 1), value=1)
+        places, mask = places[before], F.pad(mask[before], (0, 1), value=1)
         output = model.language_model.base_model(
             input_ids=(keys % vocabulary)[:, None],
             attention_mask=mask,
-            position_ids=(lengths + step)[:, None],
+            position_ids=(places + step)[:, None],
             past_key_values=cache,
             use_cache=True,
         )
@@ -100,18 +99,35 @@ def draw_answers(
 
 
 def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRules, device: torch.device) -> tuple:
-    """The logits (B, V) after each prompt, the cache of all, and which of its positions are tokens, (B, L)."""
+    """The logits (B, V) after each prompt, the cache of all, which of its positions are tokens, (B, L), and the
+    position of what follows each prompt, (B,)."""
     batch = collate(prompts, rules.images).to(device)
-    embeds = model.embed(batch)[0]  # (tokens of all prompts, D)
+    embeds, deeper = model.embed_deep(batch)
     lengths = [len(prompt.input_ids) for prompt in prompts]
     longest = max(lengths)
-    # Padding is masked, so its embedding does not matter.
-    padded = torch.stack([F.pad(row, (0, 0, longest - len(row), 0)) for row in embeds.split(lengths)])  # (B, L, D)
-    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)
+    missing = torch.tensor([longest - length for length in lengths], device=device)
+    mask = (torch.arange(longest, device=device) >= missing[:, None]).long()  # (B, L)
+    # Padding is masked, so neither its embedding nor its position matters.
+    padded = torch.stack([F.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)])  # (B, L, D)
+    axes = batch.position_ids.flatten(0, -2).split(lengths, 1)  # of each prompt (1, its tokens), or (3, its tokens)
+    position_ids = torch.stack([F.pad(row, (longest - row.shape[1], 0)) for row in axes], 1)  # (1 or 3, B, L)
+    options = {}
+    if deeper:
+        rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
+        shift = (missing.cumsum(0))[rows]  # of a token's place among all, by the padding before it
+        options = {
+            "visual_pos_masks": batch.image_positions + shift[batch.image_positions],
+            "deepstack_visual_embeds": deeper,
+        }
     output = model.language_model.base_model(
-        inputs_embeds=padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=True
+        inputs_embeds=padded,
+        attention_mask=mask,
+        position_ids=position_ids[0] if len(position_ids) == 1 else position_ids,
+        use_cache=True,
+        **options,
     )
-    return _logits(model, output.last_hidden_state[:, -1]), output.past_key_values, mask
+    places = position_ids.amax((0, 2)) + 1
+    return _logits(model, output.last_hidden_state[:, -1]), output.past_key_values, mask, places
 
 
 def _logits(model: LlavaModel, hidden: torch.Tensor) -> torch.Tensor:

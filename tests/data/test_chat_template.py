@@ -42,15 +42,19 @@ def test_jinja_writes_what_training_wrote(tokenizer, template, im):
     two = [Message("human", "<image>\n<image>\nWhich?"), *TALK[1:]]
     quiet = [TALK[0], Message("gpt", ""), *TALK[2:]]
     system = Message("system", "Speak like a 'cat'.")
+    bos = "" if TEMPLATES[template].whole else tokenizer.bos_token
     for talk in (TALK, two, quiet, [Message("human", "Hello"), *TALK[1:]], [system, *TALK]):
         text = "".join(segment.text for segment in render(talk[:-1], template, im))
-        assert written(tokenizer, template, talk[:-1], im) == text
-        assert written(tokenizer, template, talk, im, add_generation_prompt=True) == render_prompt(talk, template, im)
+        assert written(tokenizer, template, talk[:-1], im) == bos + text
+        prompt = render_prompt(talk, template, im)
+        assert written(tokenizer, template, talk, im, add_generation_prompt=True) == bos + prompt
 
 
 def test_jinja_writes_captions(tokenizer):
-    assert written(tokenizer, "plain", [Message("human", "<image>\n"), Message("gpt", "A cat.")]) == "<image>A cat.\n"
-    assert written(tokenizer, "plain", [Message("human", "<image>\n")], add_generation_prompt=True) == "<image>"
+    assert (
+        written(tokenizer, "plain", [Message("human", "<image>\n"), Message("gpt", "A cat.")]) == "<s><image>A cat.\n"
+    )
+    assert written(tokenizer, "plain", [Message("human", "<image>\n")], add_generation_prompt=True) == "<s><image>"
 
 
 @pytest.fixture

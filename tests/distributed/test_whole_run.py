@@ -126,22 +126,20 @@ def test_transformers_opens_the_result_and_its_processor_prepares_what_training_
     processor = AutoProcessor.from_pretrained(path)
     image_file = folders["talks"] / "images" / "0.png"
     messages = [Message("human", "<image>\nWhat is it?")]
-    inputs = processor(
-        text=render_prompt(messages, "v1"), images=load_image(str(image_file), 10**6), return_tensors="pt"
-    )
-
-    ids = Encoder(processor.tokenizer, EncodingOptions("v1", 512)).prompt_ids(messages, [9])
-    image_token = model.config.image_token_id
-    assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in ids]
     chat = processor.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}],
         add_generation_prompt=True,
     )
-    assert chat == render_prompt(messages, "v1")
+    assert chat == "<s>" + render_prompt(messages, "v1")
+    inputs = processor(text=chat, images=load_image(str(image_file), 10**6), return_tensors="pt")
+
+    ids = Encoder(processor.tokenizer, EncodingOptions("v1", 512)).prompt_ids(messages, [9])
+    image_token = model.config.image_token_id
+    assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in ids]
     assert model(**inputs).logits.isfinite().all()
     assert str(folders["base"]) not in (path / "config.json").read_text()
 
-    texts = [render_prompt(messages, "v1"), render_prompt([Message("human", "<image>\nAnd here, what is it?")], "v1")]
+    texts = [chat, chat.replace("What is it?", "And here, what is it?")]
     together = processor(text=texts, images=[load_image(str(image_file), 10**6)] * 2, padding=True, return_tensors="pt")
     new = model.generate(**together, max_new_tokens=3, do_sample=False)[0, -3:]
     alone = model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -3:]

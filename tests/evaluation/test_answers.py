@@ -148,7 +148,6 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
 
 def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monkeypatch):
     asked = []
-    monkeypatch.setattr(asking, "make_encoder", lambda loaded: None)
     monkeypatch.setattr(asking, "greedy_answers", lambda loaded, prompts, **_: [asked.append(p) for p in prompts])
     kept: dict[int, str] = {}
     ask(

@@ -93,9 +93,8 @@ def test_transformers_own_processor_gives_the_ids_and_the_answer_of_training(any
     )
     for path in paths:
         prompt = Prompt((Message("human", "<image>\nWhat is it?"),), (path,))
-        inputs = processor(
-            text=render_prompt(list(prompt.messages), "v1"), images=load_image(path), return_tensors="pt"
-        )
+        text = "<s>" + render_prompt(list(prompt.messages), "v1")
+        inputs = processor(text=text, images=load_image(path), return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == prompt_ids(loaded, prompt)
         with torch.no_grad():
             output = hf.generate(**inputs, max_new_tokens=5, do_sample=False)[0, inputs["input_ids"].shape[1] :]

@@ -109,11 +109,14 @@ def test_the_processor_gives_the_ids_pixels_and_answer_of_training(exported, pat
         if kind == "llava_onevision":  # its processor wants torchvision
             continue
         processor = AutoProcessor.from_pretrained(folder)
-        text = render_prompt(list(prompt.messages), version)
-        inputs = processor(text=text, images=load_image(path), return_tensors="pt")
-        assert inputs["input_ids"][0].tolist() == prompt_ids(loaded, prompt)
         shown = {"type": "image", "image": load_image(path)}
         chat = [{"role": "user", "content": [shown, {"type": "text", "text": "What is it?"}]}]
+        bos = "<s>" if version == "v1" else ""
+        text = processor.apply_chat_template(chat, add_generation_prompt=True)
+        assert text == bos + render_prompt(list(prompt.messages), version)
+        for more in ({}, {"add_special_tokens": False}):
+            inputs = processor(text=text, images=load_image(path), return_tensors="pt", **more)
+            assert inputs["input_ids"][0].tolist() == prompt_ids(loaded, prompt)
         again = processor.apply_chat_template(
             chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
         )

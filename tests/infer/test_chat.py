@@ -10,33 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from exporting import RANKS, export
+from exporting import export_toy
 from launching import ROOT
 from PIL import Image
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources import read_samples
-from llava_ds.engine.construct import build_model
-from llava_ds.geometry import ImageOptions
 from llava_ds.infer.chat import Conversation, Session, ask, read_media, run_conversation
-from llava_ds.infer.generate import Prompt, Sampling, TextPieces, answer, make_encoder, prompt_ids, stream
+from llava_ds.infer.generate import Prompt, Sampling, TextPieces, answer, prompt_ids, stream
 from llava_ds.infer.load import load_model
 from llava_ds.infer.web import conversation_of
-from llava_ds.model.plan import plan_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The exported folder of a random toy."""
-    folder = tmp_path_factory.mktemp("chat")
-    args = ModelArguments(**toys.write_base(folder / "base"))
-    plan = plan_model(args, 512)
-    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
-    spec = plan.images
-    export(model, plan, args, ImageOptions(spec.size, spec.patch_size, spec.mean), folder / "out")
-    return folder / "out"
+    return export_toy(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +148,7 @@ def test_sampling(loaded, pictures):
 
 def test_an_answer_ends_where_positions_end(loaded):
     asked = [Prompt((Message("human", "a " * words),), ()) for words in range(100, 500)]
-    encoder = make_encoder(loaded)
-    lengths = [len(prompt_ids(loaded, prompt, encoder)) for prompt in asked]
+    lengths = [len(prompt_ids(loaded, prompt)) for prompt in asked]
     prompt, length = next((p, n) for p, n in zip(asked, lengths) if 500 <= n < 512)
     reply = stream(loaded, prompt, Sampling(max_new_tokens=100))
     assert reply.num_tokens <= 512 - length
@@ -194,6 +183,8 @@ def test_the_script(folder, pictures, monkeypatch, capsys):
         (["--top_p", "0"], "--top_p is 0: give a value above 0"),
         (["--temperature", "inf", "--seed", str(2**63)], r"--temperature is inf: .*\n--seed is 9223372036854775808"),
         (["--web", "--image", "x.png"], "--image, --question: with --web it is given on the page"),
+        (["--serve"], "--question: with --serve requests bring it"),
+        (["--serve", "--web"], "--web and --serve: give one of them"),
         (["--offload", "cpu"], "--offload cpu is DeepSpeed's"),
         (["--engine", "deepspeed", "--offload", "nvme"], "needs --offload_path"),
         (["--version", "v7"], "--version v7 is not known"),

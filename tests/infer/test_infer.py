@@ -38,7 +38,6 @@ from llava_ds.infer.generate import (
     _GreedyLogprobs,
     answer,
     greedy_answers,
-    make_encoder,
     prompt_ids,
 )
 from llava_ds.infer.load import load_model
@@ -93,7 +92,7 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(built, data):
     loaded = load_model(built[3])
     prompts = [question.prompt for question in questions_of(data)]
     for prompt, found in zip(prompts, greedy_answers(loaded, prompts, batch_size=3, max_new_tokens=5), strict=True):
-        batch = _batch(loaded, [_encode(loaded, prompt, make_encoder(loaded)).decode(loaded.image_options)])
+        batch = _batch(loaded, [_encode(loaded, prompt).decode(loaded.image_options)])
         new = loaded.model.generate(**batch, max_new_tokens=found.num_tokens, do_sample=False)
         embeds = torch.cat([batch["inputs_embeds"], loaded.model.get_input_embeddings()(new)], dim=1)
         with torch.no_grad():
@@ -118,8 +117,8 @@ def test_a_blank_image_leaves_the_prompt_as_it_is_and_nothing_to_see(built, data
     question = next(question for question in questions_of(data) if question.prompt.images)
     blank = with_blank_image(question).prompt
     assert prompt_ids(loaded, blank) == prompt_ids(loaded, question.prompt)
-    media = _encode(loaded, blank, make_encoder(loaded)).decode(loaded.image_options).media
-    seen = _encode(loaded, question.prompt, make_encoder(loaded)).decode(loaded.image_options).media
+    media = _encode(loaded, blank).decode(loaded.image_options).media
+    seen = _encode(loaded, question.prompt).decode(loaded.image_options).media
     for (tiles, layout), (shown, as_shown) in zip(media, seen, strict=True):
         assert tiles.shape == shown.shape and tiles.dtype == shown.dtype and layout == as_shown
         assert tiles.unique().numel() <= 3 and shown.unique().numel() > 3  # one colour
@@ -188,9 +187,12 @@ def test_the_processor_of_todays_llama_tokenizer_gives_the_ids_of_training(tmp_p
     export(model, plan, args, square(plan), tmp_path)
     loaded = load_model(tmp_path)
     picture = load_image(read_samples(*toys.write_data(tmp_path / "data", "i").values())[0].media[0].refs[0].path)
-    inputs = AutoProcessor.from_pretrained(tmp_path)(
-        text=render_prompt(list(messages), "v1"), images=picture, return_tensors="pt"
-    )
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": message.text} for role, message in zip(roles, messages)]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True)
+    assert text == "<s> " + render_prompt(list(messages), "v1")
+    inputs = processor(text=text, images=picture, return_tensors="pt")
     image_token = loaded.model.config.image_token_id
     assert inputs["input_ids"][0].tolist() == [image_token if token == -200 else token for token in trained]
 

@@ -120,6 +120,7 @@ def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 
+@pytest.mark.full
 def test_a_frozen_tower_leaves_the_other_gradients(planned, monkeypatch):
     """They are transformers', and the tower has none."""
     plan, images, folder = planned

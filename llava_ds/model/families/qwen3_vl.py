@@ -18,12 +18,14 @@ MERGERS = ("merger", "deepstack_merger_list")
 
 
 class DeepTrunk(Qwen3VLTextModel):
-    """Qwen3-VL's layers, with positions (M,) in the place of transformers' mask, for which the host would wait."""
+    """Qwen3-VL's layers, with positions (M,) in all rows laid end to end in the place of transformers' mask, for which
+    the host would wait."""
 
     def _deepstack_process(
         self, hidden_states: torch.Tensor, visual_pos_masks: torch.Tensor, visual_embeds: torch.Tensor
     ) -> torch.Tensor:
-        return hidden_states.index_add(1, visual_pos_masks, visual_embeds[None].to(hidden_states.dtype))
+        rows = hidden_states.flatten(0, 1).index_add(0, visual_pos_masks, visual_embeds.to(hidden_states.dtype))
+        return rows.view_as(hidden_states)
 
 
 class Qwen3VLForCausalLM(qwen_vl.CausalTrunk):

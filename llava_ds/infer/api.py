@@ -1,0 +1,286 @@
+"""An endpoint with OpenAI's chat completions for programs on the same machine, with fastapi.
+
+Its types have no annotations here: the package is imported where it is needed.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llava_ds.constants import ConfigError
+from llava_ds.infer.answer_queue import AnswerQueue, Ended, Job
+from llava_ds.infer.chat import ask, keep_waiting, print_note, speed_line
+from llava_ds.infer.chat_completions import (
+    LAST_EVENT,
+    Completion,
+    RequestError,
+    Writer,
+    as_request_error,
+    event,
+    read_completion,
+)
+from llava_ds.infer.generate import Sampling
+from llava_ds.infer.load import LoadedModel
+from llava_ds.infer.local_server import ADDRESS, listening, make_server
+
+KEY_VARIABLE = "LLAVA_DS_API_KEY"
+MAX_BODY_BYTES = 16 << 20
+BODY_S = 30.0  # for a client to send its request
+ENDING_S = 10  # for open requests to be answered with an error, at the end
+
+
+def check_server_packages() -> None:
+    """Raise ConfigError where fastapi or uvicorn is not installed."""
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"--serve needs fastapi and uvicorn ({error}): pip install 'llava_ds[serve]'") from error
+
+
+def api_key() -> tuple[str, bool]:
+    """The key that clients have to send, and true if it is a new one. Raises ConfigError for one that can't be sent."""
+    key = os.environ.get(KEY_VARIABLE)
+    if key is None:
+        return secrets.token_urlsafe(24), True
+    if not re.fullmatch(r"[!-~]{8,200}", key):
+        raise ConfigError(f"{KEY_VARIABLE} is no key: set it to 8 to 200 characters of ASCII without spaces")
+    return key, False
+
+
+@dataclass(frozen=True)
+class Limits:
+    """num_requests: answered and waiting together; body_bytes of each; body_s: seconds for a client to send it."""
+
+    num_requests: int
+    body_bytes: int = MAX_BODY_BYTES
+    body_s: float = BODY_S
+
+
+def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, limits: Limits, quiet: bool) -> None:
+    """Answer requests until SIGINT or SIGTERM. name: the model's; sampling: where a request does not say it.
+
+    Raises ConfigError where the port is taken, and the failure that left other ranks out of step.
+    """
+    key, is_new = api_key()
+
+    def generate(conversation, sampling, on_text, stopped):
+        reply = ask(loaded, conversation, sampling, on_text, stopped)
+        if not quiet:
+            print_note(speed_line(reply))
+        return reply
+
+    def end() -> None:
+        answers.closing = server.should_exit = True
+
+    shares = loaded.ranks is not None and loaded.ranks.world_size > 1
+    with tempfile.TemporaryDirectory(prefix="llava_ds-serve-") as uploads, listening(port) as listener:
+        answers = AnswerQueue(generate, shares, end, lambda: keep_waiting(loaded))
+        app = build_app(Service(answers, name, sampling, key, limits, Path(uploads)))
+        line = f"http://{ADDRESS}:{listener.getsockname()[1]}/v1 serves {name}, key {key if is_new else KEY_VARIABLE}"
+        server = make_server(app, line, end, ENDING_S)
+        try:
+            server.run(sockets=[listener])
+        finally:
+            answers.close()
+    if answers.failure is not None:
+        raise answers.failure
+
+
+@dataclass
+class Service:
+    """What the endpoint's functions share. uploads: a folder for images."""
+
+    answers: AnswerQueue
+    name: str
+    sampling: Sampling
+    key: str
+    limits: Limits
+    uploads: Path
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._places = threading.BoundedSemaphore(self.limits.num_requests)
+
+    def check_key(self, request) -> None:
+        """Raise RequestError for a request without the key."""
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self.key.encode()):
+            raise RequestError(401, "no key, or a wrong one: send Authorization: Bearer KEY", code="invalid_api_key")
+
+    def model(self) -> dict[str, object]:
+        """OpenAI's description of the model."""
+        return {"id": self.name, "object": "model", "created": self.started, "owned_by": "llava_ds"}
+
+    @contextlib.contextmanager
+    def place(self):
+        """A folder for a request, and a function that gives it back; it is given back where the block raises.
+
+        Raises RequestError where too many requests are open.
+        """
+        if not self._places.acquire(blocking=False):
+            wait = max(1, math.ceil(self.answers.seconds_per_answer))
+            problem = f"{self.limits.num_requests} requests are open: ask again later"
+            raise RequestError(429, problem, code="queue_full", retry_after_s=wait)
+        folder = Path(tempfile.mkdtemp(dir=self.uploads))
+
+        def release() -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            self._places.release()
+
+        try:
+            yield folder, release
+        except BaseException:
+            release()
+            raise
+
+
+def build_app(service: Service):
+    """The application: /health, /v1/models and /v1/chat/completions."""
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse, Response
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    def refusal(_: Request, error: RequestError) -> Response:
+        return JSONResponse(error.content(), error.status, error.headers)
+
+    def unknown(request: Request, error: HTTPException) -> Response:
+        known = "POST /v1/chat/completions, GET /v1/models and GET /health"
+        found = RequestError(error.status_code, f"{request.method} {request.url.path}: there are {known}")
+        return JSONResponse(found.content(), found.status, error.headers)
+
+    app.add_exception_handler(RequestError, refusal)
+    app.add_exception_handler(HTTPException, unknown)
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))  # nobody reads it
+    app.add_exception_handler(Exception, lambda _, error: refusal(_, as_request_error(error, {})))
+
+    @app.get("/health")
+    def health():
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    def models(request: Request):
+        service.check_key(request)
+        return {"object": "list", "data": [service.model()]}
+
+    @app.get("/v1/models/{name:path}")
+    def model(request: Request, name: str):
+        service.check_key(request)
+        if name != service.name:
+            raise RequestError(404, f"there is no such model here, only {service.name!r}", code="model_not_found")
+        return service.model()
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request):
+        service.check_key(request)
+        with service.place() as (folder, release):
+            body = await _body(request, service.limits)
+            completion = read_completion(body, service.name, service.sampling, folder)
+            del body
+            answer = _Answer(completion, Writer(f"chatcmpl-{secrets.token_hex(12)}", service.name))
+            job = answer.job = Job(completion.question, answer.deliver, release)
+        service.answers.submit(job)
+        return await answer.response(request)
+
+    return app
+
+
+async def _body(request, limits: Limits) -> bytes:
+    """The body of a request. Raises RequestError where it is too long, or comes too slowly."""
+
+    async def read() -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > limits.body_bytes:
+                raise too_long
+        return bytes(body)
+
+    too_long = RequestError(413, f"the body has more than {limits.body_bytes:,} bytes: send smaller or fewer images")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
+        raise too_long
+    try:
+        return await asyncio.wait_for(read(), limits.body_s)
+    except asyncio.TimeoutError:
+        raise RequestError(408, f"the body did not come within {limits.body_s:.0f} s") from None
+
+
+class _Answer:
+    """One answer on its way from the queue's thread to the client."""
+
+    job: Job
+
+    def __init__(self, completion: Completion, writer: Writer) -> None:
+        self._completion, self._writer = completion, writer
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
+
+    def deliver(self, item: str | Ended | Exception) -> None:
+        """Take a part of the answer, in the queue's thread."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody waits any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, item)
+
+    async def response(self, request):
+        """The whole answer, or its beginning where it is streamed. Raises RequestError.
+
+        An error before the first piece has a status of its own in both cases.
+        """
+        from fastapi.responses import JSONResponse, StreamingResponse
+
+        watch = asyncio.create_task(self._cancel_when_gone(request))
+        try:
+            item = await self._next()
+            if self._completion.streams:
+                chunks = self._chunks(item, watch)
+                return StreamingResponse(chunks, media_type="text/event-stream", headers=_NOT_CACHED)
+            pieces = []
+            while isinstance(item, str):
+                pieces.append(item)
+                item = await self._next()
+        except RequestError:
+            watch.cancel()
+            raise
+        watch.cancel()
+        return JSONResponse(self._writer.whole("".join(pieces), item))
+
+    async def _next(self) -> str | Ended:
+        item = await self._events.get()
+        if isinstance(item, Exception):
+            raise as_request_error(item, self._completion.places)
+        return item
+
+    async def _cancel_when_gone(self, request) -> None:
+        while not self.job.cancelled:
+            self.job.cancelled = (await request.receive())["type"] == "http.disconnect"
+
+    async def _chunks(self, item: str | Ended, watch: asyncio.Task) -> AsyncIterator[str]:
+        try:
+            yield self._writer.chunk({"role": "assistant", "content": ""})
+            while isinstance(item, str):
+                yield self._writer.chunk({"content": item})
+                item = await self._next()
+            yield self._writer.chunk({}, item.finish_reason)
+            if self._completion.includes_usage:
+                yield self._writer.usage(item)
+            yield LAST_EVENT
+        except RequestError as error:
+            yield event(error.content())
+        finally:
+            self.job.cancelled = True  # watch may be cancelled before it has seen that the client left
+            watch.cancel()
+
+
+_NOT_CACHED = {"Cache-Control": "no-store"}

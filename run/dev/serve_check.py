@@ -1,0 +1,243 @@
+"""Compare the answers of programs that serve an export with run/evaluate.py's: python run/dev/serve_check.py
+
+Every program is asked the same held-out questions, greedily, in the way that its documentation shows, without extra
+fields that would repair a prompt. The table says how many answers are equal.
+"""
+
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
+
+if __name__ == "__main__":
+    begin("run/dev/serve_check.py")
+
+
+import argparse
+import base64
+import contextlib
+import importlib.metadata
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from llava_ds.config.bounds import Count, number
+from llava_ds.constants import IMAGE_TOKEN, ConfigError
+from llava_ds.data.images.decode import load_image
+from llava_ds.evaluation.asking import ask, plan_batches
+from llava_ds.evaluation.benchmark_files import Given
+from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.tasks import read_questions
+from llava_ds.infer.generate import Answer
+from llava_ds.infer.load import load_model
+from llava_ds.runtime.launchers import free_port
+from llava_ds.runtime.ranks import Ranks, quiet_libraries
+from llava_ds.tiny.default import heldout_data
+
+ROOT = Path(__file__).parents[2]
+ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
+START_S = 600  # for a server to listen
+SHOWN_CHARS = 2000  # of the output of one that does not
+BATCH_SIZE = 48  # run/evaluate.py's
+PACKAGES = ("transformers", "torch", "pillow", "fastapi", "uvicorn", "openai")
+
+# The texts of the answers of the model at a path to questions, with this many tokens at most.
+Asking = Callable[[str, list[Question], int], list[str]]
+
+
+def main() -> None:
+    args = parse()
+    quiet_libraries()
+    if not (Path(args.model_path) / "config.json").is_file():
+        raise ConfigError(f"--model_path {args.model_path}: it has no config.json: run make finetune, or name another")
+    data_path, image_folder = heldout_data("~/.cache/llava_ds")
+    questions = read_questions("llava", Given(data_path, image_folder=image_folder), args.questions)
+    expected = evaluated(args.model_path, questions, args.max_new_tokens)
+    rows = {}
+    for name in args.only or PATHS:
+        start = time.perf_counter()
+        answers = PATHS[name](args.model_path, questions, args.max_new_tokens)
+        wrong = [i for i, (one, other) in enumerate(zip(expected, answers, strict=True)) if one != other]
+        rows[name] = {"equal": len(questions) - len(wrong), "of": len(questions), "s": time.perf_counter() - start}
+        print(f"{name:<28} {rows[name]['equal']:>5} of {len(questions)} equal, {rows[name]['s']:.0f} s", flush=True)
+        for i in wrong[:3]:
+            print(f"    {questions[i].asked!r}: {answers[i]!r}, run/evaluate.py's {expected[i]!r}")
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    if args.output is not None:
+        Path(args.output).mkdir(parents=True, exist_ok=True)
+        report = {"versions": versions, "model_path": args.model_path, "paths": rows}
+        (Path(args.output) / "serve-check.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if different := [name for name, row in rows.items() if row["equal"] < row["of"]]:
+        raise ConfigError(f"the answers of {', '.join(different)} are not run/evaluate.py's")
+
+
+def parse() -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--model_path", type=given_path, default="output/tiny-finetune", help="an export (default: %(default)s)")
+    add("--questions", type=number(Count), default=60, help="the first held-out ones (default: %(default)s)")
+    add("--max_new_tokens", type=number(Count), default=64, help="longest answer (default: %(default)s)")
+    add("--only", nargs="+", choices=[*PATHS], help="some of the paths (default: all)")
+    add("--output", type=new_folder, help="folder for serve-check.json")
+    return parser.parse_args()
+
+
+def evaluated(model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
+    """The answers by the functions that run/evaluate.py calls, in its batches."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranks, found, loaded = Ranks(0, 0, 1, device), dict[int, Answer](), load_model(model_path)
+    batches = plan_batches(loaded, questions, BATCH_SIZE, ranks)
+    ask(loaded, questions, batches, found.update, ranks, max_new_tokens=max_new_tokens, progress="run/evaluate.py")
+    return [found[i].text for i in range(len(questions))]
+
+
+def as_chat(question: Question, image_part: Callable[[str], dict]) -> list[dict]:
+    """A question as a chat, with images before the text of their message, as training had them."""
+    images, chat = iter(question.prompt.images), []
+    for message in question.prompt.messages:
+        marks = message.text.count(IMAGE_TOKEN)
+        text = message.text.removeprefix(f"{IMAGE_TOKEN}\n" * marks)
+        if IMAGE_TOKEN in text:
+            raise ConfigError(f"question {question.id} has an image behind text, which a chat's parts don't keep")
+        parts = [image_part(next(images)) for _ in range(marks)] + [{"type": "text", "text": text}]
+        chat.append({"role": ROLES[message.role], "content": parts})
+    return chat
+
+
+def loaded_image(path: str) -> dict:
+    """transformers' part for an image."""
+    return {"type": "image", "image": load_image(path)}
+
+
+def image_url(path: str) -> dict:
+    """OpenAI's part for an image."""
+    data = base64.b64encode(Path(path).read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def by_pipeline(model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
+    """Ask transformers' pipeline("image-text-to-text")."""
+    from transformers import pipeline
+
+    pipe = pipeline("image-text-to-text", model=model_path, dtype="auto")
+    options = {
+        "return_full_text": False,
+        "generate_kwargs": {"do_sample": False, "max_new_tokens": max_new_tokens},
+    }
+    found = [pipe(text=as_chat(question, loaded_image), **options) for question in questions]
+    return [one[0]["generated_text"].strip() for one in found]
+
+
+def by_processor(model_path: str, questions: list[Question], max_new_tokens: int, **options: object) -> list[str]:
+    """Write the chat template's text, give it to the processor, and generate. options: of the processor."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="auto").eval()
+    processor = AutoProcessor.from_pretrained(model_path)
+    answers = []
+    for question in questions:
+        chat = as_chat(question, loaded_image)
+        text = processor.apply_chat_template(chat, add_generation_prompt=True)
+        images = [part["image"] for turn in chat for part in turn["content"] if part["type"] == "image"]
+        inputs = processor(text=text, images=images or None, return_tensors="pt", **options).to(
+            model.device, model.dtype
+        )
+        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        answers.append(processor.decode(new, skip_special_tokens=True).strip())
+    return answers
+
+
+def by_transformers_serve(model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
+    """Ask transformers serve by the openai client."""
+    port = free_port()
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model_path, "--port", str(port)]
+    with running(command, port, {}):
+        return by_client(port, "none", model_path, questions, max_new_tokens)
+
+
+def by_chat_serve(
+    model_path: str, questions: list[Question], max_new_tokens: int, streams: bool = False, engine: str = "hf"
+) -> list[str]:
+    """Ask run/chat.py --serve by the openai client."""
+    port, key = free_port(), secrets.token_urlsafe(16)
+    command = [sys.executable, str(ROOT / "run" / "chat.py"), "--serve", "--model_path", model_path, "--engine", engine]
+    with running([*command, "--port", str(port), "--quiet"], port, {"LLAVA_DS_API_KEY": key}):
+        name = os.path.basename(os.path.abspath(model_path))
+        return by_client(port, key, name, questions, max_new_tokens, streams)
+
+
+def by_client(
+    port: int, key: str, name: str, questions: list[Question], max_new_tokens: int, streams: bool = False
+) -> list[str]:
+    """Ask by the official client, one question after the other."""
+    import openai
+
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=300)
+    answers = []
+    for question in questions:
+        chat = as_chat(question, image_url)
+        options = {"model": name, "messages": chat, "temperature": 0, "max_tokens": max_new_tokens}
+        if streams:
+            choices = [chunk.choices for chunk in client.chat.completions.create(**options, stream=True)]
+            text = "".join(found[0].delta.content or "" for found in choices if found)
+        else:
+            text = client.chat.completions.create(**options).choices[0].message.content
+        answers.append(text.strip())
+    return answers
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, variables: dict[str, str]) -> Iterator[None]:
+    """Start a server, wait until /health answers, and end it. Raises ConfigError with the end of its output."""
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            end = time.monotonic() + START_S
+            while not _is_healthy(port):
+                if server.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    said = log.read().decode(errors="replace")[-SHOWN_CHARS:]
+                    raise ConfigError(f"{' '.join(command)} does not listen (exit code {server.poll()}):\n{said}")
+                time.sleep(0.2)
+            yield
+        finally:
+            server.send_signal(signal.SIGINT)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+PATHS: dict[str, Asking] = {
+    "pipeline": by_pipeline,
+    "template, then processor": by_processor,
+    "the same, no special tokens": lambda *given: by_processor(*given, add_special_tokens=False),  # as vLLM
+    "transformers serve": by_transformers_serve,
+    "run/chat.py --serve": by_chat_serve,
+    "the same, streamed": lambda *given: by_chat_serve(*given, streams=True),
+    "the same, deepspeed": lambda *given: by_chat_serve(*given, engine="deepspeed"),
+}
+
+if __name__ == "__main__":
+    exit_with(main, "run/dev/serve_check.py")
