@@ -239,7 +239,7 @@ class _FreshEyes(nn.Module):
     def embed(self, embedding: nn.Module, batch: Batch) -> torch.Tensor:
         """As LlavaModel's."""
         features = self.projector(self.vision_tower(batch.pixel_values))
-        return merge_features(embedding(batch.input_ids), features, batch, self.newline)
+        return merge_features(embedding(batch.input_ids), features, batch, self.newline)[0]
 
 
 def _fresh_eyes(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _FreshEyes:
