@@ -25,7 +25,7 @@ from llava_ds.evaluation.scores import Scored, metric_of
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.infer.generate import decode_media, media_of
 from llava_ds.model.llava import LlavaModel
-from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank
 from llava_ds.train.evals import Asks
 from llava_ds.train.plan import Plan
 from llava_ds.train.sampling import DrawRules, draw_answers
@@ -155,15 +155,18 @@ class EvalTasks:
         self._positions = getattr(plan.model.text_config, "max_position_embeddings", None) or UNBOUNDED
 
     def scores(self, precision: torch.autocast) -> dict[str, float]:
-        """The score of each task by its name, on rank 0; on the others nothing. All ranks call it together.
+        """The score of each task by its name. All ranks call it together.
 
-        precision: the engine's own. Raises DataError, on every rank, for a question that can't be shown.
+        precision: the engine's own. Raises DataError, on every rank, for a question that can't be shown, and for a
+        metric that fails.
         """
         with whole_weights(self._twin):
             answers = on_every_rank(self._ranks, lambda: self._answers(precision))
         shares = gather(answers, self._ranks)
-        if not self._ranks.is_first:
-            return {}
+        return broadcast_from_first(self._ranks, lambda: self._scored(shares))
+
+    def _scored(self, shares: list[list[dict[int, str]]]) -> dict[str, float]:
+        """Score the answers of all ranks."""
         found = {}
         for task, *parts in zip(self._tasks, *shares):
             texts = {number: text for part in parts for number, text in part.items()}

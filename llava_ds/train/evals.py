@@ -195,7 +195,7 @@ class Tasks(Protocol):
     """Benchmarks whose questions a model is asked while it trains."""
 
     def scores(self, precision: torch.autocast) -> dict[str, float]:
-        """The score of each by its name, on rank 0; on the others nothing. All ranks call it together.
+        """The score of each by its name. All ranks call it together.
 
         precision: the engine's own.
         """

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ready_models
 import toys
 import yaml
 from launching import ROOT, ds_config, losses, run_many, tight_config, toy_run
@@ -25,6 +26,7 @@ RUNS = {
     "zero3-lora": (3, LORA),
     "zero2-grpo": (2, GRPO),
 }
+READY = ("smolvlm", "qwen3_vl")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,12 @@ def folder(tmp_path_factory) -> Path:
         runs += [toy_run(given, folder / name, config, **{**common, **asks, **more})]
         if name in ("zero0", "zero3"):
             runs += [toy_run(given, folder / f"{name}-plain", config, **{**common, **more})]
+    for family in READY:
+        ready = ready_models.write_ready(folder / family, family)
+        own = {**given, **ready, "vision_tower": None, "tune_mm_mlp": True, "tune_mm_llm": True}
+        flags = toy_run(own, folder / f"zero3-{family}", tight_config(folder), **{**common, **asks})
+        left_out = ("vision_tower", "mm_projector_lr")
+        runs += [{name: value for name, value in flags.items() if name not in left_out}]
     run_many(2, folder / "launch", runs)
     return folder
 
@@ -60,7 +68,7 @@ def evaluated(folder: Path, name: str, *flags: str) -> float:
     return total / asked
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*RUNS, *(f"zero3-{family}" for family in READY)])
 def test_the_best_score_is_that_of_the_exported_model(folder, name):
     rows = read_metrics(folder / name / "evals.jsonl")
     assert [row["step"] for row in rows] == list(range(EVERY, STEPS + 1, EVERY))

@@ -12,7 +12,7 @@ from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import end_markers
 from llava_ds.data.sample import Message
 from llava_ds.engine.twin import twin_of
-from llava_ds.infer.generate import Prompt, answer, decode_media, make_encoder, media_of
+from llava_ds.infer.generate import Prompt, answer, decode_media, media_of
 from llava_ds.infer.load import load_model
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import load_weights
@@ -44,7 +44,7 @@ def test_drawn_answers_are_transformers(family, tmp_path):
     model = assemble(plan.text_config, plan.tower, args, mean, std)
     for name, part in model.named_children():
         load_weights(part, open_part(name, plan).weights, Ranks(0, 0, 1, torch.device("cpu")), "here")
-    encoder, samples = make_encoder(loaded), []
+    encoder, samples = loaded.encoder, []
     for prompt in prompts:
         media = media_of(prompt, options)
         ids = torch.tensor(encoder.prompt_ids(prompt.messages, [layout.mark for *_, layout in media]))

@@ -485,7 +485,6 @@ def sharing_problems(args: Arguments, kind: str) -> list[str]:
     """Lines about experts, and about ranks that share parts of a model, which a ready model can't have yet."""
     axes = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
     sizes = {name: getattr(args.training, name) for name in axes}
-    asked = f"--eval_tasks {args.training.eval_tasks}: {kind}, which run/evaluate.py alone asks so far: leave it out"
     upcycled = [f"--moe_enable True: {kind}, whose MLPs can't become experts so far: leave it out"]
     return [
         *(
@@ -494,7 +493,6 @@ def sharing_problems(args: Arguments, kind: str) -> list[str]:
             if size > 1
         ),
         *(upcycled if args.model.moe_enable else []),
-        *([asked] if args.training.eval_tasks is not None else []),
     ]
 
 
