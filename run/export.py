@@ -20,7 +20,7 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
-from llava_ds.config.bounds import Number, number
+from llava_ds.config.bounds import Count, Number, number
 from llava_ds.constants import ConfigError
 from llava_ds.export.adapter import write_restored_adapter
 from llava_ds.export.blending import open_adapters
@@ -51,9 +51,11 @@ def main() -> None:
             raise ConfigError("--adapters goes with an adapter's folder: export the checkpoint as --format adapter")
         if "version" in given:
             raise ConfigError("--version goes with a model folder; run.json has a checkpoint's: leave it out")
-        restored = restore(source, given, dtype)
+        restored = restore(source, given, dtype, args.average)
         form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
+        if args.average > 1:
+            raise ConfigError(f"--average {args.average} goes with a checkpoint, and this is none: leave it out")
         for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
             if name in given:
                 raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
@@ -116,6 +118,13 @@ def parse() -> argparse.Namespace:
         type=number(Number),
         metavar="WEIGHT",
         help="weights of SOURCE and of --adapters, in this order; absent: equal ones that add up to 1",
+    )
+    add(
+        "--average",
+        type=number(Count),
+        default=1,
+        metavar="N",
+        help="the mean of the weights of the checkpoint in SOURCE and of the N - 1 before it",
     )
     add("--version", help="conversation template of a model folder that has none in its settings")
     add(

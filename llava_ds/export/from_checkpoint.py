@@ -2,16 +2,18 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.config.arguments import Arguments, changes_base, trained_parts
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.checkpoint_files import ENGINE, read_lora_start, trained_weights
+from llava_ds.engine.checkpoint_files import ENGINE, SavedWeight, read_lora_start, trained_weights
 from llava_ds.export.adapter import merged_entries
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
@@ -37,20 +39,30 @@ class Restored:
     record: dict
 
 
-def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) -> Restored:
+def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, average: int = 1) -> Restored:
     """The model as a checkpoint has it. What trained comes from there, what was frozen from where it came from.
 
-    moved: other places of --model_name_or_path and the like than run.json's; dtype None: the training's. The projector
-    that the run began with is asked for only where the checkpoint holds no trained one.
+    moved: other places of --model_name_or_path and the like than run.json's; dtype None: the training's; average: of
+    the weights of so many checkpoints, the last of which this is. The projector that the run began with is asked for
+    only where the checkpoint holds no trained one.
     Raises ConfigError or DataError for a damaged checkpoint, and for base models that are not there or not the same.
     """
-    problem = checkpoint_problem(checkpoint) if checkpoint.is_dir() else "there is no such folder"
-    if problem is not None:
-        raise DataError(f"{checkpoint} can't be used: {problem}")
+    several = _last(checkpoint, average)
+    for each in several:
+        problem = checkpoint_problem(each) if each.is_dir() else "there is no such folder"
+        if problem is not None:
+            raise DataError(f"{each} can't be used: {problem}")
     run_dir = checkpoint.resolve().parent
     run, record = read_run_record(run_dir)
     run = located(run, record, run_dir).replaced(**moved)
     weights, trained_in = trained_weights(checkpoint / ENGINE)
+    if average > 1 and run.model.lora_enable:
+        raise ConfigError(
+            "--average: the mean of LoRA's matrices is not that of their products: export the checkpoints as --format "
+            "adapter, and merge them by --adapters"
+        )
+    if average > 1:
+        weights = _averaged([trained_weights(each / ENGINE)[0] for each in several], several)
     trained = [Entry(*weight) for weight in weights if not weight.name.startswith(formats.CRITIC)]
     if _holds_projector(trained, run):
         run = run.replaced(pretrain_mm_mlp_adapter=None)
@@ -75,6 +87,36 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None) 
     else:
         whole = merged_entries(trained, frozen, run.model, plan.lora, start)
     return Restored(export, whole, trained, frozen, start, run, run_dir, record)
+
+
+def _last(checkpoint: Path, number: int) -> list[Path]:
+    """The checkpoint and the ones before it beside it, the newest first. Raises ConfigError where there are fewer."""
+    if number == 1:
+        return [checkpoint]
+    step, found = commit.step_of(checkpoint.resolve()), commit.checkpoints(checkpoint.resolve().parent)
+    earlier = [path for path in found if commit.step_of(path) < step]
+    if len(earlier) < number - 1:
+        raise ConfigError(
+            f"--average {number}: {checkpoint} and the checkpoints before it are {len(earlier) + 1}: give that many at "
+            "most, or keep more of them (--save_total_limit)"
+        )
+    return [checkpoint, *earlier[: number - 1]]
+
+
+def _averaged(several: list[list[SavedWeight]], checkpoints: list[Path]) -> list[SavedWeight]:
+    """The mean of the weights of several checkpoints, computed in fp32 where one is read."""
+    by_name = [{weight.name: weight for weight in weights} for weights in several]
+    shapes = [{name: weight.shape for name, weight in weights.items()} for weights in by_name]
+    for path, each in zip(checkpoints, shapes):
+        if each != shapes[0]:
+            raise DataError(f"{path} does not hold the parameters of {checkpoints[0]}: other parts trained then")
+
+    def read(name: str) -> torch.Tensor:
+        parts = [weights[name].read() for weights in by_name]
+        mean = sum(part.float() for part in parts) / len(parts)
+        return mean.to(parts[0].dtype)
+
+    return [SavedWeight(weight.name, weight.shape, partial(read, weight.name)) for weight in several[0]]
 
 
 def _holds_projector(trained: list[Entry], run: Arguments) -> bool:

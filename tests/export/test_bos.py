@@ -20,7 +20,6 @@ QUICK = [
     ("v1", "llama_slow_nolegacy"),
     ("plain", "llama_slow_nolegacy"),
     ("mistral_orca", "llama_chatml_nolegacy"),
-    ("chatml", "qwen"),
 ]
 FULL = [
     # sp_uds never splits some texts, which transformers' tokenizers can't do.
@@ -34,6 +33,7 @@ FULL = [
     ("mpt", "neox"),
     ("gemma", "gemma_slow"),
     ("phi", "phi"),
+    ("chatml", "qwen"),
     ("llama_3", "llama3"),
     ("plain", "llama_slow_legacy"),
 ]

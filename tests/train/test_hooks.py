@@ -49,9 +49,14 @@ class FakeSession:
         self.evaluation = SimpleNamespace(
             is_due=lambda step, last: last or step % 2 == 0,
             ahead_s=lambda step: 0.0,
-            run=lambda step, last: self.done.append("evaluate"),
+            run=self._evaluate,
         )
+        self.ends_at: int | None = None  # the step whose evaluation ends the run
         self.saver = SimpleNamespace(after_step=self._save, rewind=self._rewind)
+
+    def _evaluate(self, step: int, last: bool) -> bool:
+        self.done.append("evaluate")
+        return last or step == self.ends_at
 
     def saves_at(self, step: int, last: bool) -> bool:
         return Session.saves_at(self, step, last)
@@ -94,6 +99,13 @@ def test_what_is_due_is_done_and_its_time_is_not_a_steps(step, done, monkeypatch
     end = run(session, step, monkeypatch)
     assert session.done == done and end.paused == bool(done) and (end.paused_s() > 0) == bool(done)
     end.raise_problems()
+
+
+def test_an_evaluation_that_ends_the_run_makes_its_step_the_last(monkeypatch):
+    session = FakeSession()
+    session.ends_at = 2
+    end = run(session, 2, monkeypatch)
+    assert session.done == ["evaluate", "save"] and end.finished and session.state.is_over and not session.state.stops
 
 
 def test_a_request_to_stop_saves_at_any_step_and_does_not_evaluate(monkeypatch):
