@@ -39,6 +39,8 @@ WEB_PORT, API_PORT = 7860, 8000
 Port = Annotated[int, Bounds(1, 65535)]
 Seed = Annotated[int, Bounds(0, 2**63 - 1)]  # torch's
 
+MOST_REQUESTS = 64  # of --serve
+
 
 def main() -> None:
     args = parse()
@@ -68,7 +70,7 @@ def main() -> None:
         if args.web:
             serve(loaded, name, sampling, args.port or WEB_PORT, args.quiet)
         elif args.serve:
-            limits = Limits(args.max_concurrent_requests)
+            limits = Limits(args.max_concurrent_requests or MOST_REQUESTS)
             serve_api(loaded, name, sampling, args.port or API_PORT, limits, args.quiet)
         else:
             talk(Session(loaded, sampling, args.quiet), args)
@@ -81,6 +83,8 @@ def check_flags(args: argparse.Namespace) -> None:
     given = [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]
     if args.web and given:
         raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
+    if args.max_concurrent_requests is not None and not args.serve:
+        raise ConfigError("--max_concurrent_requests goes with --serve: give that, or leave it out")
     if args.serve and given:
         raise ConfigError(f"{', '.join(given)}: with --serve requests bring it, leave it out")
 
@@ -124,8 +128,7 @@ def parse() -> argparse.Namespace:
     add(
         "--max_concurrent_requests",
         type=number(Count),
-        default=64,
-        help="of --serve, answered and waiting together: more are refused (default: %(default)s)",
+        help=f"of --serve, answered and waiting together: more are refused (default: {MOST_REQUESTS})",
     )
     defaults = Sampling()
     for name, kind, text in (

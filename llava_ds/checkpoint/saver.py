@@ -67,10 +67,11 @@ class Saver:
         resume: ResumePlan,
         ranks: Ranks,
         model_writer: ModelWriter | None = None,
-        spared: Callable[[], Path | None] = lambda: None,
+        protected_checkpoint: Callable[[], Path | None] = lambda: None,
     ) -> None:
-        """model_writer: for checkpoints of the model alone; spared: names, on rank 0, one that is not deleted."""
-        self.model_writer, self.spared = model_writer, spared
+        """model_writer: for checkpoints of the model alone; protected_checkpoint: names, on rank 0, one that is not
+        deleted."""
+        self.model_writer, self.protected_checkpoint = model_writer, protected_checkpoint
         self.engine, self.output_dir, self.ranks = engine, Path(training.output_dir), ranks
         self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save
@@ -165,7 +166,7 @@ class Saver:
 
     def _is_saved(self, path: Path, keeps_all: bool) -> None:
         if self.ranks.is_first and not keeps_all:
-            commit.keep_newest(self.output_dir, self.limit, self.spared())
+            commit.keep_newest(self.output_dir, self.limit, self.protected_checkpoint())
         self.last_good, self.num_failed = path, 0
 
     def _all_have_written(self) -> bool:

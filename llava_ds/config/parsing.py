@@ -191,6 +191,8 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
+    if args.model.init_lora_weights == "True":  # YAML's true, and peft's
+        values["init_lora_weights"] = "true"
     for name in ("moe_layers_idx", "train_modules", "modules_to_save"):
         values[name] = _joined(getattr(args.model, name))
     values["lora_target_modules"], several = _targets(args.model.lora_target_modules)

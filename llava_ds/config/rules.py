@@ -287,9 +287,13 @@ def best_evaluation(args: Arguments) -> Iterator[str]:
     if training.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
         flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
         yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"
-    for name in ("greater_is_better", "early_stopping_threshold"):
-        if name in args.given and not given:
-            yield f"--{name} has no effect without --load_best_model_at_end or --early_stopping_patience: leave it out"
+    if "greater_is_better" in args.given and not given:
+        yield (
+            "--greater_is_better has no effect without --load_best_model_at_end or --early_stopping_patience: leave it "
+            "out"
+        )
+    if "early_stopping_threshold" in args.given and training.early_stopping_patience is None:
+        yield "--early_stopping_threshold has no effect without --early_stopping_patience: give that, or leave it out"
 
 
 def checkpoints(args: Arguments) -> Iterator[str]:
@@ -328,7 +332,7 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
     elif model.tune_mm_mlp_adapter and model.freeze_mm_mlp_adapter:
         yield "--tune_mm_mlp_adapter True trains the projector only, --freeze_mm_mlp_adapter True does not: choose one"
     for name, part in (("mm_projector_lr", "projector"), ("mm_vision_tower_lr", "vision_tower")):
-        if getattr(args.training, name) is not None and parts and part not in parts:
+        if getattr(args.training, name) is not None and parts and part not in parts | lora_parts(model):
             yield f"--{name} is a rate for the {part.replace('_', ' ')}, which does not train: leave it out"
 
 
@@ -339,7 +343,7 @@ def tuning_flags(args: Arguments) -> Iterator[str]:
     others = [name for name in PART_FLAGS if getattr(model, name)]
     if tuned and others:
         yield f"--{tuned[0]} and --{others[0]} both say what trains: give one of them"
-    if tuned and not trained_parts(model):
+    if tuned and not trained_parts(model) | lora_parts(model):
         yield f"--{tuned[0]} False leaves nothing to train: give one of {', '.join(TUNING_FLAGS)} as True"
 
 
@@ -425,11 +429,13 @@ def _pattern_problem(text: str | None) -> str | None:
 def last_layers(args: Arguments) -> Iterator[str]:
     """Last layers that train of parts that train whole, or that have LoRA."""
     model, chosen = args.model, chosen_parts(args.model)
+    by_parts, by_tuning = model.mm_tunable_parts is not None, any(getattr(model, name) for name in TUNING_FLAGS)
     freezing = {
-        "unfreeze_topk_llm": ("language_model", "--freeze_backbone True, or --mm_tunable_parts without it"),
-        "unfreeze_topk_vision": ("vision_tower", "no --unfreeze_mm_vision_tower"),
+        "unfreeze_topk_llm": ("language_model", "--freeze_backbone True", "--tune_mm_llm False"),
+        "unfreeze_topk_vision": ("vision_tower", "no --unfreeze_mm_vision_tower", "no --tune_mm_vision"),
     }
-    for flag, (part, remedy) in freezing.items():
+    for flag, (part, plain, tuning) in freezing.items():
+        remedy = "--mm_tunable_parts without it" if by_parts else tuning if by_tuning else plain
         if not getattr(model, flag):
             continue
         if model.lora_enable:

@@ -26,6 +26,7 @@ from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.infer.generate import decode_media, media_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank
+from llava_ds.train.best import check_metric
 from llava_ds.train.evals import Asks
 from llava_ds.train.plan import Plan
 from llava_ds.train.sampling import DrawRules, draw_answers
@@ -35,6 +36,7 @@ TAKEN = ("loss", "step", "seconds", "samples", "broken_samples", "supervised_tok
 MAX_BYTES = 2**20  # of the file that lists tasks
 BATCH = 16  # questions that are answered together
 UNBOUNDED = 2**31
+NOT_BY_TASK = {"metric", "turns", "split"}  # keys that say nothing to a benchmark with its own scoring and files
 
 
 class _Entry(TypedDict):
@@ -73,15 +75,23 @@ def read_eval_tasks(path: str, cache_dir: str) -> tuple[EvalTask, ...]:
     tasks = []
     for name, entry in _entries(path).items():
         where = f"--eval_tasks {path}: {name}"
-        if not NAME.fullmatch(name) or name in TAKEN or name.endswith("loss"):
-            raise ConfigError(f"{where} is no name for a score: letters, digits, '.', '_' and '-', and not of a loss")
+        if not NAME.fullmatch(name) or name in TAKEN or name.endswith("loss") or name.startswith("eval_"):
+            raise ConfigError(
+                f"{where} is no name for a score: take letters, digits, '.', '_' and '-', not eval_ at its beginning, "
+                "and no name of a loss"
+            )
         task = entry.get("task", "llava")
         if task not in TASKS or task == "preference":
             known = ", ".join(sorted(TASKS.keys() - {"preference"}))
             raise ConfigError(f"{where}: there is no task {task}: give one of {known}")
+        read = {"llava": {"metric", "turns"}, "scienceqa": {"split"}}.get(task, set())
+        unread = entry.keys() & NOT_BY_TASK - read
+        if unread:
+            raise ConfigError(f"{where}: {', '.join(sorted(unread))} says nothing to task {task}: leave it out")
         metric = TASKS[task].metric or entry.get("metric", "exact")
         if metric not in CHOSEN_METRICS and ":" not in metric and TASKS[task].metric is None:
-            raise ConfigError(f"{where}: there is no metric {metric}: give one of {', '.join(CHOSEN_METRICS)}")
+            known = ", ".join(CHOSEN_METRICS)
+            raise ConfigError(f"{where}: there is no metric {metric}: give one of {known}, or file.py:function")
         given = Given(
             entry["data_path"],
             entry.get("annotations"),
@@ -131,8 +141,10 @@ def open_tasks(plan: Plan, ranks: Ranks) -> Asks | None:
     """
     args = plan.args
     if args.training.eval_tasks is None:
+        on_every_rank(ranks, partial(check_metric, args, plan.evals.eval_set, ()))
         return None
     tasks = on_every_rank(ranks, partial(read_eval_tasks, args.training.eval_tasks, args.data.cache_dir))
+    on_every_rank(ranks, partial(check_metric, args, plan.evals.eval_set, tuple(task.name for task in tasks)))
     return partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks)
 
 
@@ -170,7 +182,10 @@ class EvalTasks:
         found = {}
         for task, *parts in zip(self._tasks, *shares):
             texts = {number: text for part in parts for number, text in part.items()}
-            scored = task.score(task.questions, [texts[number] for number in range(len(task.questions))])
+            try:
+                scored = task.score(task.questions, [texts[number] for number in range(len(task.questions))])
+            except DataError as error:
+                raise DataError(f"--eval_tasks, {task.name}: {error}") from error
             found[task.name] = float(np.mean(scored.columns[:, 0]))
         return found
 

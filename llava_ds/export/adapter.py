@@ -187,7 +187,7 @@ def compare_reloaded_adapter(
     deadline = Deadline()
     check_room(num_bytes(planned_entries(export), logits.dtype) * export.args.bits // 16)
     reloaded = _fresh_language_model(export, logits.dtype)
-    eyes = _fresh_eyes(output_dir, export, logits.dtype)
+    eyes = _fresh_vision(output_dir, export, logits.dtype)
     for name, outer in eyes.modules_in_files.items():
         attach(reloaded, outer, eyes.get_submodule(name))
     with warnings.catch_warnings():
@@ -215,7 +215,7 @@ def built_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class _FreshEyes(nn.Module):
+class _FreshVision(nn.Module):
     """Tower and projector as a run began with them. adapted: modules with adapters, by their names in peft's files;
     modules_in_files: these, and all that have parameters of their own."""
 
@@ -242,10 +242,10 @@ class _FreshEyes(nn.Module):
         return merge_features(embedding(batch.input_ids), features, batch, self.newline)[0]
 
 
-def _fresh_eyes(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _FreshEyes:
+def _fresh_vision(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _FreshVision:
     """Load tower and projector on the CPU: what is beside the adapter, and what it was trained from."""
     with no_init_weights(), built_in(dtype):
-        eyes = _FreshEyes(export)
+        eyes = _FreshVision(export)
     if not eyes.adapted:
         return eyes
     alone, beside, flag = Ranks(0, 0, 1, torch.device("cpu")), str(output_dir / NON_LORA), "--output_dir"

@@ -62,7 +62,7 @@ def _bases(export: ExportPlan) -> list[str | None]:
 def _base_entries(export: ExportPlan) -> list[Entry]:
     """The tensors under an adapter, of parts that have some."""
     found: list[Entry] = []
-    for part in ("vision_tower", "projector", "language_model"):
+    for part in ("vision_tower", "projector", "newline", "language_model"):
         source = without_adapter(getattr(export.model.sources, part))
         if source is not None:
             found += read_entries(part, source.open())

@@ -93,7 +93,13 @@ def _last(checkpoint: Path, number: int) -> list[Path]:
     """The checkpoint and the ones before it beside it, the newest first. Raises ConfigError where there are fewer."""
     if number == 1:
         return [checkpoint]
-    step, found = commit.step_of(checkpoint.resolve()), commit.checkpoints(checkpoint.resolve().parent)
+    found = commit.checkpoints(checkpoint.resolve().parent)
+    if checkpoint.resolve() not in found:
+        raise ConfigError(
+            f"--average {number}: {checkpoint} is not named checkpoint-STEP, so that the ones before it are unknown: "
+            "give it that name"
+        )
+    step = commit.step_of(checkpoint.resolve())
     earlier = [path for path in found if commit.step_of(path) < step]
     if len(earlier) < number - 1:
         raise ConfigError(

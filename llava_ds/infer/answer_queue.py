@@ -69,11 +69,11 @@ class AnswerQueue:
         self._generate, self._ends_on_failure, self._on_failure = generate, ends_on_failure, on_failure
         self._on_idle = on_idle
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
-        self._thread.start()
         self.closing = False  # no lock: it is set in a signal's handler
         self.failure: BaseException | None = None
         self.seconds_per_answer = 1.0  # of the last ones
+        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+        self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Put a job at the end of the queue."""
@@ -92,20 +92,26 @@ class AnswerQueue:
             except (DataError, ConfigError) as error:
                 last = error
             except Exception as error:
-                traceback.print_exc(file=sys.stderr)
                 last = error
-                if self._ends_on_failure:
-                    self.closing, self.failure = True, error
-                    self._on_failure()
+                self._failed(error)
             job.release()
             job.deliver(last)
+
+    def _failed(self, error: Exception) -> None:
+        traceback.print_exc(file=sys.stderr)
+        if self._ends_on_failure:
+            self.closing, self.failure = True, error
+            self._on_failure()
 
     def _next(self) -> Job | None:
         while True:
             try:
                 return self._jobs.get(timeout=IDLE_S)
             except queue.Empty:
-                self._on_idle()
+                try:
+                    self._on_idle()
+                except Exception as error:  # the thread has to live to end the jobs that come
+                    self._failed(error)
 
     def _answer(self, job: Job) -> Ended | Exception:
         if self.closing or job.cancelled:

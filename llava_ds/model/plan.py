@@ -83,7 +83,8 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | Re
     """The tower, the source of the layers that run, and the source of the rest if that is another."""
     if folder.ready is not None:
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
-        if not is_there(own / "preprocessor_config.json"):  # an adapter has it only for sizes of its own
+        files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
+        if not any(map(is_there, files)):  # an adapter has one only for sizes of its own
             own = Path(folder.base or folder.path)
         settings = read_processor(own, where), read_json_if_there(own / "processor_config.json", where)
         return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None

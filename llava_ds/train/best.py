@@ -10,8 +10,12 @@ from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.training_flags import PAIR_OBJECTIVES
 from llava_ds.constants import ConfigError
+from llava_ds.data.dataset import EncodedDataset
 from llava_ds.tracking.best_rule import BestCheckpoint, BestRule, best_rule
+
+PAIR_METRICS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]  # of their objectives
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Best:
         return BestCheckpoint(saved[row["step"]], row["step"], self.rule.metric, self.rule.value(row))
 
     def why_over(self) -> str | None:
-        """The reason to end the run now; None to go on. Raises DataError where the metric is not measured."""
+        """The reason to end the run now; None to go on. Raises DataError where the last evaluation lacks the metric."""
+        if self.rows:
+            self.rule.value(self.rows[-1])
         count = self.rule.evaluations_without(self.rows)
         if self.rule.patience is None or count < self.rule.patience:
             return None
@@ -57,14 +63,34 @@ def check_best(args: Arguments, eval_steps: int | None) -> None:
             "--early_stopping_patience), and there is one alone, at the end: give --eval_steps or --eval_strategy"
         )
     if training.load_best_model_at_end and training.save_steps % eval_steps:
+        remedy = f"--save_steps {-(-training.save_steps // eval_steps) * eval_steps}"
         raise ConfigError(
-            f"--load_best_model_at_end True needs an evaluation at every checkpoint, and --save_steps "
-            f"{training.save_steps} is no multiple of the {eval_steps} steps between evaluations (--eval_steps): give "
-            f"--save_steps {-(-training.save_steps // eval_steps) * eval_steps}"
+            "--load_best_model_at_end True needs an evaluation at every checkpoint, and the "
+            f"{training.save_steps} steps between checkpoints are no multiple of the {eval_steps} between evaluations: "
+            "give "
+            f"{'--eval_strategy epoch' if training.save_strategy == 'epoch' else remedy}"
         )
 
 
-def spared(best: Best | None) -> Callable[[], Path | None]:
+def check_metric(args: Arguments, eval_set: EncodedDataset | None, tasks: tuple[str, ...]) -> None:
+    """Raise ConfigError where no evaluation of the run has the number by which the best is found.
+
+    tasks: names of --eval_tasks.
+    """
+    rule, known = best_rule(args.as_dict()), list(tasks)
+    if rule is None:
+        return
+    if eval_set is not None:
+        known += ["loss", *PAIR_METRICS * (args.training.objective in PAIR_OBJECTIVES)]
+        known += [f"loss/{name}" for name in eval_set.sources] if len(eval_set.sources) > 1 else []
+    if rule.metric.removeprefix("eval_") not in known:
+        raise ConfigError(
+            f"--metric_for_best_model {rule.metric} is no number of this run's evaluations: give one of "
+            f"{', '.join(known)}"
+        )
+
+
+def protected_checkpoint(best: Best | None) -> Callable[[], Path | None]:
     """What names the checkpoint that may not be deleted."""
 
     def path() -> Path | None:

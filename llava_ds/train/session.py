@@ -46,7 +46,7 @@ from llava_ds.tracking.best_rule import BestCheckpoint
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.best import spared
+from llava_ds.train.best import protected_checkpoint
 from llava_ds.train.evals import Asks, Evaluation, Tasks
 from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
@@ -314,6 +314,6 @@ def _saver(plan: Plan, engine, evaluation: Evaluation, ranks: Ranks) -> Saver:
     training, model_writer = plan.args.training, None
     if training.save_only_model:
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
-    saver = Saver(engine, training, plan.resume, ranks, model_writer, spared(evaluation.best))
+    saver = Saver(engine, training, plan.resume, ranks, model_writer, protected_checkpoint(evaluation.best))
     saver.lora_start = engine.module.lora_start
     return saver

@@ -14,6 +14,7 @@ from llava_ds.config.arguments import (
     SECTIONS,
     ModelArguments,
     flags_free_on_resume,
+    lora_parts,
     trained_parts,
     trains_projector_only,
     with_objective_defaults,
@@ -895,3 +896,20 @@ def test_parts_that_train_with_lora_and_with_last_layers():
     assert model.lora_target_modules == "q_proj,v_proj"
     model = parse(*lora, "language", "--lora_target_modules", r".*layers\.\d{1,2}\.mlp.*").model
     assert model.lora_target_modules == r".*layers\.\d{1,2}\.mlp.*"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--lora_modules", "language,vision,projector", "--mm_projector_lr", "2e-5", "--mm_vision_tower_lr", "2e-6"],
+        ["--lora_modules", "vision", "--tune_mm_vision", "True"],
+    ],
+)
+def test_a_part_with_lora_trains(flags):
+    args = parse_tiny("--lora_enable", "True", *flags)
+    assert "vision_tower" in lora_parts(args.model)
+
+
+def test_true_is_how_lora_begins_in_a_recipe_too(tmp_path):
+    path = recipe(tmp_path, "lora_enable: true\ninit_lora_weights: true\n")
+    assert parse_tiny("--recipe", path).model.init_lora_weights == "true"

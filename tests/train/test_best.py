@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerControl, Trainer
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.tracking.best_rule import BestRule, best_rule
-from llava_ds.train.best import Best, check_best
+from llava_ds.train.best import Best, check_best, check_metric
 
 
 def rows_of(values: list[float], name: str = "loss") -> list[dict]:
@@ -81,6 +81,31 @@ def test_the_flags_make_the_rule(flags, expected):
     assert best_rule(flags) == expected
 
 
+def test_evaluations_of_an_earlier_start_that_measured_something_else_are_passed_over():
+    rows = [*rows_of([0.1, 0.2]), *({"step": 10 * i, "pope": value} for i, value in ((3, 0.5), (4, 0.7), (5, 0.6)))]
+    best = Best(BestRule("pope", True, 2, 0.0), Path(), rows)
+    assert best.rule.best(rows)["step"] == 40 and best.rule.evaluations_without(rows) == 1 and best.why_over() is None
+    with pytest.raises(DataError, match="pope is not measured: the evaluation at step 20 has loss"):
+        Best(best.rule, Path(), rows[:2]).why_over()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sources", "tasks", "known"),
+    [
+        ({"metric_for_best_model": "poppe"}, None, ("pope", "mine"), "pope, mine"),
+        ({"load_best_model_at_end": True}, None, ("pope",), "pope"),
+        ({"metric_for_best_model": "rewards/margins"}, ["a"], (), "loss"),
+        ({"metric_for_best_model": "eval_loss/c"}, ["a", "b"], (), "loss, loss/a, loss/b"),
+    ],
+)
+def test_a_number_that_no_evaluation_has_is_refused_before_the_run(tmp_path, flags, sources, tasks, known):
+    args = arguments(tmp_path, eval_fraction=0.3, eval_steps=2, **flags)
+    eval_set = sources and SimpleNamespace(sources=sources)
+    with pytest.raises(ConfigError, match=f"is no number of this run's evaluations: give one of {known}$"):
+        check_metric(args, eval_set, tasks)
+    check_metric(args.replaced(metric_for_best_model=f"eval_{known.split(', ')[-1]}"), eval_set, tasks)
+
+
 def test_only_checkpoints_that_are_there_can_be_the_best(tmp_path):
     best = Best(BestRule("eval_loss", False, None, 0.0), tmp_path, rows_of([0.3, 0.1, 0.2]))
     assert best.checkpoint() is None
@@ -99,8 +124,13 @@ def arguments(tmp_path, **flags):
 def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
     evals = {"eval_fraction": 0.3, "load_best_model_at_end": True}
     args = arguments(tmp_path, **evals, save_steps=50, eval_steps=20)
-    with pytest.raises(ConfigError, match=r"--save_steps 50 is no multiple of the 20 steps .* give --save_steps 60"):
+    with pytest.raises(
+        ConfigError, match=r"the 50 steps between checkpoints are no multiple of the 20 .* give --save_steps 60"
+    ):
         check_best(args, 20)
+    by_epoch = arguments(tmp_path, **evals, save_strategy="epoch", eval_steps=30).replaced(save_steps=50)
+    with pytest.raises(ConfigError, match="give --eval_strategy epoch"):
+        check_best(by_epoch, 30)
     with pytest.raises(ConfigError, match="there is one alone, at the end: give --eval_steps"):
         check_best(args, None)
     check_best(args, 25)
@@ -122,6 +152,10 @@ def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
         ),
         ({"greater_is_better": True}, "--greater_is_better has no effect without --load_best_model_at_end"),
         ({"early_stopping_threshold": 0.1}, "--early_stopping_threshold has no effect without"),
+        (
+            {"early_stopping_threshold": 0.1, "load_best_model_at_end": True, "eval_fraction": 0.2},
+            "--early_stopping_threshold has no effect without --early_stopping_patience",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(tmp_path, flags, said):
