@@ -35,14 +35,10 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
             trained = trained_of(list(named), args.model)
             for name, parameter in named.items():
                 parameter.requires_grad_(name in trained)
-    for part, count in (
-        (model.vision_tower.tower, args.model.unfreeze_topk_vision),
-        (model.language_model, args.model.unfreeze_topk_llm),
-    ):
-        if count:
-            part.requires_grad_(False)
-            for layer in repeated_layers(part)[-count:]:
-                layer.requires_grad_(True)
+    if args.model.unfreeze_topk_vision:
+        _leave_last_layers(model.vision_tower.tower, args.model.unfreeze_topk_vision)
+    if args.model.unfreeze_topk_llm:
+        _leave_last_layers(model.language_model, args.model.unfreeze_topk_llm)
     if "output_layer" in parts:
         inputs, outputs = model.language_model.get_input_embeddings(), model.language_model.get_output_embeddings()
         outputs.requires_grad_(outputs.weight is not inputs.weight)  # LLaVA freezes a tied one with the embeddings
@@ -58,6 +54,12 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
             "nothing is left to train: of what the flags leave to train "
             f"({', '.join(sorted(parts))}) this model has no parameters of its own: let another part train"
         )
+
+
+def _leave_last_layers(part: nn.Module, count: int) -> None:
+    part.requires_grad_(False)
+    for layer in repeated_layers(part)[-count:]:
+        layer.requires_grad_(True)
 
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:

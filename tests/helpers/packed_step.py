@@ -38,7 +38,7 @@ def batch_of(kept: tuple[int, ...]) -> Batch:
 class Tower(torch.nn.Module):
     """Features of a blank picture."""
 
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def forward(self, pixel_values: torch.Tensor, inputs: dict | None = None) -> torch.Tensor:
         return torch.ones(len(pixel_values), 1, 8)
 
 
