@@ -180,9 +180,9 @@ docs: install
 	mv docs/flags.md.new docs/flags.md
 	$(BIN)/python run/dev/room_graph.py --write docs/architecture.md
 
-# Two processes of one thread each: more would compete on two cores.
+# Three processes of one thread each, for two cores: some tests wait, and launchers do.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not full' tests/cuda
 
 # CUDA paths without a GPU, over fake tensors (tests/helpers/fake_gpu.py): waits, devices, dtypes, and the memory of named
