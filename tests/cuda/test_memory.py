@@ -63,6 +63,7 @@ def test_the_peak_of_a_micro_batch_is_as_estimated(name, trained, recomputes):
     assert found == pytest.approx(weights + expected, rel=0.03 if trained == "critic" else 0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("trained", ["both", "projector"])
 def test_mlps_that_take_some_tokens_at_a_time_keep_their_input_alone(trained, recomputes):
