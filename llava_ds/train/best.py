@@ -10,12 +10,12 @@ from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.training_flags import PAIR_OBJECTIVES
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.tracking.best_rule import BestCheckpoint, BestRule, best_rule
+from llava_ds.train.objectives import dpo, reward
 
-PAIR_METRICS = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]  # of their objectives
+METRICS = {"dpo": dpo.METRICS, "reward": reward.METRICS}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def check_metric(args: Arguments, eval_set: EncodedDataset | None, tasks: tuple[
     if rule is None:
         return
     if eval_set is not None:
-        known += ["loss", *PAIR_METRICS * (args.training.objective in PAIR_OBJECTIVES)]
+        known += ["loss", *METRICS.get(args.training.objective, ())]
         known += [f"loss/{name}" for name in eval_set.sources] if len(eval_set.sources) > 1 else []
     if rule.metric.removeprefix("eval_") not in known:
         raise ConfigError(

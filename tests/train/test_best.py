@@ -14,6 +14,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.tracking.best_rule import BestRule, best_rule
 from llava_ds.train.best import Best, check_best, check_metric
+from llava_ds.train.objectives import dpo, reward
 
 
 def rows_of(values: list[float], name: str = "loss") -> list[dict]:
@@ -104,6 +105,15 @@ def test_a_number_that_no_evaluation_has_is_refused_before_the_run(tmp_path, fla
     with pytest.raises(ConfigError, match=f"is no number of this run's evaluations: give one of {known}$"):
         check_metric(args, eval_set, tasks)
     check_metric(args.replaced(metric_for_best_model=f"eval_{known.split(', ')[-1]}"), eval_set, tasks)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_every_number_of_pairs_can_be_the_one(tmp_path, objective):
+    args = arguments(tmp_path, eval_fraction=0.3, eval_steps=2, objective=objective)
+    for name in {"dpo": dpo.METRICS, "reward": reward.METRICS}[objective]:
+        check_metric(args.replaced(metric_for_best_model=name), SimpleNamespace(sources=["a"]), ())
+    with pytest.raises(ConfigError, match="is no number of this run's evaluations"):
+        check_metric(args.replaced(metric_for_best_model="rewards/all"), SimpleNamespace(sources=["a"]), ())
 
 
 def test_only_checkpoints_that_are_there_can_be_the_best(tmp_path):

@@ -15,6 +15,16 @@ from llava_ds.train.objectives.pairs import PairObjective
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
 MEAN_LOSS_TYPES = ("ipo", "simpo")  # take the mean log-probability of an answer's tokens, the others their sum
 
+# Numbers beside the loss, by TRL's names.
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
 
 @dataclass(frozen=True)
 class PairLoss:
@@ -96,16 +106,10 @@ class DPO(PairObjective):
     def _metrics(
         self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Of every pair (pairs,), by TRL's names."""
+        """Of every pair (pairs,), by METRICS."""
         chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
-        return {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/accuracies": (chosen > rejected).double(),
-            "rewards/margins": chosen - rejected,
-            "logps/chosen": log_probs[:, 0],
-            "logps/rejected": log_probs[:, 1],
-        }
+        values = (chosen, rejected, (chosen > rejected).double(), chosen - rejected, *log_probs.unbind(1))
+        return dict(zip(METRICS, values, strict=True))
 
 
 def sum_by_sample(rows: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

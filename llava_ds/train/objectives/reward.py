@@ -11,6 +11,17 @@ from llava_ds.batch import Batch
 from llava_ds.train.objectives.objective import MicroLoss
 from llava_ds.train.objectives.pairs import PairObjective
 
+# Numbers beside the loss, by the names of TRL: DPOTrainer's where they mean the same, else RewardTrainer's.
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "mean_reward",
+    "min_reward",
+    "max_reward",
+)
+
 
 @dataclass(frozen=True)
 class RewardLoss:
@@ -66,21 +77,16 @@ class Reward(PairObjective):
 
 
 def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over pairs, by the names of TRL: DPOTrainer's where they mean the same, else RewardTrainer's.
+    """Sums over pairs, by METRICS.
 
     scores (pairs, 2). min_reward and max_reward are of the micro-batch, once for each of its pairs.
     """
     chosen, rejected = scores.unbind(1)
     none = torch.zeros((), dtype=torch.float64, device=scores.device)
-    return {
-        "rewards/chosen": chosen.sum(),
-        "rewards/rejected": rejected.sum(),
-        "rewards/accuracies": (chosen > rejected).double().sum(),
-        "rewards/margins": (chosen - rejected).sum(),
-        "mean_reward": scores.sum() / 2,
-        "min_reward": scores.min() * len(scores) if len(scores) else none,
-        "max_reward": scores.max() * len(scores) if len(scores) else none,
-    }
+    ends = [each * len(scores) for each in scores.aminmax()] if len(scores) else [none, none]
+    differences = ((chosen > rejected).double().sum(), (chosen - rejected).sum())
+    values = (chosen.sum(), rejected.sum(), *differences, scores.sum() / 2, *ends)
+    return dict(zip(METRICS, values, strict=True))
 
 
 def last_targets(batch: Batch) -> torch.Tensor:
