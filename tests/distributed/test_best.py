@@ -1,15 +1,13 @@
 """A run that overfits keeps its best checkpoint, ends for want of a better one on every rank, and exports it."""
 
 import json
-import runpy
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import toys
-from launching import ROOT, ds_config, run_many, toy_run
+from launching import ds_config, run_many, run_script, toy_run
 from safetensors.torch import load_file
 
 from llava_ds.checkpoint.commit import checkpoints
@@ -64,29 +62,24 @@ def as_if_killed(whole: Path, out: Path) -> None:
             shutil.rmtree(path)
 
 
-def export(monkeypatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-    runpy.run_path(str(ROOT / "run" / "export.py"))["main"]()
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_last_checkpoints_can_be_averaged(folder, stage, tmp_path, monkeypatch):
+def test_the_last_checkpoints_can_be_averaged(folder, stage, tmp_path):
     newest = checkpoints(folder / f"whole-{stage}")[:3]
     for i, path in enumerate(newest):
-        export(monkeypatch, path, "--output_dir", tmp_path / str(i))
-    export(monkeypatch, newest[0], "--average", 3, "--output_dir", tmp_path / "mean")
+        run_script("export.py", path, "--output_dir", tmp_path / str(i))
+    run_script("export.py", newest[0], "--average", 3, "--output_dir", tmp_path / "mean")
     several, found = [load_file(tmp_path / str(i) / "model.safetensors") for i in range(3)], tmp_path / "mean"
     for key, weight in load_file(found / "model.safetensors").items():
         assert torch.allclose(weight, sum(each[key] for each in several) / 3, atol=1e-7), key
     with pytest.raises(ConfigError, match="and the checkpoints before it are 20: give that many at most"):
-        export(monkeypatch, newest[0], "--average", 21, "--output_dir", tmp_path / "none")
+        run_script("export.py", newest[0], "--average", 21, "--output_dir", tmp_path / "none")
     with pytest.raises(ConfigError, match="--average 2 goes with a checkpoint, and this is none"):
-        export(monkeypatch, found, "--average", 2, "--output_dir", tmp_path / "none")
+        run_script("export.py", found, "--average", 2, "--output_dir", tmp_path / "none")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ("ended", "killed"))
-def test_it_ends_and_exports_its_best_checkpoint(folder, name, stage, tmp_path, monkeypatch):
+def test_it_ends_and_exports_its_best_checkpoint(folder, name, stage, tmp_path):
     whole, out = folder / f"whole-{stage}", folder / f"{name}-{stage}"
     end, best = expected_end(whole), best_step(whole)
     assert 0 < best < end < STEPS
@@ -97,7 +90,7 @@ def test_it_ends_and_exports_its_best_checkpoint(folder, name, stage, tmp_path, 
     value = RULE.best(read_metrics(out / "evals.jsonl"))["loss"]
     assert (state["best_metric"], Path(state["best_model_checkpoint"]).name) == (value, f"checkpoint-{best}")
 
-    export(monkeypatch, whole / f"checkpoint-{best}", "--output_dir", tmp_path / "wanted")
+    run_script("export.py", whole / f"checkpoint-{best}", "--output_dir", tmp_path / "wanted")
     wanted, found, last = (load_file(path / "model.safetensors") for path in (tmp_path / "wanted", out, whole))
     assert wanted.keys() == found.keys()
     for key, weight in wanted.items():

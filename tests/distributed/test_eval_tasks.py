@@ -1,15 +1,13 @@
 """--eval_tasks through the launcher: scores are those of run/evaluate.py, and the run is one that asks nothing."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import ready_models
 import toys
 import yaml
-from launching import ROOT, ds_config, losses, run_many, tight_config, toy_run
+from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 
 from llava_ds.checkpoint.commit import checkpoints
 from llava_ds.files.jsonl import read_metrics
@@ -56,14 +54,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def evaluated(folder: Path, name: str, *flags: str) -> float:
-    given = {"--data_path": folder / "data/data.json", "--image_folder": folder / "data/images"}
-    argv = ["evaluate.py", "--model_path", str(folder / name), "--output", str(folder / name / "scores.json"),
-            "--max_new_tokens", "8", *(str(token) for pair in given.items() for token in pair), *flags]  # fmt: skip
-    before, sys.argv = sys.argv, argv
-    try:
-        runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]()
-    finally:
-        sys.argv = before
+    out, data = folder / name, folder / "data"
+    given = ("--data_path", data / "data.json", "--image_folder", data / "images", "--max_new_tokens", 8)
+    run_script("evaluate.py", "--model_path", out, "--output", out / "scores.json", *given, *flags)
     total, asked = json.loads((folder / name / "scores.json").read_text())["scores"]["with picture"]["overall"]
     return total / asked
 

@@ -1,14 +1,12 @@
 """A run's export equals the export of its last checkpoint, bit for bit, at every stage."""
 
 import json
-import runpy
 import shutil
-import sys
 
 import pytest
 import torch
 import toys
-from launching import ROOT, ds_config, run_many, tight_config, toy_run
+from launching import ds_config, run_many, run_script, tight_config, toy_run
 from safetensors.torch import load_file
 
 from llava_ds.constants import ConfigError, DataError
@@ -53,15 +51,6 @@ def runs(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("export"), RUNS, 2)
 
 
-def export(*arguments: object) -> None:
-    """run/export.py in this process."""
-    before, sys.argv = sys.argv, ["export.py", *map(str, arguments)]
-    try:
-        runpy.run_path(str(ROOT / "run" / "export.py"))["main"]()
-    finally:
-        sys.argv = before
-
-
 def tensors(folder) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(folder.glob("model*.safetensors")) for name, t in load_file(file).items()}
 
@@ -72,7 +61,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def check_against_live(out, folder) -> None:
     for name, run in out.items():
-        export(run / "checkpoint-2", "--output_dir", folder / name)
+        run_script("export.py", run / "checkpoint-2", "--output_dir", folder / name)
         assert same(tensors(run), tensors(folder / name)), name
         for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"):
             written, again = ((at / file).read_text() for at in (run, folder / name))
@@ -101,7 +90,7 @@ def test_what_transformers_has_no_class_for_is_in_llavas_format(runs):
     config = json.loads((out["zero2 linear"] / "config.json").read_text())
     assert (config["model_type"], config["torch_dtype"]) == ("llava_llama", "bfloat16")
     with pytest.raises(ConfigError, match="--format hf is not possible: transformers has no class"):
-        export(out["zero2 linear"] / "checkpoint-2", "--format", "hf")
+        run_script("export.py", out["zero2 linear"] / "checkpoint-2", "--format", "hf")
 
 
 def test_the_run_says_what_it_left(runs):
@@ -117,16 +106,18 @@ def test_the_run_says_what_it_left(runs):
 
 def test_precision_shards_and_a_projector_by_itself(runs, tmp_path):
     checkpoint = runs[0]["zero3"] / "checkpoint-2"
-    export(checkpoint, "--dtype", "bfloat16", "--max_shard_size", "40KB", "--output_dir", tmp_path / "half")
+    run_script(
+        "export.py", checkpoint, "--dtype", "bfloat16", "--max_shard_size", "40KB", "--output_dir", tmp_path / "half"
+    )
     whole, half = tensors(runs[0]["zero3"]), tensors(tmp_path / "half")
     assert len(list((tmp_path / "half").glob("*.safetensors"))) > 2
     assert same({name: tensor.bfloat16() for name, tensor in whole.items()}, half)
-    export(checkpoint, "--format", "projector", "--output_dir", tmp_path / "projector")
+    run_script("export.py", checkpoint, "--format", "projector", "--output_dir", tmp_path / "projector")
     projector = torch.load(tmp_path / "projector" / "mm_projector.bin")
     assert torch.equal(projector["model.mm_projector.0.weight"], whole["multi_modal_projector.linear_1.weight"])
     with pytest.raises(ConfigError, match="is not empty: name another folder, or give --overwrite"):
-        export(checkpoint, "--output_dir", tmp_path / "half")
-    export(checkpoint, "--output_dir", tmp_path / "half", "--overwrite")
+        run_script("export.py", checkpoint, "--output_dir", tmp_path / "half")
+    run_script("export.py", checkpoint, "--output_dir", tmp_path / "half", "--overwrite")
     assert same(whole, tensors(tmp_path / "half"))
 
 
@@ -136,17 +127,17 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoint-2"
     other = toys.write_base(tmp_path / "other", hidden_size=64)["model_name_or_path"]
     with pytest.raises(ConfigError, match="is not the model that this was trained on"):
-        export(checkpoint, "--model_name_or_path", other)
+        run_script("export.py", checkpoint, "--model_name_or_path", other)
     with pytest.raises(ConfigError, match="is not there any more: say where it lies now"):
-        export(checkpoint, "--vision_tower", tmp_path / "nowhere")
+        run_script("export.py", checkpoint, "--vision_tower", tmp_path / "nowhere")
     (tmp_path / "run" / "run.json").rename(tmp_path / "run" / "gone.json")
     with pytest.raises(DataError, match=r"run\.json can't be read"):
-        export(checkpoint)
+        run_script("export.py", checkpoint)
     next(checkpoint.glob("engine/*optim_states.pt")).unlink()
     with pytest.raises(DataError, match=r"optim_states\.pt is missing"):
-        export(checkpoint)
+        run_script("export.py", checkpoint)
     with pytest.raises(ConfigError, match="there is no such folder"):
-        export(tmp_path / "nothing")
+        run_script("export.py", tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """LoRA and QLoRA through the launcher: LLaVA's script, every ZeRO stage, a break and a resume, what a run leaves."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import toys
-from launching import ROOT, ds_config, losses, run_many, tight_config, toy_run
+from launching import ROOT, ds_config, losses, run_many, run_script, tight_config, toy_run
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -74,29 +73,19 @@ def runs(tmp_path_factory) -> Path:
     return t.folder
 
 
-def export(*arguments: object) -> None:
-    """run/export.py in this process."""
-    spec = importlib.util.spec_from_file_location("export", ROOT / "run" / "export.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["run/export.py", *map(str, arguments)])
-        script.main()
-
-
 def test_a_checkpoint_gives_the_adapter_and_the_merged_model(runs, tmp_path):
     """Of two ranks at ZeRO-3: what the run left, and what merging what it left gives."""
     out = runs / "lora-3"
     checkpoint = out / f"checkpoint-{STEPS}"
-    export(checkpoint, "--output_dir", tmp_path / "adapter")
+    run_script("export.py", checkpoint, "--output_dir", tmp_path / "adapter")
     for name in ("adapter_config.json", "config.json"):
         assert json.loads((tmp_path / "adapter" / name).read_text()) == json.loads((out / name).read_text())
     for name, read in ((ADAPTER, load_file), ("non_lora_trainables.bin", torch.load)):
         ours, theirs = read(tmp_path / "adapter" / name), read(out / name)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
-    export(checkpoint, "--format", "hf", "--output_dir", tmp_path / "merged")
-    export(out, "--format", "hf", "--output_dir", tmp_path / "folder", "--version", "v1")
+    run_script("export.py", checkpoint, "--format", "hf", "--output_dir", tmp_path / "merged")
+    run_script("export.py", out, "--format", "hf", "--output_dir", tmp_path / "folder", "--version", "v1")
     merged, folder = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "folder"))
     assert merged.keys() == folder.keys() and all(torch.equal(merged[name], folder[name]) for name in folder)
     base = load_file(runs / "base" / "llama" / "model.safetensors")
@@ -104,14 +93,14 @@ def test_a_checkpoint_gives_the_adapter_and_the_merged_model(runs, tmp_path):
     assert not torch.equal(merged[f"language_model.{name}"], base[name])
 
     with pytest.raises(ConfigError, match="--format adapter goes with the checkpoint of a LoRA run, and this is none"):
-        export(tmp_path / "merged", "--format", "adapter", "--output_dir", tmp_path / "none")
+        run_script("export.py", tmp_path / "merged", "--format", "adapter", "--output_dir", tmp_path / "none")
 
 
 def merged(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors that run/export.py merges from a run's last checkpoint, by llava-hf's names."""
     out = folder / "merged"
     if not out.exists():
-        export(folder / f"checkpoint-{STEPS}", "--format", "hf", "--output_dir", out)
+        run_script("export.py", folder / f"checkpoint-{STEPS}", "--format", "hf", "--output_dir", out)
     return load_file(out / "model.safetensors")
 
 

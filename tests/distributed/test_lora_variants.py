@@ -1,6 +1,5 @@
 """LoRA on any part, in every variant: as peft's own model trains in a plain loop, opened by peft, merged, resumed."""
 
-import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
-from launching import ROOT, command_line, ds_config, losses, run_many, tight_config, toy_run
+from launching import command_line, ds_config, losses, run_many, run_script, tight_config, toy_run
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, CLIPVisionModel
@@ -199,16 +198,6 @@ def plain_loop(runs: Runs, variant: str) -> tuple[list[float], Theirs, list]:
     return curve, theirs.eval(), batches
 
 
-def export(*arguments: object) -> None:
-    """run/export.py in this process."""
-    spec = importlib.util.spec_from_file_location("export", ROOT / "run" / "export.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["run/export.py", *map(str, arguments)])
-        script.main()
-
-
 @torch.no_grad()
 def opened_by_peft(runs: Runs, folder: Path, plan) -> Theirs:
     """peft over the unchanged base, with the projector that the folder has beside the adapter."""
@@ -282,9 +271,9 @@ def check(runs: Runs, variant: str, stages: tuple[int, ...]) -> None:
             for source in (folder, folder / f"checkpoint-{STEPS}"):
                 out = folder / "merged"
                 more = ["--version", "v1", "--vision_tower", runs.base["vision_tower"]] if source == folder else []
-                export(source, "--format", "hf", "--output_dir", out, "--overwrite", *more)
+                run_script("export.py", source, "--format", "hf", "--output_dir", out, "--overwrite", *more)
                 close(merged_logits(runs, out, theirs.plan, batch), reopened, 2e-5)
-            export(folder / f"checkpoint-{STEPS}", "--output_dir", folder / "again", "--overwrite")
+            run_script("export.py", folder / f"checkpoint-{STEPS}", "--output_dir", folder / "again", "--overwrite")
             left = [json.loads((each / "adapter_config.json").read_text()) for each in (folder, folder / "again")]
             assert left[0] == left[1]
             one, other = (load_file(each / "adapter_model.safetensors") for each in (folder, folder / "again"))

@@ -1,8 +1,6 @@
 """Ready models through the launcher: the curve of a plain loop over transformers, resume, LoRA, export and answers."""
 
-import importlib.util
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import ready_models
 import torch
 import torch.nn.functional as F
 import toys
-from launching import ROOT, ds_config, losses, run_many, tight_config, toy_run
+from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
@@ -179,18 +177,6 @@ def answers_of(runs: Runs, folder: Path) -> list[str]:
     return found
 
 
-def export(*arguments: object) -> None:
-    """run/export.py in this process."""
-    spec = importlib.util.spec_from_file_location("export", ROOT / "run" / "export.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    before, sys.argv = sys.argv, ["export.py", *map(str, arguments)]
-    try:
-        script.main()
-    finally:
-        sys.argv = before
-
-
 def check_lora(runs: Runs, name: str) -> None:
     """peft merges what run/export.py merges, from the adapter and from the checkpoint."""
     from peft import PeftModel
@@ -199,7 +185,7 @@ def check_lora(runs: Runs, name: str) -> None:
     read = partial(AutoModelForImageTextToText.from_pretrained, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(read(runs.base), folder).merge_and_unload().state_dict()
     for source in (folder, folder / "checkpoint-4"):
-        export(source, "--format", "hf", "--output_dir", merged, "--overwrite")
+        run_script("export.py", source, "--format", "hf", "--output_dir", merged, "--overwrite")
         if runs.bounds:
             settings = json.loads((merged / "preprocessor_config.json").read_text())
             assert settings["size"]["longest_edge"] == MAX_PIXELS

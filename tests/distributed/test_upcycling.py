@@ -2,15 +2,13 @@
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import toys
 from checkpoints import break_off, differences
-from launching import ROOT, command_line, ds_config, launch, losses, run_many, toy_run
+from launching import ROOT, command_line, ds_config, launch, losses, run_many, run_script, toy_run
 from safetensors.torch import load_file, save_file
 
 from llava_ds.files.jsonl import read_metrics
@@ -135,14 +133,7 @@ def test_a_checkpoint_of_stage_0_exports_the_same_model(full):
 
 
 def check_export(folder: Path, name: str) -> None:
-    before, sys.argv = (
-        sys.argv,
-        ["export.py", str(folder / name / f"checkpoint-{STEPS}"), "--output_dir", str(folder / f"again-{name}")],
-    )
-    try:
-        runpy.run_path(str(ROOT / "run" / "export.py"))["main"]()
-    finally:
-        sys.argv = before
+    run_script("export.py", folder / name / f"checkpoint-{STEPS}", "--output_dir", folder / f"again-{name}")
     expected, found = (load_file(folder / each / "model.safetensors") for each in (name, f"again-{name}"))
     shared = expected.keys() & found.keys()
     experts = [key for key in expected if "deepspeed_experts" in key]

@@ -1,6 +1,5 @@
 """Adapters merged by weight: what peft adds up, and what is refused."""
 
-import importlib.util
 import json
 import warnings
 from pathlib import Path
@@ -10,23 +9,13 @@ import peft
 import pytest
 import torch
 import toys
-from launching import ROOT
+from launching import run_script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import ConfigError
 
 LINEAR = ["q_proj", "down_proj"]
-
-
-def export(*arguments: object) -> None:
-    """run/export.py in this process."""
-    spec = importlib.util.spec_from_file_location("export", ROOT / "run" / "export.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["run/export.py", *map(str, arguments)])
-        script.main()
 
 
 def write_adapter(folder: Path, base: dict[str, str], seed: int, **config: object) -> dict[str, torch.Tensor]:
@@ -57,7 +46,7 @@ def made(tmp_path_factory) -> tuple[dict[str, str], list[Path], list[dict[str, t
 def merged(made, out: Path, *more: object) -> dict[str, torch.Tensor]:
     base, folders, _ = made
     given = ("--format", "hf", "--version", "v1", "--vision_tower", base["vision_tower"], "--output_dir", out)
-    export(folders[0], "--adapters", folders[1], *given, *more)
+    run_script("export.py", folders[0], "--adapters", folders[1], *given, *more)
     return load_file(out / "model.safetensors")
 
 
@@ -92,7 +81,7 @@ def test_what_cannot_be_merged_by_weight_is_refused(made, tmp_path):
         with pytest.raises(ConfigError, match=message):
             merged(made, tmp_path / "out", *more)
     with pytest.raises(ConfigError, match="--adapter_weights goes with --adapters"):
-        export(folders[0], "--adapter_weights", 1)
+        run_script("export.py", folders[0], "--adapter_weights", 1)
     elsewhere = toys.write_base(tmp_path / "elsewhere", seed=3)
     write_adapter(tmp_path / "third", elsewhere, 2)
     with pytest.raises(ConfigError, match="third has another base than"):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,15 @@ def run_many(
     done = launch(num_ranks, RUN_MANY, *options, str(listed), timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def run_script(name: str, *arguments: object) -> None:
+    """A script of run/ in this process, as a command line would run it; errors are raised."""
+    before, sys.argv = sys.argv, [name, *map(str, arguments)]
+    try:
+        runpy.run_path(str(ROOT / "run" / name))["main"]()
+    finally:
+        sys.argv = before
 
 
 def command_line(flags: dict[str, object]) -> list[str]:
