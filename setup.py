@@ -57,9 +57,10 @@ setup(
         "trackio": ["trackio"],
         "demo": ["gradio>=6.31,<7"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
+        "gguf": ["gguf>=0.19"],
         "bench": ["accelerate>=1.1"],  # what transformers' Trainer, the other side, asks for
         "dev": [
-            *("pytest", "pytest-xdist", "ruff", "tensorboard", "av", "peft", "bitsandbytes", "accelerate"),
+            *("pytest", "pytest-xdist", "ruff", "tensorboard", "av", "peft", "bitsandbytes", "accelerate", "gguf"),
             *("fastapi", "uvicorn", "openai"),  # the endpoint, and the client that it is tested with
         ],
     },

@@ -28,6 +28,7 @@ from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.export_plan import ExportPlan, hf_kind
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.from_folder import open_folder
+from llava_ds.export.gguf_folder import with_gguf_type
 from llava_ds.export.output_folder import staged, write_folder
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.runtime.ranks import quiet_libraries
@@ -68,7 +69,9 @@ def main() -> None:
             export, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, sep="\n")
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
-    _check_form(export, is_lora_run=restored is not None and restored.run.model.lora_enable)
+    if form == "gguf":
+        export = with_gguf_type(export, args.dtype)
+    _check_form(export, args.dtype, is_lora_run=restored is not None and restored.run.model.lora_enable)
     output_dir = Path(args.output_dir or f"{str(source).rstrip('/')}-{form}")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not args.overwrite:
         raise ConfigError(f"--output_dir {output_dir} is not empty: name another folder, or give --overwrite")
@@ -92,12 +95,18 @@ def parse() -> argparse.Namespace:
     add("source", type=given_path, metavar="SOURCE", help="checkpoint-<step> folder, or a model's folder")
     add(
         "--format",
-        choices=["hf", "llava", "adapter", "projector"],
-        help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint, hf and llava "
-        "merge it; projector: mm_projector.bin; absent: the format of the run's own export, or hf",
+        choices=["hf", "llava", "gguf", "adapter", "projector"],
+        help="hf: for transformers; llava: for LLaVA's own code; gguf: for llama.cpp and Ollama; adapter: of a LoRA "
+        "run's checkpoint, which the others merge; projector: mm_projector.bin; absent: the format of the run's own "
+        "export, or hf",
     )
     add("--output_dir", type=new_folder, help="folder to write; absent: the source's name with the format appended")
-    add("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: that of training, or of the folder")
+    add(
+        "--dtype",
+        choices=["auto", *DTYPES, "q8_0"],
+        default="auto",
+        help="auto: that of training, or of the folder, where GGUF has float16 for bfloat16; q8_0: 8 bits, of GGUF",
+    )
     add("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
     add("--model_name_or_path", type=given_path, help="present folder of a checkpoint's base language model")
     add("--pretrain_mm_mlp_adapter", type=given_path, help="present path of the projector that a checkpoint began with")
@@ -144,9 +153,11 @@ def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> No
         raise ConfigError(f"--output_dir {output_dir} holds a model that is read for this one: name another folder")
 
 
-def _check_form(export: ExportPlan, is_lora_run: bool) -> None:
+def _check_form(export: ExportPlan, dtype: str, is_lora_run: bool) -> None:
     if export.form == "adapter" and not is_lora_run:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
+    if dtype == "q8_0" and export.form != "gguf":
+        raise ConfigError("--dtype q8_0 goes with --format gguf: give float32, bfloat16 or float16")
     kind, why = hf_kind(export.model, export.args, export.image_options)
     if export.form == "hf" and kind is None:
         raise ConfigError(f"--format hf is not possible: {why}; or give --format llava")

@@ -26,6 +26,15 @@ def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_s
     return source if TEMPLATES[template].whole or not begins_with_bos(tokenizer) else _bos(template, tokenizer) + source
 
 
+def llama_cpp_template(template: str, mm_use_im_start_end: bool = False) -> str:
+    """The Jinja template for llama.cpp, which writes bos itself, and a mark of its own for an image into the text.
+
+    Images come first in their message, as in the template for transformers.
+    """
+    image = _quoted(TEMPLATES[template].image_text(mm_use_im_start_end) + "\n")
+    return CHAT_TEMPLATES[template].replace(_WORDS, _LLAMA_CPP_WORDS.replace("IMAGE", image))
+
+
 def _bos(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The beginning of a Jinja template with bos.
 
@@ -227,6 +236,19 @@ _WORDS = (
     "{% elif part['type'] == 'text' %}{% set parts.text = parts.text + part['text'] %}{% endif %}{% endfor %}"
     "{% set whole = '<image>\\n' * parts.images + parts.text %}"
     "{{ whole | trim if parts.images == 1 else whole }}{% endif %}{% endmacro %}"
+)
+
+# The same for llama.cpp: its marks are like <__media__>, in a content that is a text, or in parts of type "text".
+_LLAMA_CPP_WORDS = (
+    "{% macro words(content) %}{% set parts = namespace(images=0, marks='', text='', whole='') %}"
+    "{% if content is string %}{% set parts.whole = content %}{% else %}{% for part in content %}"
+    "{% if part['type'] == 'text' %}{% set parts.whole = parts.whole + part['text'] %}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% for piece in parts.whole.split('<__media') %}{% if loop.first %}{% set parts.text = piece %}{% else %}"
+    "{% set cut = piece.split('__>') %}{% set parts.images = parts.images + 1 %}"
+    f"{{% set parts.marks = parts.marks + IMAGE.replace('{IMAGE_TOKEN}', '<__media' + cut[0] + '__>') %}}"
+    "{% set parts.text = parts.text + (cut[1:] | join('__>')) %}{% endif %}{% endfor %}"
+    "{% set whole = parts.marks + parts.text %}{{ whole | trim if parts.images == 1 else whole }}{% endmacro %}"
 )
 
 

@@ -22,6 +22,8 @@ SHOWN = (
     "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "bf16", "fp16", "loss_reduction", "seed",
 )  # fmt: skip
 
+LIBRARIES = {"hf": "transformers", "gguf": "gguf"}
+
 # Where run/evaluate.py puts its scores; a card without it is not ours to change.
 EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"
 USE_TRANSFORMERS = """\
@@ -48,6 +50,12 @@ from llava.model.builder import load_pretrained_model
 tokenizer, model, image_processor, context_len = load_pretrained_model({quoted}, None, {called})
 ```
 """
+USE_LLAMA_CPP = """\
+In llama.cpp, and in Ollama:
+
+    llama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf
+    ollama create {folder} --file {folder}/Modelfile
+"""
 USE_LLAVA_DS = """
 In llava_ds:
 
@@ -73,7 +81,7 @@ def write_card(
     lines = [
         "---",
         "tags: [llava, image-text-to-text]",
-        f"library_name: {'transformers' if form == 'hf' else 'llava'}",
+        f"library_name: {LIBRARIES.get(form, 'llava')}",
         "pipeline_tag: image-text-to-text",
         "---",
         "",
@@ -184,6 +192,8 @@ def _usage(output_dir: Path, form: str, name: str) -> str:
     if form == "llava":
         called = quoted if "llava" in name.lower() else json.dumps(f"llava-{name}", ensure_ascii=False)
         return where + USE_LLAVA.format(quoted=quoted, called=called) + here
+    if form == "gguf":
+        return f"Run this in the folder that holds `{name}`.\n\n" + USE_LLAMA_CPP.format(folder=in_shell)
     if form == "adapter":
         return where + here.lstrip()
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))

@@ -17,12 +17,12 @@ from llava_ds.model.plan import ModelPlan
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The model to write, and its form: "hf" (for transformers), "llava", "adapter" (LoRA) or "projector".
+    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" (LoRA) or "projector".
 
     args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
     max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for
     as many as there are; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None
-    for that of --version.
+    for that of --version; gguf_type: of matrices in GGUF, "float32", "float16" or "q8_0".
     """
 
     model: ModelPlan
@@ -35,6 +35,7 @@ class ExportPlan:
     rows: int | None = None
     tower_name: str | None = None
     template: str | None = None
+    gguf_type: str = "float16"
 
     @property
     def vocab_size(self) -> int:

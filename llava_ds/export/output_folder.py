@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.gguf_folder import GGUF_FILES, write_gguf
 from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_value_head, write_value_head
 from llava_ds.export.tokenizer_files import ORIGINAL_FILES
@@ -28,11 +29,11 @@ from llava_ds.runtime.ranks import Ranks
 # Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
-    *ADAPTER_FILES, NON_LORA, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
+    *GGUF_FILES, *ADAPTER_FILES, NON_LORA, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
     f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
 )  # fmt: skip
 
-WRITERS = {"hf": write_hf, "llava": write_llava, "projector": write_projector}
+WRITERS = {"hf": write_hf, "llava": write_llava, "gguf": write_gguf, "projector": write_projector}
 ENTRIES = {"hf": hf_entries, "llava": llava_entries, "projector": projector_entries}
 
 
@@ -46,7 +47,7 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
-    """Write a model's entries as a folder, "hf", "llava" or "projector".
+    """Write a model's entries as a folder, "hf", "llava", "gguf" or "projector".
 
     holes: write files of weights that have the size, and holes in the place of the numbers; not of a projector or a
     value head, which has a file of its own.

@@ -45,7 +45,7 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
         return ready_entries(export, entries)
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     names = export.names
-    written = names.divided(names.to_hf(names.resized(completed(entries, tower), _rows(export)[1])))
+    written = names.divided(names.to_hf(names.resized(completed(entries, tower), tokenizer_and_rows(export)[1])))
     return renamed(written, partial(native_name, config=export.model.text_config))
 
 
@@ -59,7 +59,7 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
         return
     kind, _ = hf_container(export.model, export.args, export.image_options)
     assert kind is not None, "export_format would have said so"
-    tokenizer, rows = _rows(export)
+    tokenizer, rows = tokenizer_and_rows(export)
     write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     write_processor(export, kind, tokenizer, output_dir)
     write_hf_tokenizer(tokenizer, Path(export.model.tokenizer.name_or_path), output_dir)
@@ -67,7 +67,7 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
     write_generation_config(export.args.version, tokenizer, output_dir, tokenizer.pad_token_id)
 
 
-def _rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
+def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
     kind, _ = hf_container(export.model, export.args, export.image_options)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)

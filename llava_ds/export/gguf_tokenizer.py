@@ -1,0 +1,185 @@
+"""A tokenizer, its chat template and Ollama's Modelfile as llama.cpp and Ollama read them."""
+
+import json
+
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import ConfigError
+from llava_ds.data.chat_template import llama_cpp_template
+from llava_ds.data.encode import end_markers
+from llava_ds.data.sample import Message
+from llava_ds.data.templates import TEMPLATES, render, resolve_template
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.tokenizer import SPACE, begins_with_bos
+
+# Expressions by which byte-level tokenizers divide a text first, and llama.cpp's names for them. Only Llama 3's takes a
+# word that is a token as that token, whatever the merges say.
+_DIVIDES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {_DIVIDES % "{1,3}": ("llama-bpe", True), _DIVIDES % "": ("qwen2", False), None: ("gpt-2", False)}
+
+
+def add_tokenizer(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Add the tokenizer's keys to a gguf.GGUFWriter. tokenizer: the exported one; rows: of the embeddings.
+
+    Raises ConfigError for tokenizers that llama.cpp would read otherwise.
+    """
+    from gguf import TokenType
+
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, name = content["model"], tokenizer.name_or_path
+    if model["type"] != "BPE" or not (model.get("byte_fallback") or _is_byte_level(content)):
+        raise ConfigError(
+            f"{name}: --format gguf takes sentencepiece's BPE with bytes and byte-level BPE, this is {model['type']}"
+        )
+    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+
+    def type_of(i: int) -> TokenType:
+        if i not in tokens:
+            return TokenType.UNUSED
+        if tokens[i] == model.get("unk_token"):
+            return TokenType.UNKNOWN
+        if i in added:
+            return TokenType.CONTROL if added[i].special else TokenType.USER_DEFINED
+        is_byte = model.get("byte_fallback") and tokens[i] in _BYTES
+        return TokenType.BYTE if is_byte else TokenType.NORMAL
+
+    writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(rows)])
+    writer.add_token_types([type_of(i) for i in range(rows)])
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+    if model.get("byte_fallback"):
+        scores = _scores(tokenizer, model, merges)
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores([scores.get(tokens.get(i), 0.0) for i in range(rows)])
+        writer.add_add_space_prefix(tokenizer.tokenize("x", add_special_tokens=False)[0].startswith(SPACE))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_pre_tokenizer(content, name))
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+    _add_ends(writer, export, tokenizer)
+
+
+def _add_ends(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the special tokens and the chat template.
+
+    llama.cpp writes bos itself, for which it takes it away from the template's text; a template that was trained as one
+    text has all of its tokens in it.
+    """
+    args = export.args
+    version = resolve_template(args.version)
+    ends = end_markers(version, tokenizer)
+    for add, ids in (
+        (writer.add_bos_token_id, [tokenizer.bos_token_id]),
+        (writer.add_eos_token_id, ends[:1]),
+        (writer.add_eot_token_id, ends[1:2]),
+        (writer.add_unk_token_id, [tokenizer.unk_token_id]),
+        (writer.add_pad_token_id, [tokenizer.pad_token_id]),
+    ):
+        for i in ids:
+            if i is not None:
+                add(i)
+    is_ours = export.template is None
+    is_whole = is_ours and TEMPLATES[version].whole
+    writer.add_add_bos_token(begins_with_bos(export.model.tokenizer) and not is_whole)
+    writer.add_add_eos_token(False)
+    if not is_ours or TEMPLATES[version].write is None:
+        writer.add_chat_template(export.template or tokenizer.get_chat_template())
+    else:
+        writer.add_chat_template(llama_cpp_template(version, args.mm_use_im_start_end))
+
+
+_BYTES = frozenset(f"<0x{value:02X}>" for value in range(256))
+
+
+def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[str, str]]) -> dict[str, float]:
+    """The scores by which llama.cpp joins tokens, the highest first: minus the rank of the first merge to a token.
+
+    It knows tokens, not merges, and joins any two whose text is a token. That is what merges do if each token comes
+    out of its own text, and all merges to a token stand together.
+    """
+    name = tokenizer.name_or_path
+    if missing := _BYTES - model["vocab"].keys():
+        raise ConfigError(f"{name}: --format gguf needs a token for every byte, {len(missing)} are missing")
+    first: dict[str, int] = {}
+    last = None
+    for rank, (one, other) in enumerate(merges):
+        if first.setdefault(one + other, rank) != rank and last != one + other:
+            raise ConfigError(f"{name}: llama.cpp can't tell apart the merges to {one + other!r}, which stand apart")
+        last = one + other
+    tokenize = tokenizer.backend_tokenizer.model.tokenize
+    added = {added.content for added in tokenizer.added_tokens_decoder.values()}
+    for token in model["vocab"].keys() - _BYTES - added:
+        if (found := [piece.value for piece in tokenize(token)]) != [token]:
+            raise ConfigError(f"{name}: llama.cpp would read {token!r} as one token, and the tokenizer reads {found}, so that they differ")
+    return {token: -float(rank) for token, rank in first.items()}
+
+
+def _is_byte_level(content: dict) -> bool:
+    return any(step["type"] == "ByteLevel" for step in _pre_steps(content))
+
+
+def _pre_steps(content: dict) -> list[dict]:
+    first = content["pre_tokenizer"]
+    return [] if first is None else first.get("pretokenizers", [first])
+
+
+def _pre_tokenizer(content: dict, name: str) -> str:
+    """llama.cpp's name for the way in which a byte-level tokenizer divides a text."""
+    steps = _pre_steps(content)
+    patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
+    is_known = {step["type"] for step in steps} <= {"Split", "ByteLevel"} and len(patterns) <= 1
+    found = PRE_TOKENIZERS.get(patterns[0] if patterns else None) if is_known else None
+    if found is None or found[1] != bool(content["model"].get("ignore_merges")):
+        raise ConfigError(
+            f"{name}: --format gguf takes byte-level tokenizers that divide a text as GPT-2, Llama 3 or Qwen 2 does"
+        )
+    return found[0]
+
+
+def modelfile(export: ExportPlan, files: tuple[str, str]) -> str:
+    """Ollama's Modelfile with the trained prompt. files: of the language model and of the tower.
+
+    Ollama puts an image where [img] stands in a message, and takes the chat template of the file where a template is
+    not one of ours.
+    """
+    lines = [f"FROM ./{file}" for file in files]
+    version = resolve_template(export.args.version)
+    rules = TEMPLATES[version]
+    if export.template is None and rules.write is not None:
+        lines += [
+            "# Images stand where [img] does, as in training on a line of their own: [img], a new line, the question."
+        ]
+        lines += [f'TEMPLATE """{_go_template(version)}"""']
+        lines += [f'SYSTEM """{rules.system}"""'] if rules.system else []
+        lines += [f"PARAMETER stop {json.dumps(marker)}" for marker in rules.end_markers if marker.strip()]
+    return "\n".join(lines) + "\n"
+
+
+def _go_template(version: str) -> str:
+    """The conversation as a template of Go's for one question, which Ollama writes once for each.
+
+    The system prompt comes with the first question. The space before an answer is the answer's.
+    """
+    system, question, answer = "\ue001", "\ue002", "\ue003"
+    turns = [Message("human", question), Message("gpt", answer)]
+
+    def written(num_questions: int) -> str:
+        messages = [Message("system", system), *turns * num_questions]
+        return "".join(segment.text for segment in render(messages, version))
+
+    one, two = written(1), written(2)
+    first, rest = one.split(question)
+    start = two.split(answer)[1].split(question)[0]  # from an answer to the next question
+    end = _common_prefix(rest.split(answer)[1], start)
+    before = rest.split(answer)[0].removesuffix(" ")
+    others = start[len(end) :]
+    opening = f"{{{{ if .System }}}}{first.replace(system, '{{ .System }}')}{{{{ else }}}}{others}{{{{ end }}}}"
+    return f"{opening}{{{{ .Prompt }}}}{before}{{{{ .Response }}}}{end}"
+
+
+def _common_prefix(one: str, other: str) -> str:
+    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return one[:length]
