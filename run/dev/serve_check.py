@@ -25,16 +25,18 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+from transformers.models.clip.modeling_clip import CLIPVisionEmbeddings
 
 from llava_ds.config.bounds import Count, number
 from llava_ds.constants import IMAGE_TOKEN, ConfigError
 from llava_ds.data.images.decode import load_image
 from llava_ds.evaluation.asking import ask, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.question import Question, without_image
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import load_model
@@ -47,6 +49,7 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 START_S = 600  # for a server to listen
 SHOWN_CHARS = 2000  # of the output of one that does not
 BATCH_SIZE = 48  # run/evaluate.py's
+GGUF_TYPES = ("float32", "float16", "q8_0")
 PACKAGES = ("transformers", "torch", "pillow", "fastapi", "uvicorn", "openai")
 
 # The texts of the answers of the model at a path to questions, with this many tokens at most.
@@ -60,24 +63,68 @@ def main() -> None:
         raise ConfigError(f"--model_path {args.model_path}: it has no config.json: run make finetune, or name another")
     data_path, image_folder = heldout_data("~/.cache/llava_ds")
     questions = read_questions("llava", Given(data_path, image_folder=image_folder), args.questions)
-    expected = evaluated(args.model_path, questions, args.max_new_tokens)
-    rows = {}
-    for name in args.only or PATHS:
-        start = time.perf_counter()
-        answers = PATHS[name](args.model_path, questions, args.max_new_tokens)
-        wrong = [i for i, (one, other) in enumerate(zip(expected, answers, strict=True)) if one != other]
-        rows[name] = {"equal": len(questions) - len(wrong), "of": len(questions), "s": time.perf_counter() - start}
-        print(f"{name:<28} {rows[name]['equal']:>5} of {len(questions)} equal, {rows[name]['s']:.0f} s", flush=True)
-        for i in wrong[:3]:
-            print(f"    {questions[i].asked!r}: {answers[i]!r}, run/evaluate.py's {expected[i]!r}")
+    if args.vllm_python is not None:
+        rows = compare({"vLLM": partial(by_vllm, args.vllm_python)}, questions, args)
+    elif args.llama_cpp_python is not None:
+        rows = compare_llama_cpp(questions, args)
+    else:
+        rows = compare({name: PATHS[name] for name in args.only or PATHS}, questions, args)
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     if args.output is not None:
         Path(args.output).mkdir(parents=True, exist_ok=True)
         report = {"versions": versions, "model_path": args.model_path, "paths": rows}
         (Path(args.output) / "serve-check.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if different := [name for name, row in rows.items() if row["equal"] < row["of"]]:
+    if different := [name for name, row in rows.items() if row["must"] and row["equal"] < row["of"]]:
         raise ConfigError(f"the answers of {', '.join(different)} are not run/evaluate.py's")
+
+
+def compare(paths: dict[str, Asking], questions: list[Question], args: argparse.Namespace) -> dict[str, dict]:
+    """Ask the questions by every path, print how many answers are run/evaluate.py's, and return that as rows."""
+    expected = evaluated(args.model_path, questions, args.max_new_tokens)
+    return {name: row(name, asking, questions, expected, args) for name, asking in paths.items()}
+
+
+def row(
+    name: str,
+    asking: Asking,
+    questions: list[Question],
+    expected: list[str],
+    args: argparse.Namespace,
+    must: bool = True,
+) -> dict:
+    """Ask by one path, print how many answers are the expected ones, and return that. must: all have to be."""
+    start = time.perf_counter()
+    answers = asking(args.model_path, questions, args.max_new_tokens)
+    wrong = [i for i, (one, other) in enumerate(zip(expected, answers, strict=True)) if one != other]
+    found = {"equal": len(questions) - len(wrong), "of": len(questions), "s": time.perf_counter() - start, "must": must}
+    print(f"{name:<42} {found['equal']:>5} of {len(questions)} equal, {found['s']:.0f} s", flush=True)
+    for i in wrong[:3]:
+        print(f"    {questions[i].asked!r}: {answers[i]!r}, expected {expected[i]!r}")
+    return found
+
+
+def compare_llama_cpp(questions: list[Question], args: argparse.Namespace) -> dict[str, dict]:
+    """Ask llama.cpp without images and with them. The latter's answers are compared with run/evaluate.py's, and with
+    those of the same model whose class token stands where llama.cpp puts it: one of both it has to be.
+
+    float16 rounds what goes through the matrices, too, and q8_0 is another model, so they may differ.
+    """
+    rows = {}
+    text = [without_image(question) for question in questions]
+    of_text, of_images, of_misplaced = (
+        evaluated(args.model_path, asked, args.max_new_tokens, misplaced)
+        for asked, misplaced in ((text, False), (questions, False), (questions, True))
+    )
+    for dtype in GGUF_TYPES:
+        name, must = f"llama.cpp {dtype}", dtype == "float32"
+        asking = partial(by_llama_cpp, args.llama_cpp_python, dtype)
+        rows[f"{name}, text"] = row(f"{name}, text", asking, text, of_text, args, must)
+        rows[f"{name}, images"] = row(f"{name}, images", asking, questions, of_images, args, False)
+        must = must and rows[f"{name}, images"]["equal"] < len(questions)
+        misplaced = f"{name}, images, class token misplaced"
+        rows[misplaced] = row(misplaced, asking, questions, of_misplaced, args, must)
+    return rows
 
 
 def parse() -> argparse.Namespace:
@@ -87,17 +134,35 @@ def parse() -> argparse.Namespace:
     add("--questions", type=number(Count), default=60, help="the first held-out ones (default: %(default)s)")
     add("--max_new_tokens", type=number(Count), default=64, help="longest answer (default: %(default)s)")
     add("--only", nargs="+", choices=[*PATHS], help="some of the paths (default: all)")
+    add("--vllm_python", type=given_path, help="Python of an environment with vLLM: vLLM is asked, and nothing else")
+    add("--llama_cpp_python", type=given_path, help="the same for llama.cpp, of the package xllamacpp")
     add("--output", type=new_folder, help="folder for serve-check.json")
     return parser.parse_args()
 
 
-def evaluated(model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
-    """The answers by the functions that run/evaluate.py calls, in its batches."""
+def evaluated(model_path: str, questions: list[Question], max_new_tokens: int, misplaced: bool = False) -> list[str]:
+    """The answers by the functions that run/evaluate.py calls, in its batches.
+
+    misplaced: with CLIP's class token where llama.cpp puts it.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks, found, loaded = Ranks(0, 0, 1, device), dict[int, Answer](), load_model(model_path)
+    if misplaced:
+        tower = next(module for module in loaded.model.modules() if isinstance(module, CLIPVisionEmbeddings))
+        tower.register_forward_hook(misplace_class_token)
     batches = plan_batches(loaded, questions, BATCH_SIZE, ranks)
     ask(loaded, questions, batches, found.update, ranks, max_new_tokens=max_new_tokens, progress="run/evaluate.py")
     return [found[i].text for i in range(len(questions))]
+
+
+def misplace_class_token(embeddings: torch.nn.Module, _, hidden: torch.Tensor) -> torch.Tensor:
+    """Put the class token behind the patches, and leave the positions where they are: hidden (N, 1 + P, D).
+
+    llama.cpp's tools/mtmd/models/llava.cpp does so, and leaves out the first row before the projector, as if it were
+    the class token's: a patch's position is that of its neighbour, and the first patch is missing.
+    """
+    positions = embeddings.position_embedding.weight
+    return torch.roll(hidden - positions, -1, dims=1) + positions
 
 
 def as_chat(question: Question, image_part: Callable[[str], dict]) -> list[dict]:
@@ -174,6 +239,26 @@ def by_chat_serve(
     with running([*command, "--port", str(port), "--quiet"], port, {"LLAVA_DS_API_KEY": key}):
         name = os.path.basename(os.path.abspath(model_path))
         return by_client(port, key, name, questions, max_new_tokens, streams)
+
+
+def by_vllm(python: str, model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
+    """Ask vLLM by the openai client. python: of vLLM's own environment."""
+    port = free_port()
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model_path, "--dtype", "float32"]
+    # Of no model but the one in the folder; 1 GiB for keys and values, where 4 are the default.
+    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with running([*command, "--host", "127.0.0.1", "--port", str(port)], port, variables):
+        return by_client(port, "none", model_path, questions, max_new_tokens)
+
+
+def by_llama_cpp(python: str, dtype: str, model_path: str, questions: list[Question], max_new_tokens: int) -> list[str]:
+    """Export as GGUF, and ask llama.cpp's server by the openai client. python: of the environment of xllamacpp."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        export = [sys.executable, str(ROOT / "run" / "export.py"), model_path, "--format", "gguf", "--dtype", dtype]
+        subprocess.run([*export, "--output_dir", folder], check=True, stdout=subprocess.DEVNULL)
+        with running([python, str(ROOT / "run/dev/serving/llama_server.py"), folder, str(port)], port, {}):
+            return by_client(port, "none", "model", questions, max_new_tokens)
 
 
 def by_client(
