@@ -45,6 +45,9 @@ OTHERS = {
     "docker": {"--shm-size"},
     "pip": {"--target", "--no-deps"},
     "tensorboard": {"--logdir"},
+    "llama-server": {"--model", "--mmproj"},
+    "ollama": {"--file"},
+    "venv": {"--clear"},
     "accelerate": {"--num_processes"},
     "lmms_eval": {
         "--batch_size",
@@ -87,7 +90,7 @@ def known(parsers) -> dict[str, set[str]]:
         "torchrun": packages / "torch" / "distributed" / "run.py",
         **{
             name: ROOT / "run" / "dev" / name
-            for name in ("room_graph.py", "compare_trl.py", "write_pairs.py", "write_questions.py")
+            for name in ("room_graph.py", "compare_trl.py", "serve_check.py", "write_pairs.py", "write_questions.py")
         },
         **{path.name: path for path in (ROOT / "run" / "dev").glob("measure_*.py")},
     }

@@ -113,7 +113,7 @@ def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[
     added = {added.content for added in tokenizer.added_tokens_decoder.values()}
     for token in model["vocab"].keys() - _BYTES - added:
         if (found := [piece.value for piece in tokenize(token)]) != [token]:
-            raise ConfigError(f"{name}: llama.cpp would read {token!r} as one token, and the tokenizer reads {found}, so that they differ")
+            raise ConfigError(f"{name}: llama.cpp would read {token!r} as one token, and the tokenizer reads {found}")
     return {token: -float(rank) for token, rank in first.items()}
 
 

@@ -1,12 +1,19 @@
-"""make serve-check, on an export of the tiny model's own parts: all paths agree, and one that does not is named."""
+"""make serve-check, on an export of the tiny model's own parts: all paths agree, and one that does not is named.
+
+vLLM and llama.cpp are asked by make serve-check-vllm and serve-check-gguf alone.
+"""
 
 import runpy
+import shlex
+import subprocess
 import sys
 
 import pytest
 import torch
 from exporting import RANKS, export
 from launching import ROOT
+from transformers import CLIPVisionConfig
+from transformers.models.clip.modeling_clip import CLIPVisionEmbeddings
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
@@ -46,3 +53,29 @@ def test_a_path_with_another_prompt_is_named(folder, monkeypatch):
     template.write_text(template.read_text().replace("ASSISTANT:", "ASSISTANT: I"))
     with pytest.raises(ConfigError, match="the answers of template, then processor are not"):
         check(monkeypatch, folder, "--only", "template, then processor")
+
+
+def test_the_class_token_where_llama_cpp_puts_it():
+    config = CLIPVisionConfig(hidden_size=8, image_size=4, patch_size=2, num_attention_heads=2)
+    embeddings = CLIPVisionEmbeddings(config)
+    torch.nn.init.normal_(embeddings.position_embedding.weight)
+    hook = runpy.run_path(str(ROOT / "run" / "dev" / "serve_check.py"))["misplace_class_token"]
+    images = torch.randn(2, 3, 4, 4)
+    patches = embeddings.patch_embedding(images).flatten(2).transpose(1, 2)
+    expected = (
+        torch.cat([patches, embeddings.class_embedding.expand(2, 1, -1)], 1) + embeddings.position_embedding.weight
+    )
+    assert not torch.allclose(embeddings(images), expected, atol=1e-3)
+    embeddings.register_forward_hook(hook)
+    assert torch.allclose(embeddings(images), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["serve-check", "serve-check-vllm", "serve-check-gguf"])
+def test_the_targets_flags_exist(target, monkeypatch):
+    done = subprocess.run(["make", "-n", target, "ARGS=--questions 7"], cwd=ROOT, capture_output=True, text=True)
+    [line] = [line for line in done.stdout.replace("\\\n", " ").splitlines() if "serve_check.py" in line]
+    monkeypatch.setattr(sys, "argv", ["serve_check.py", *shlex.split(line.split("serve_check.py")[1])])
+    args = runpy.run_path(str(ROOT / "run" / "dev" / "serve_check.py"))["parse"]()
+    asked = {"serve-check-vllm": args.vllm_python, "serve-check-gguf": args.llama_cpp_python}
+    assert args.questions == 7
+    assert [name for name, python in asked.items() if python] == [name for name in asked if name == target]
