@@ -1,6 +1,7 @@
 """A tokenizer, its chat template and Ollama's Modelfile as llama.cpp and Ollama read them."""
 
 import json
+from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -57,7 +58,7 @@ def add_tokenizer(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase
         writer.add_add_space_prefix(tokenizer.tokenize("x", add_special_tokens=False)[0].startswith(SPACE))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_pre_tokenizer(content, name))
+        writer.add_tokenizer_pre(_pre_tokenizer(content, tokenizer))
         writer.add_token_merges([" ".join(merge) for merge in merges])
     _add_ends(writer, export, tokenizer)
 
@@ -109,12 +110,20 @@ def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[
         if first.setdefault(one + other, rank) != rank and last != one + other:
             raise ConfigError(f"{name}: llama.cpp can't tell apart the merges to {one + other!r}, which stand apart")
         last = one + other
-    tokenize = tokenizer.backend_tokenizer.model.tokenize
+    _check_merges(tokenizer, model["vocab"].keys() - _BYTES)
+    return {token: -float(rank) for token, rank in first.items()}
+
+
+def _check_merges(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> None:
+    """Raise ConfigError if merges don't make each token out of its own text."""
+    name, tokenize = tokenizer.name_or_path, tokenizer.backend_tokenizer.model.tokenize
     added = {added.content for added in tokenizer.added_tokens_decoder.values()}
-    for token in model["vocab"].keys() - _BYTES - added:
+    for token in sorted(set(tokens) - added):
         if (found := [piece.value for piece in tokenize(token)]) != [token]:
             raise ConfigError(f"{name}: llama.cpp would read {token!r} as one token, and the tokenizer reads {found}")
-    return {token: -float(rank) for token, rank in first.items()}
+
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": None}
 
 
 def _is_byte_level(content: dict) -> bool:
@@ -126,16 +135,19 @@ def _pre_steps(content: dict) -> list[dict]:
     return [] if first is None else first.get("pretokenizers", [first])
 
 
-def _pre_tokenizer(content: dict, name: str) -> str:
+def _pre_tokenizer(content: dict, tokenizer: PreTrainedTokenizerBase) -> str:
     """llama.cpp's name for the way in which a byte-level tokenizer divides a text."""
     steps = _pre_steps(content)
     patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
-    is_known = {step["type"] for step in steps} <= {"Split", "ByteLevel"} and len(patterns) <= 1
-    found = PRE_TOKENIZERS.get(patterns[0] if patterns else None) if is_known else None
-    if found is None or found[1] != bool(content["model"].get("ignore_merges")):
-        raise ConfigError(
-            f"{name}: --format gguf takes byte-level tokenizers that divide a text as GPT-2, Llama 3 or Qwen 2 does"
-        )
+    last = steps[-1] | {"trim_offsets": None}
+    is_plain = last == _BYTE_LEVEL | {"use_regex": not patterns} and len(steps) == 1 + len(patterns) < 3
+    found = PRE_TOKENIZERS.get(patterns[0] if patterns else None) if is_plain else None
+    takes_words = bool(content["model"].get("ignore_merges"))
+    if found is None or (takes_words and not found[1]):
+        name, known = tokenizer.name_or_path, "GPT-2, Llama 3 or Qwen 2"
+        raise ConfigError(f"{name}: --format gguf takes byte-level tokenizers that divide a text as {known} does")
+    if found[1] and not takes_words:
+        _check_merges(tokenizer, content["model"]["vocab"])
     return found[0]
 
 
