@@ -1,7 +1,7 @@
 """llama.cpp's own server, of the package xllamacpp, until it is interrupted: llama_server.py FOLDER PORT [exact]
 
-FOLDER is one of run/export.py --format gguf. It needs nothing of llava_ds. With exact, keys and values are float32, where
-llama.cpp's default is float16, and flash attention, which rounds too, is off.
+FOLDER is one of run/export.py --format gguf. It needs nothing of llava_ds. With exact, keys and values are float32,
+where llama.cpp's default is float16, and flash attention, which rounds too, is off.
 """
 
 import signal
