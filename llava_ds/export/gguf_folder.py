@@ -246,7 +246,7 @@ def _write(writer, entries: list[Entry], export: ExportPlan) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for entry, kind in zip(entries, types):
-        tensor = entry.read().float().contiguous()
+        tensor = entry.read().detach().float().contiguous()
         if kind == gguf.GGMLQuantizationType.F16 and (largest := tensor.abs().max().item()) > MAX_FLOAT16:
             raise ConfigError(f"{entry.name} has a weight of {largest:g}, too large for float16: give --dtype float32")
         writer.write_tensor_data(gguf.quantize(tensor.numpy(), kind))

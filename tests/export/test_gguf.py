@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import toys
-from exporting import RANKS, export, export_toy
+from exporting import RANKS, export, export_plan, export_toy
 from gguf import GGMLQuantizationType as Type
 from launching import run_script
 from safetensors.torch import load_file, save_file
@@ -29,6 +29,8 @@ from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, render, render_prompt
 from llava_ds.engine.construct import build_model
 from llava_ds.export.gguf_tokenizer import add_tokenizer, modelfile
+from llava_ds.export.output_folder import write_folder
+from llava_ds.export.tensors import Entry
 from llava_ds.export.tokenizer_files import hf_tokenizer
 from llava_ds.model.plan import plan_model
 from llava_ds.tokenizer import open_tokenizer
@@ -442,6 +444,21 @@ def test_other_parts_are_refused(base, ratio, merge, message, tmp_path):
     export(model, plan, args, options, tmp_path / "hf")
     with pytest.raises(ConfigError, match=message):
         converted(tmp_path / "hf", tmp_path / "no")
+
+
+def test_parameters_that_ask_for_gradients_are_written_too(tmp_path):
+    """As a checkpoint's merged and trained weights may."""
+    args = ModelArguments(**toys.write_base(tmp_path / "base"))
+    plan = plan_model(args, 512)
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    options = toys.image_options(aspect_ratio="pad")
+    export(model, plan, args, options, tmp_path / "hf")
+    entries = [Entry(name, tuple(p.shape), lambda p=p.requires_grad_(): p) for name, p in model.named_parameters()]
+    (tmp_path / "gguf").mkdir()
+    write_folder(export_plan(model, plan, args, options, form="gguf", gguf_type="float32"), entries, tmp_path / "gguf")
+    expected, found = tensors_of(converted(tmp_path / "hf", tmp_path / "other")), tensors_of(tmp_path / "gguf")
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(found[name].data, tensor.data) for name, tensor in expected.items())
 
 
 def test_a_sliding_window_bounds_the_context(tmp_path):
