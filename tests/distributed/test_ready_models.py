@@ -38,7 +38,7 @@ class Runs:
         """alone: without the runs that resume and that train LoRA."""
         self.family, self.folder, self.base = family, folder, folder / "base"
         self.stages, self.steps = stages, steps
-        tied = {"tie_word_embeddings": family == "qwen2_5_vl"}
+        tied = {"tie_word_embeddings": family in ("qwen2_5_vl", "gemma3")}
         self.given = {**ready_models.write_ready(self.base, family, **tied), **toys.write_data(folder / "data", KINDS)}
         self.bounds = {"max_pixels": MAX_PIXELS} if family in ready_models.QWEN_PROCESSORS else {}
         saves = {"save_strategy": "steps", "save_steps": SAVED}
@@ -170,7 +170,8 @@ def answers_of(runs: Runs, folder: Path) -> list[str]:
         inputs = processor.apply_chat_template(
             chat, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
         )
-        stop = processor.tokenizer.eos_token_id
+        ends = [processor.tokenizer.eos_token, ready_models.ENDS.get(runs.family)]
+        stop = [processor.tokenizer.convert_tokens_to_ids(end) for end in ends if end]
         new = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=stop)
         expected = processor.tokenizer.decode(new[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == expected.strip()
