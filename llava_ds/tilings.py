@@ -118,7 +118,7 @@ class CanvasTiling:
 
 @dataclass(frozen=True)
 class SquareTiling:
-    """The one tile of Gemma 3's: the image stretched to a square, and its features between two line breaks on each side.
+    """The one tile of Gemma 3: the image stretched to a square. Two line breaks are before its features and behind.
 
     side: of the tile in pixels; the rest are tokens: image_token for a feature, start and end around an image, of which
     the chat template writes the first alone.

@@ -80,8 +80,8 @@ def varlen_attention(
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32, where samples start, and T;
     max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
     0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
-    With sequence_group, these are the T tokens of one of its ranks; cu_seqlens, max_seqlen and image_blocks are those of
-    the pack.
+    With sequence_group, these are the T tokens of one of its ranks; cu_seqlens, max_seqlen and image_blocks are the
+    pack's.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
     The signature is dictated by transformers' AttentionInterface, which passes the model's own keyword arguments on.
     """

@@ -115,9 +115,10 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
     position_ids = torch.stack([F.pad(row, (longest - row.shape[1], 0)) for row in axes], 1)  # (1 or 3, B, L)
     options, seen = {}, mask
     if isinstance(model.vision_tower, ReadyTower):
-        is_image = [F.pad(prompt.input_ids == IMAGE_TOKEN_INDEX, (longest - n, 0)) for prompt, n in zip(prompts, lengths)]
+        is_image = [prompt.input_ids == IMAGE_TOKEN_INDEX for prompt in prompts]
+        is_image = torch.stack([F.pad(row, (longest - len(row), 0)) for row in is_image]).to(device)  # (B, L)
         family, config = model.vision_tower.plan.ready.family, model.language_model.config
-        seen = family.prompt_mask(config, padded, mask, torch.stack(is_image).to(device))
+        seen = family.prompt_mask(config, padded, mask, is_image)
     if deeper:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
         shift = (missing.cumsum(0))[rows]  # of a token's place among all, by the padding before it

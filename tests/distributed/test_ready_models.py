@@ -41,6 +41,9 @@ class Runs:
         tied = {"tie_word_embeddings": family in ("qwen2_5_vl", "gemma3")}
         self.given = {**ready_models.write_ready(self.base, family, **tied), **toys.write_data(folder / "data", KINDS)}
         self.bounds = {"max_pixels": MAX_PIXELS} if family in ready_models.QWEN_PROCESSORS else {}
+        everywhere = LORA_EVERYWHERE
+        if family == "gemma3":  # whose projector is a matrix, and no linear layer
+            everywhere = everywhere | {"lora_modules": "language,vision"}
         saves = {"save_strategy": "steps", "save_steps": SAVED}
         todo = [self.run(f"zero{stage}", self.config(stage), tune_mm_vision=True, **saves) for stage in stages]
         last = f"zero{stages[-1]}"
@@ -52,7 +55,7 @@ class Runs:
                 tokens_per_micro_batch=200, eval_fraction=0.3, **self.bounds,
             ),
             self.run(
-                "lora-all", self.config(3), **LORA_EVERYWHERE, max_steps=4, save_strategy="steps", **self.bounds
+                "lora-all", self.config(3), **everywhere, max_steps=4, save_strategy="steps", **self.bounds
             ),
         ]  # fmt: skip
         self.output = run_many(2, folder / "launch", todo[: len(stages)] if alone else todo)

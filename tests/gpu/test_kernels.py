@@ -51,9 +51,9 @@ def flash_attn_varlen_func(
     assert causal == (window_size[1] == 0)
     for starts, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
         assert torch.diff(starts).max() == longest
-    return varlen.attend_as_documented(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size, softcap
-    ).to(q.dtype)
+    return varlen.attend_as_documented(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size, softcap).to(
+        q.dtype
+    )
 
 
 def varlen_attn(

@@ -155,7 +155,12 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         inner = config.pop("text_config")
         (folder / "config.json").write_text(json.dumps({**inner, **config}))
     images = image_processor_of(family).to_dict()
-    named = {"internvl": "InternVLProcessor", "gemma3": "Gemma3Processor", "smolvlm": "SmolVLMProcessor", "idefics3": "Idefics3Processor"}
+    named = {
+        "internvl": "InternVLProcessor",
+        "gemma3": "Gemma3Processor",
+        "smolvlm": "SmolVLMProcessor",
+        "idefics3": "Idefics3Processor",
+    }
     whole = {"image_processor": images, "processor_class": named.get(family)}
     if family in QWEN_PROCESSORS:
         whole["processor_class"] = QWEN_PROCESSORS[family].__name__

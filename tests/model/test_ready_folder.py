@@ -35,7 +35,9 @@ def test_every_tensor_has_its_part_and_its_name(folder):
     known = names_in_folder(names, on_disk)
     assert sorted(known.values()) == sorted(on_disk)
     assert {names.to_memory(name): names.from_part(part) for part, name in known.items()} == {
-        name: name for name in names.in_memory if not (read.text_config.tie_word_embeddings and name == "lm_head.weight")
+        name: name
+        for name in names.in_memory
+        if not (read.text_config.tie_word_embeddings and name == "lm_head.weight")
     }
     for part, prefix in (("vision_tower", "tower."), ("projector", "connector."), ("language_model", "")):
         source = getattr(read, part)

@@ -197,7 +197,11 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
         ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),
         ("preprocessor_config.json", {"do_image_splitting": 3, "max_patches": "x"}, "expected a value like"),
         ("preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan True, expected False"),
-        ("processor_config.json", {ready_models.SAID_FEATURES.get(kind, "image_seq_len"): 9}, "(a tile|an image) has 4"),
+        (
+            "processor_config.json",
+            {ready_models.SAID_FEATURES.get(kind, "image_seq_len"): 9},
+            "(a tile|an image) has 4",
+        ),
         ("preprocessor_config.json", {"patch_size": 9}, "patch_size 9, expected 8"),
         ("preprocessor_config.json", {"min_pixels": 9, "max_pixels": 9}, "images of 9 to 9 pixels"),
     ):

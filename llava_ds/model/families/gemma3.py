@@ -2,7 +2,6 @@
 """Gemma 3: a square image through SigLIP, its patches averaged to a fixed number of tokens, which see each other."""
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.gemma3.modeling_gemma3 import (
     Gemma3MultiModalProjector,
@@ -33,7 +32,9 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
             f"for {vision.image_size}"
         )
     if (said := processor.get("image_seq_length", features)) != features:
-        raise ValueError(f"its processor_config.json says image_seq_length {said}, but an image has {features} features")
+        raise ValueError(
+            f"its processor_config.json says image_seq_length {said}, but an image has {features} features"
+        )
     image_token, start, end = (token_of(tokenizer, getattr(tokenizer, name, None)) for name in _TOKENS)
     if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
         raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {image_token}")

@@ -67,8 +67,8 @@ class ReadyFamily:
 
     build_tower: from the vision model's configuration; text_models: classes of language models that transformers has
     no causal language model for; has_image_blocks: True if tokens of one image see each other (ImageBlocks);
-    prompt_mask: what transformers' language model takes as attention_mask where it reads prompts; is_flat: True if config.json may hold the language model's settings among its own;
-    shrink, prompt_mask, tower_widths: as these functions do.
+    prompt_mask: the attention_mask of transformers' language model for prompts; is_flat: True if config.json may hold
+    the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do.
     """
 
     name: str
