@@ -53,14 +53,15 @@ SMALL_VOCABULARY = Shape(
     tower_hidden=128, tower_layers=3, tower_heads=2, patches=8, patch_size=8,
 )  # fmt: skip
 LARGE_VOCABULARY = replace(SMALL_VOCABULARY, name="large vocabulary", vocab=16_384)
-# The output layer has the part that it has in Qwen2.5-VL-3B and SmolVLM2-2.2B, and the tower about the part of its FLOPs.
+# The frozen tower computes 0.27 and 0.73 of what the language model does for the token of an image, as in Qwen2.5-VL-3B
+# (0.30) and SmolVLM2-2.2B (0.76), and the output layer has about the part that it has there.
 QWEN2_5_VL = ReadyShape(
     "Qwen2.5-VL", "qwen2_5_vl", hidden=256, intermediate=1408, layers=10, heads=8, key_heads=2, vocab=5_120,
     tower_hidden=160, tower_mlp=432, tower_layers=8, tower_heads=4,
 )  # fmt: skip
 SMOLVLM = ReadyShape(
     "SmolVLM", "smolvlm", hidden=256, intermediate=1024, layers=10, heads=8, key_heads=8, vocab=2_560,
-    tower_hidden=144, tower_mlp=540, tower_layers=6, tower_heads=4,
+    tower_hidden=192, tower_mlp=720, tower_layers=6, tower_heads=4,
 )  # fmt: skip
 QUICK = {
     "hidden": 64, "intermediate": 176, "layers": 2, "heads": 2, "tower_hidden": 32, "tower_heads": 2, "vocab": 512,

@@ -101,7 +101,8 @@ QWEN_MARKS = (
 )
 GEMMA_MARKED = GEMMA_TEMPLATE.replace(
     "{%- elif item['type'] == 'text' -%}",
-    "{%- elif message['role'] == 'assistant' -%}{% generation %}{{ item['text'] | trim }}<end_of_turn>{% endgeneration %}"
+    "{%- elif message['role'] == 'assistant' -%}"
+    "{% generation %}{{ item['text'] | trim }}<end_of_turn>{% endgeneration %}"
     "{%- elif item['type'] == 'text' -%}",
 ).replace("{{ '<end_of_turn>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<end_of_turn>\n' }}")
 TEMPLATES = {
@@ -130,6 +131,7 @@ GEMMA_TOKENS = [
 FAMILIES = ("idefics3", "smolvlm", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 GEMMA_IDS = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
 SAID_FEATURES = {"internvl": "image_seq_length", "gemma3": "image_seq_length"}  # in processor_config.json
+SEEDS = {"gemma3": 5}  # random weights whose answers are not empty
 ENDS = {"gemma3": "<end_of_turn>"}  # of answers, where texts have another end
 QWEN_PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 
@@ -137,7 +139,7 @@ QWEN_PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcess
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
     """Write a random ready model; text: other settings of its language model. Returns the flag that names it."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + SEEDS.get(family, 0))
     tokenizer = _tokenizer(family)
     tokenizer.chat_template = template or TEMPLATES[family]
     config = _config(family, tokenizer, text)
@@ -262,7 +264,14 @@ def _config(family: str, tokenizer, text: dict) -> AutoConfig:
         ids = {f"{name}_token_index": tokenizer.convert_tokens_to_ids(token) for name, token in GEMMA_IDS.items()}
         return AutoConfig.for_model(
             "gemma3",
-            text_config={**shared, "head_dim": 16, "sliding_window": 12, "layer_types": layers, "bos_token_id": 2},
+            text_config={
+                **shared,
+                "head_dim": 16,
+                "sliding_window": 12,
+                "layer_types": layers,
+                "bos_token_id": 2,
+                "query_pre_attn_scalar": 16,
+            },
             vision_config={**VISION, "vision_use_head": False},
             mm_tokens_per_image=4,
             tie_word_embeddings=text.get("tie_word_embeddings", True),

@@ -12,8 +12,8 @@ def attend_as_documented(
 ) -> torch.Tensor:
     """(queries, H, E) in float64, a sample at a time: q (queries, H, E); k and v (keys, K, E).
 
-    A sample's queries are its last tokens; they see window_size keys before and behind their own, -1 for all; a cap of 0
-    is none.
+    A sample's queries are its last tokens; they see window_size keys before and behind their own, -1 for all; a cap of
+    0 is none.
     """
     groups, parts = q.shape[1] // k.shape[1], []
     q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
@@ -30,8 +30,8 @@ def attend_as_documented(
 
 
 def blocks_of(lengths: list[int], images: list[tuple[int, int, int]]) -> tuple[ImageBlocks, torch.Tensor]:
-    """The blocks of samples of these lengths whose images (sample, first token, tokens) are theirs, and which token (T,)
-    sees which other (T, T) without a window."""
+    """The blocks of samples of these lengths with images (sample, first token, tokens), and which tokens see which
+    others (T, T) without a window."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
     is_image = torch.zeros(int(starts[-1]), dtype=torch.bool)
     seen = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()

@@ -81,8 +81,8 @@ def test_the_cpu_body_and_its_gradients(monkeypatch, rule, block):
         assert (found.grad - wanted.grad).abs().max() < 1e-5
 
 
-# Of one sample the last tokens, of another two in the middle with a token between them; the others have none.
-IMAGES = [(0, 2, 3), (2, 1, 3), (2, 5, 2)]
+# The last tokens of a sample, all of the next one, and two images with a token between them in the third.
+IMAGES = [(0, 2, 3), (1, 0, 1), (2, 1, 3), (2, 5, 2)]
 
 
 def in_blocks(inputs: list[torch.Tensor], rule: Rule) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Processor time of every optimizer step, of all threads of every rank: steadier than seconds on a machine with other work."""
+"""Processor time of every optimizer step, of all ranks and threads: steadier than seconds where others work, too."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ready models for both sides of a comparison: their shapes at toy width, random weights, and samples of LLaVA's lengths.
+"""Ready models for both sides of a comparison: shapes at toy width, random weights, and samples of LLaVA's lengths.
 
 As in workload.py, samples are a ninth of what they are at full size: an image has a ninth of its features, which are a
 third of the image's sides, and texts are scaled alike.

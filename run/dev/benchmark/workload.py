@@ -143,7 +143,7 @@ def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool,
 
 
 def records_of(mix: LengthMix, scale: float, marks: int | None, seed: int) -> list[dict[str, object]]:
-    """Records of the mix's lengths, scaled. marks: tokens of the template around a question; None for captions alone."""
+    """Records of the mix's lengths, scaled. marks: tokens of the template around a question; None for captions."""
     records, words = [], random.Random(seed)
     text = mix.tokens - mix.images * IMAGE_TOKENS
     for index, (written, targets, has_image) in enumerate(zip(text, mix.targets, mix.images)):
