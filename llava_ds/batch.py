@@ -7,8 +7,25 @@ P patches each, R pooled features made of up to K others.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class ImageBlocks(NamedTuple):
+    """Image positions whose tokens see each other: those of one image, or of one of its tiles, are a block.
+
+    A block's tokens see their sample from its start to the block's end. rows (R,) int64: the positions in T, ascending;
+    keys (K,) int64: the positions that each block sees, block after block; cu_rows and cu_keys (blocks + 1,) int32,
+    where blocks start among them, and the ends; max_rows, max_keys: of the largest block.
+    """
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    cu_rows: torch.Tensor
+    cu_keys: torch.Tensor
+    max_rows: int
+    max_keys: int
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,8 @@ class Batch:
 
     tower_inputs: further arguments of a tower that takes whole images in any shape (data/native_resolution.py), whose
     tiles are the cells of an image; empty for others.
+    image_blocks: image positions whose tokens see each other; None for models that have no such rule, and where there
+    is no image.
 
     parts: the ranks that share the micro-batch's tokens. Above 1, these are one rank's part of it (data/cut.py): T, M,
     S and N are the part's, positions count from its first token, and what is by sample is the whole micro-batch's.
@@ -60,6 +79,7 @@ class Batch:
     margins: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
     tower_inputs: dict[str, torch.Tensor | int] = dataclasses.field(default_factory=dict)
+    image_blocks: ImageBlocks | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""
@@ -72,6 +92,8 @@ class Batch:
     def _each(self, change) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["tower_inputs"] = _changed(self.tower_inputs, change)
+        if self.image_blocks is not None:
+            values["image_blocks"] = ImageBlocks(**_changed(self.image_blocks._asdict(), change))
         return type(self)(**_changed(values, change))
 
 

@@ -57,6 +57,11 @@ class ImageOptions:
         return None
 
     @property
+    def has_image_blocks(self) -> bool:
+        """True if a ready model's image tokens see each other."""
+        return False
+
+    @property
     def side(self) -> int:
         """Features in a row, and in a column, of a tile."""
         return self.size // self.patch_size
@@ -101,10 +106,12 @@ class ImageOptions:
 @dataclass(frozen=True)
 class ReadyImageOptions(ImageOptions):
     """The same of a ready model, whose own image processor decides. size: side of a tile; patch_size: side of what one
-    feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter."""
+    feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter;
+    has_image_blocks: the tokens of an image see each other."""
 
     tiling: Tiling | None = None
     resample: int = 3
+    has_image_blocks: bool = False
 
 
 def image_options(

@@ -117,6 +117,29 @@ class CanvasTiling:
 
 
 @dataclass(frozen=True)
+class SquareTiling:
+    """The one tile of Gemma 3: the image stretched to a square. Two line breaks are before its features and behind.
+
+    side: of the tile in pixels; the rest are tokens: image_token for a feature, start and end around an image, of which
+    the chat template writes the first alone.
+    Source: transformers' Gemma3Processor, without pan and scan.
+    """
+
+    side: int
+    image_token: str
+    start: str
+    end: str
+
+    def cut(self, size: Size) -> Cut:
+        """The tile of an image."""
+        return Cut(((self.side, self.side),), (1, 1))
+
+    def text(self, cut: Cut) -> str:
+        """The text in the image's place, with one image_token for all of its features."""
+        return f"\n\n{self.start}{self.image_token}{self.end}\n\n"
+
+
+@dataclass(frozen=True)
 class CellTiling:
     """Cells of Qwen-VL: the image at about its own size, a multiple of a cell's side, each cell one feature.
 
@@ -156,7 +179,12 @@ class CellTiling:
         return self.image_token
 
 
-Tiling = SplitTiling | CanvasTiling | CellTiling
+Tiling = SplitTiling | CanvasTiling | SquareTiling | CellTiling
+
+
+def placeholder_of(tiling: Tiling) -> str:
+    """The token that the chat template writes for an image."""
+    return tiling.start if isinstance(tiling, SquareTiling) else tiling.image_token
 
 
 @cache

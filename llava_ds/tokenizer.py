@@ -67,6 +67,13 @@ def open_ready_tokenizer(path: str, where: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts of all special tokens: those with a name or listed, and those that its files only mark as special, as
+    Gemma's <end_of_turn>."""
+    marked = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return list(dict.fromkeys([*tokenizer.all_special_tokens, *marked]))
+
+
 def _processor_template(folder: Path, where: str) -> object:
     """The chat template in a processor's files, newest format first."""
     file = folder / "chat_template.jinja"

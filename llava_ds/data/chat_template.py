@@ -10,7 +10,7 @@ from llava_ds.data import template_process
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
 from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
-from llava_ds.tokenizer import begins_with_bos, first_space_pattern
+from llava_ds.tokenizer import begins_with_bos, first_space_pattern, special_tokens
 
 ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -88,7 +88,7 @@ def _segments(chat: list[dict[str, object]], tokenizer: PreTrainedTokenizerBase,
     around = re.split("|".join(markers), _rendered(marked, tokenizer, source)[0]) if markers else [text]
     if len(around) != len(answers) + 1:
         raise DataError("the tokenizer's chat template leaves answers out: give --version one of LLaVA's templates")
-    special = re.compile(r"\s*(?:" + "|".join(map(re.escape, tokenizer.all_special_tokens)) + ")")
+    special = re.compile(r"\s*(?:" + "|".join(map(re.escape, special_tokens(tokenizer))) + ")")
     spans, end = [], len(around[0])
     if not text.startswith(around[0]):
         raise DataError(_UNSTABLE)
@@ -146,7 +146,7 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The special token that ends an answer in a ready model's template; None if there is none."""
     answer = [Message("human", "x"), Message("gpt", "y")]
     text = "".join(segment.text for segment in render_ready(answer, tokenizer, "") if segment.supervised)
-    return next((token for token in tokenizer.all_special_tokens if token and text.endswith(token)), None)
+    return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
 
 
 def _as_parts(messages: Sequence[Message]) -> list[dict[str, object]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, ImageBlocks
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.native_resolution import axis_positions, tower_inputs
 from llava_ds.geometry import ImageOptions, MediaLayout
@@ -129,7 +129,28 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         reference=_references(samples),
         margins=_margins(samples),
         tower_inputs=_tower_inputs(list(layouts.values()), options),
+        image_blocks=image_blocks(is_image, cu_seqlens) if options.has_image_blocks else None,
     )
+
+
+def image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor) -> ImageBlocks | None:
+    """The blocks of image positions in a row, in one sample; None without. is_image (T,) bool; cu_seqlens as Batch's.
+
+    Source: transformers' get_block_sequence_ids_for_mask of Gemma 3.
+    """
+    starts_sample = torch.zeros_like(is_image)
+    starts_sample[cu_seqlens[:-1]] = True
+    follows = torch.cat([torch.tensor([False]), is_image[:-1]]) & ~starts_sample
+    starts = (is_image & ~follows).nonzero()[:, 0]  # (blocks,)
+    if not len(starts):
+        return None
+    rows = is_image.nonzero()[:, 0]  # (R,)
+    lengths = torch.diff(torch.searchsorted(rows, starts), append=torch.tensor([len(rows)]))
+    first = cu_seqlens[torch.searchsorted(cu_seqlens, starts, right=True) - 1]  # of the block's sample
+    seen = starts + lengths - first
+    keys = torch.cat([torch.arange(int(a), int(a + n)) for a, n in zip(first, seen)])  # (K,)
+    cu_rows, cu_keys = (torch.nn.functional.pad(each.cumsum(0), (1, 0)).to(torch.int32) for each in (lengths, seen))
+    return ImageBlocks(rows, keys, cu_rows, cu_keys, int(lengths.max()), int(seen.max()))
 
 
 def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.Tensor:

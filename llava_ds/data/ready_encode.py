@@ -14,6 +14,7 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
 from llava_ds.geometry import ImageOptions, ImageText, ReadyImageOptions
+from llava_ds.tilings import placeholder_of
 from llava_ds.tokenizer import framing_ids
 
 
@@ -33,7 +34,7 @@ class ReadyEncoder(Encoder):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ReadyImageOptions) -> None:
-        self.image_token = images.tiling.image_token
+        self.image_token, self.placeholder = images.tiling.image_token, placeholder_of(images.tiling)
         super().__init__(tokenizer, options)
         self.prompt = answer_prompt(self.tokenizer)
         self.bos = self.tokenizer.bos_token
@@ -59,13 +60,13 @@ class ReadyEncoder(Encoder):
         """The text with every image's own text in its place, and its supervised spans."""
         spans, parts, length, left = [], [], 0, iter(mark.text for mark in features)
         for segment in self._chosen(segments):
-            pieces = re.split(f"({re.escape(self.image_token)})", segment.text)
-            text = "".join(next(left, self.image_token) if i % 2 else piece for i, piece in enumerate(pieces))
+            pieces = re.split(f"({re.escape(self.placeholder)})", segment.text)
+            text = "".join(next(left, self.placeholder) if i % 2 else piece for i, piece in enumerate(pieces))
             if segment.supervised:
                 spans.append((length, length + len(text), 0))
             parts.append(text)
             length += len(text)
-        found = sum(segment.text.count(self.image_token) for segment in segments)
+        found = sum(segment.text.count(token) for segment in segments for token in {self.image_token, self.placeholder})
         whole = "".join(parts)
         if found != len(features) or (LITERAL_IMAGE in whole and self.image_token == IMAGE_TOKEN):
             raise DataError(

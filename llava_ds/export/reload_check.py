@@ -103,10 +103,17 @@ def _inputs(
         return _first_images(reloaded, family, batch, layouts, pixels, num_positions)
     if not layouts:
         return {"input_ids": ids[:, :num_positions]}
-    if num_positions < ids.shape[1]:  # the last image may be cut
-        return {"inputs_embeds": embed_batch(reloaded, batch, pixels)[:, :num_positions]}
+    is_image = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, batch.image_positions, True)
+    if num_positions < ids.shape[1] or len(batch.image_positions) < sum(layout.num_tokens for layout in layouts):
+        # The last image may be cut.
+        inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
+        if family is not None and family.has_image_blocks:  # whose tokens see all of it
+            text = (~is_image[0, num_positions:]).nonzero()[:1, 0].tolist()
+            num_positions = num_positions + text[0] if text else ids.shape[1]
+            inputs["token_type_ids"] = is_image.long()
+        return {name: tensor[:, :num_positions] for name, tensor in inputs.items()}
     if family is not None:
-        return {"input_ids": ids, **family.outer_inputs(reloaded.config, pixels, (), ids)}
+        return {"input_ids": ids, **family.outer_inputs(reloaded.config, pixels, (), is_image)}
     if model_type == "llava" and not any(layout.pooled for layout in layouts):
         return {"input_ids": ids, "pixel_values": pixels}
     if model_type != "llava" and (images := _tiled_images(reloaded, pixels, layouts)) is not None:

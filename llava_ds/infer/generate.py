@@ -318,7 +318,7 @@ def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
 
 
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-    """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left; what images at their own size need beside.
+    """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left; what some ready models need beside.
 
     Images are prepared and merged by training's own code, not by transformers' processor.
     """
@@ -332,9 +332,13 @@ def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.
     lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
     # Padding is masked, so its embedding does not matter.
-    rows = [torch.nn.functional.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)]
+    rows = [pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)]
     mask = [[0] * (longest - length) + [1] * length for length in lengths]
-    return {"inputs_embeds": torch.stack(rows), "attention_mask": torch.tensor(mask, device=device)}
+    inputs = {"inputs_embeds": torch.stack(rows), "attention_mask": torch.tensor(mask, device=device)}
+    if loaded.image_options.has_image_blocks:
+        is_image = [pad(one.input_ids == IMAGE_TOKEN_INDEX, (longest - len(one.input_ids), 0)) for one in samples]
+        inputs["token_type_ids"] = torch.stack(is_image).long().to(device)
+    return inputs
 
 
 def _with_axes(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:

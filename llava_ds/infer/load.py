@@ -23,7 +23,7 @@ from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.ready import READY
 from llava_ds.model.families.ready_family import ReadyFamily
-from llava_ds.model.hf import HFModel, attention_options, hf_class
+from llava_ds.model.hf import HFModel, attention_options, hf_class, let_generate_take_embeddings
 from llava_ds.model.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
@@ -140,6 +140,7 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
             if is_upcycled(config.get_text_config()):
                 add_experts(model.model.language_model, config.text_config, ModelArguments())
             model.tie_weights()
+            let_generate_take_embeddings(model)
     finally:
         torch.set_default_dtype(before)
     model.generation_config = _generation_config(unloaded)

@@ -1,5 +1,5 @@
 # H query heads, K key heads, T tokens of all samples laid end to end, S of them with a query, L tokens of one sample,
-# E head width
+# R tokens of images that see each other, E head width
 """Attention over samples laid end to end: no sample sees another, and no T x T mask exists."""
 
 import functools
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from llava_ds.batch import ImageBlocks
 from llava_ds.constants import ConfigError
 from llava_ds.model.exchange import to_heads, to_tokens
 
@@ -34,14 +35,26 @@ BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel d
 
 
 class Rule(NamedTuple):
-    """Attention options. window: a token sees itself and the window - 1 before it; None: all before it; causal: False
-    if it sees all of its sample, without a window or a soft cap."""
+    """Attention options. window: of the tokens before it a token sees the window - 1 last; None: all; causal: False if
+    it sees all tokens behind it, too."""
 
     scaling: float
     dropout: float = 0.0
     window: int | None = None
     softcap: float | None = None
     causal: bool = True
+
+
+class Bounds(NamedTuple):
+    """Where samples start among the queries and among the keys (samples + 1,) int32, and the longest of each.
+
+    Of a sample with fewer queries than keys they are its last tokens.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    max_queries: int
+    max_keys: int
 
 
 def varlen_attention(
@@ -59,14 +72,16 @@ def varlen_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     sequence_group: torch.distributed.ProcessGroup | None = None,
+    image_blocks: ImageBlocks | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of a pack.
+    """Causal attention within each sample of a pack; with image_blocks, tokens of an image see each other, too.
 
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32, where samples start, and T;
     max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
     0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
-    With sequence_group, these are the T tokens of one of its ranks; cu_seqlens and max_seqlen are those of the pack.
+    With sequence_group, these are the T tokens of one of its ranks; cu_seqlens, max_seqlen and image_blocks are the
+    pack's.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
     The signature is dictated by transformers' AttentionInterface, which passes the model's own keyword arguments on.
     """
@@ -78,10 +93,12 @@ def varlen_attention(
         sliding_window if sliding_window is not None and sliding_window < max_seqlen else None,
         softcap,
     )
-    if sequence_group is None:
-        return attend(query, key, value, cu_seqlens, max_seqlen, rule), None
-    heads = to_heads(*_in_autocast(query, key, value), sequence_group)
-    return to_tokens(attend(*heads, cu_seqlens, max_seqlen, rule), sequence_group), None
+    if sequence_group is not None:
+        query, key, value = to_heads(*_in_autocast(query, key, value), sequence_group)
+    out = attend(query, key, value, cu_seqlens, max_seqlen, rule)
+    if image_blocks is not None:
+        out = out.index_copy(1, image_blocks.rows, attend_in_blocks(query, key, value, image_blocks, rule))
+    return (out if sequence_group is None else to_tokens(out, sequence_group)), None
 
 
 def tower_attention(
@@ -119,8 +136,39 @@ def attend(
     With query_positions (S,), ascending in T, query is (1, H, S, E), and so is the result (1, S, H, E).
     """
     query, key, value = _in_autocast(query, key, value)
+    bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    chosen = _chosen_for(query, value, rule)
+    if chosen == SEGMENTS:
+        return _per_segment(query, key, value, bounds, rule, query_positions)
+    if query_positions is not None:
+        # The kernels' causal mask needs as many queries as keys. The extra cost is one layer's attention.
+        query = _spread(query, query_positions, key.shape[2])
+    out = KERNELS[chosen](query, key, value, bounds, rule)
+    return out if query_positions is None else out.index_select(1, query_positions)
+
+
+def attend_in_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: ImageBlocks, rule: Rule
+) -> torch.Tensor:
+    """Attention of the image tokens of blocks, which see their sample up to the block's end: (1, R, H, E).
+
+    query, key, value: of all tokens, as varlen_attention has them. A window bounds what they see before them alone.
+    Source: transformers' create_masks_for_vision_model of Gemma 3.
+    """
+    query = query.index_select(2, blocks.rows)  # (1, H, R, E)
+    key, value = (x.index_select(2, blocks.keys) for x in (key, value))
+    query, key, value = _in_autocast(query, key, value)
+    bounds, rule = Bounds(*blocks[2:]), rule._replace(causal=False)
+    chosen = _chosen_for(query, value, rule)
+    if chosen == SEGMENTS:
+        return _per_segment(query, key, value, bounds, rule)
+    return KERNELS[chosen](query, key, value, bounds, rule)
+
+
+def _chosen_for(query: torch.Tensor, value: torch.Tensor, rule: Rule) -> str:
+    """The kernel for such tensors."""
     width = query.shape[-1]
-    chosen = _choose(
+    return _choose(
         query.device.type,
         query.dtype,
         width if width == value.shape[-1] else None,
@@ -128,13 +176,6 @@ def attend(
         rule.softcap is not None,
         rule.dropout > 0,
     )
-    if chosen == SEGMENTS:
-        return _per_segment(query, key, value, cu_seqlens, rule, query_positions)
-    if query_positions is not None:
-        # The kernels' causal mask needs as many queries as keys. The extra cost is one layer's attention.
-        query = _spread(query, query_positions, key.shape[2])
-    out = KERNELS[chosen](query, key, value, cu_seqlens, max_seqlen, rule)
-    return out if query_positions is None else out.index_select(1, query_positions)
 
 
 def _in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -235,47 +276,52 @@ def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torc
 
 @torch.compiler.disable  # every number of samples and every length would be compiled again
 def _per_segment(
-    query, key, value, cu_seqlens, rule: Rule, query_positions: torch.Tensor | None = None
+    query, key, value, given: Bounds, rule: Rule, query_positions: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Attention sample by sample: on the CPU, where reading the boundaries costs nothing.
 
     On CUDA it is the fallback where no kernel fits, and waits for the device once a layer.
     """
-    starts = cu_seqlens.tolist()
+    starts = given.keys.tolist()
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     parts = [None] * len(lengths)
     if query_positions is not None:
-        bounds = torch.searchsorted(query_positions, cu_seqlens.to(query_positions.dtype)).tolist()
+        bounds = torch.searchsorted(query_positions, given.keys.to(query_positions.dtype)).tolist()
         parts = [query_positions[i:j] - start for i, j, start in zip(bounds, bounds[1:], starts)]
-    queries = query.split(lengths if query_positions is None else [len(part) for part in parts], 2)
-    samples = zip(queries, key.split(lengths, 2), value.split(lengths, 2), parts)
+        numbers = [len(part) for part in parts]
+    else:
+        numbers = [end - start for start, end in itertools.pairwise(given.queries.tolist())]
+    samples = zip(query.split(numbers, 2), key.split(lengths, 2), value.split(lengths, 2), parts)
     # Some models take a view of it, so it has to be contiguous.
     return torch.cat([_sample(q, k, v, rule, part).transpose(1, 2) for q, k, v, part in samples], 1)  # (1, T, H, E)
 
 
 def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None = None) -> torch.Tensor:
-    """(1, H, L, E), by blocks of queries where torch has no kernel for the rule: no L x L matrix is stored.
+    """(1, H, queries, E), by blocks of queries where torch has no kernel for the rule: no L x L matrix is stored.
 
-    With query_positions, positions within the sample: (1, H, len(query_positions), E).
+    query_positions: the queries' places within the sample; None for its last ones, which are all of them where the rule
+    is causal.
     """
     length = key.shape[2]
     window = rule.window if rule.window is not None and rule.window < length else length
     if query.shape[2] == 0:
         return query
-    if not rule.causal:
-        return F.scaled_dot_product_attention(query, key, value, None, rule.dropout, scale=rule.scaling)
     if rule.softcap is None and window == length:
-        if query_positions is None:
+        if query_positions is None or not rule.causal:
             return _sdpa(query, key, value, rule)
         if 2 * len(query_positions) > length:  # the causal kernel skips half of the scores, a mask none
             query = _spread(query, query_positions, length)
             return _sdpa(query, key, value, rule).index_select(2, query_positions)
-    positions = torch.arange(length, device=query.device) if query_positions is None else query_positions
+    positions = query_positions
+    if positions is None:
+        positions = torch.arange(length - query.shape[2], length, device=query.device)
     blocks = []
     for q, i in zip(query.split(BLOCK, 2), positions.split(BLOCK)):
-        first, end = max(0, int(i[0]) - window + 1), int(i[-1]) + 1
+        first, end = max(0, int(i[0]) - window + 1), int(i[-1]) + 1 if rule.causal else length
         distance = i[:, None] - torch.arange(first, end, device=query.device)
-        seen = (distance >= 0) & (distance < window)  # (queries, keys)
+        seen = distance < window  # (queries, keys)
+        if rule.causal:
+            seen &= distance >= 0
         k, v = key[:, :, first:end], value[:, :, first:end]
         if rule.softcap is None:
             blocks.append(_sdpa(q, k, v, rule, seen))
@@ -287,14 +333,21 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
 
 
 def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's own attention of one sample (1, H, queries, E): under a mask (queries, keys), or causal without one."""
+    """torch's own attention of one sample (1, H, queries, E): under a mask (queries, keys), or by the rule without."""
     groups = query.shape[1] // key.shape[1]
     width = max(query.shape[3], value.shape[3])
     special = seen is not None or query.shape[3] != value.shape[3]
     if groups > 1 and not _takes_groups(query.device.type, query.dtype, width, special):
         key, value, groups = repeat_kv(key, groups), repeat_kv(value, groups), 1
     return F.scaled_dot_product_attention(
-        query, key, value, seen, rule.dropout, seen is None, scale=rule.scaling, enable_gqa=groups > 1
+        query,
+        key,
+        value,
+        seen,
+        rule.dropout,
+        seen is None and rule.causal,
+        scale=rule.scaling,
+        enable_gqa=groups > 1,
     )
 
 
@@ -317,31 +370,31 @@ def _capped(query, key, value, seen: torch.Tensor, rule: Rule) -> torch.Tensor:
     return F.dropout(scores.softmax(-1), rule.dropout).to(value.dtype) @ value
 
 
-def _flash_attn_3(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
+def _flash_attn_3(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor:
     from flash_attn_interface import flash_attn_varlen_func
 
-    out = flash_attn_varlen_func(**_flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule))
+    out = flash_attn_varlen_func(**_flash_attn_arguments(query, key, value, bounds, rule))
     out = out[0] if isinstance(out, tuple) else out  # versions up to 2025 return the log-sums, too
     return out[None]  # (1, T, H, E)
 
 
-def _flash_attn_2(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
+def _flash_attn_2(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    arguments = _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule)
+    arguments = _flash_attn_arguments(query, key, value, bounds, rule)
     return flash_attn_varlen_func(**arguments, dropout_p=rule.dropout)[None]  # (1, T, H, E)
 
 
-def _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> dict[str, object]:
+def _flash_attn_arguments(query, key, value, bounds: Bounds, rule: Rule) -> dict[str, object]:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, E)
     return {
         "q": q,
         "k": k,
         "v": v,
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
-        "max_seqlen_q": max_seqlen,
-        "max_seqlen_k": max_seqlen,
+        "cu_seqlens_q": bounds.queries,
+        "cu_seqlens_k": bounds.keys,
+        "max_seqlen_q": bounds.max_queries,
+        "max_seqlen_k": bounds.max_keys,
         "softmax_scale": rule.scaling,
         "causal": rule.causal,
         "window_size": _window_size(rule),
@@ -350,7 +403,7 @@ def _flash_attn_arguments(query, key, value, cu_seqlens, max_seqlen, rule: Rule)
     }
 
 
-def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torch.Tensor:
+def _torch_varlen(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.10 has neither windows nor a scale, and another name for causal.
@@ -365,7 +418,7 @@ def _torch_varlen(query, key, value, cu_seqlens, max_seqlen, rule: Rule) -> torc
     else:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    out = varlen_attn(q, k, v, *bounds, **options)
     return out[None]  # (1, T, H, E)
 
 
@@ -381,7 +434,10 @@ KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_2, TORCH: _torch_varlen}
 
 
 def _window_size(rule: Rule) -> tuple[int, int]:
-    """The kernels' window: tokens before a token's own (-1: all), and none after it, or all where it isn't causal."""
+    """The kernels' window: tokens before a token's own (-1: all), and none after it, or all where it isn't causal.
+
+    Where there are fewer queries than keys, kernels count as if the queries were the last ones.
+    """
     return (-1 if rule.window is None else rule.window - 1), (0 if rule.causal else -1)
 
 

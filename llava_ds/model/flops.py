@@ -3,7 +3,8 @@
 
 A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for the gradient of its input, if something
 trains in it or before it, and 2 for its own, if it trains. Attention costs 4 times the width of all heads per layer and
-pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward.
+pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward. Where tokens of an image
+see each other, its P tokens are P (P - 1) / 2 more pairs.
 
 Only what the maths of a step needs is counted: no padding, no recomputation, no blank images; every layer at every
 token, windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer
@@ -112,15 +113,18 @@ def flops_of_model(
     layers = _weights_per_token(llm, text, output)
     own = adapters.get("language_model", 0)
     forward_per_pair = 4 * text.num_hidden_layers * _heads_width(text)
+    per_pair = forward_per_pair * (1 + 2 * reaches_layers)
+    in_blocks = tower.images.num_tokens if ready is not None and ready.family.has_image_blocks else 0
     tied = output.weight is llm.get_input_embeddings().weight
     trains_output = (trains_layers == 1 and not top_llm) or ("output_layer" in parts and not tied)
     return ModelFlops(
         per_token=layers * _times(reaches_layers, trains_layers) + own * 6,
-        per_pair=forward_per_pair * (1 + 2 * reaches_layers),
+        per_pair=per_pair,
         per_tile=_tower_flops(model.vision_tower.tower, tower, passes_tower, trains_tower)
         + 6 * adapters.get("vision_tower", 0) * tower.num_positions * _tiles_of(tower)
         + _projector_flops(model.projector, tower, reaches_projector, parts, adapted)
-        + 6 * adapters.get("projector", 0) * tower.images.num_tokens,
+        + 6 * adapters.get("projector", 0) * tower.images.num_tokens
+        + per_pair * in_blocks * (in_blocks - 1) / 2,
         per_target=output.weight.numel() * _times(reaches_layers > 0, trains_output),
         forward_per_token=2 * (layers + own),
         forward_per_pair=forward_per_pair,
@@ -216,8 +220,10 @@ def _projector_flops(
     parts, adapted: those that train, and that have LoRA.
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
-    matrices = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
-    first = matrices[0] if matrices and next(projector.parameters()) is matrices[0] else None
+    matrices = [p for p in projector.parameters() if p.ndim > 1]
+    # A matrix that is no layer of its own (Gemma 3's) has a norm before it, whatever their order.
+    layers = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
+    first = matrices[0] if layers and next(projector.parameters()) is layers[0] else None
     per_feature = sum(
         weight.numel() * _times(trains_tower or (changes and weight is not first), trains) for weight in matrices
     )

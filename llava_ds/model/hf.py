@@ -1,6 +1,7 @@
 # T tokens of all samples laid end to end, N image tiles, S side of the tower's square, D language-model width
 """A LLaVA in transformers' own classes: which class opens a folder, and training's merge over its weights."""
 
+import inspect
 from functools import partial
 
 import torch
@@ -46,6 +47,19 @@ def attention_options(config: PreTrainedConfig) -> dict[str, object]:
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": {"text_config": "eager"}} if capped else {}
+
+
+def let_generate_take_embeddings(model: HFModel) -> None:
+    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where Gemma 3's takes it by
+    **kwargs."""
+    own = model.prepare_inputs_for_generation
+    if "inputs_embeds" in inspect.signature(own).parameters:
+        return
+
+    def prepare_inputs_for_generation(input_ids, inputs_embeds=None, **kwargs):
+        return own(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+
+    model.prepare_inputs_for_generation = prepare_inputs_for_generation
 
 
 def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Tensor:

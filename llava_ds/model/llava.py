@@ -88,6 +88,8 @@ class LlavaModel(nn.Module):
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         embeds, deeper = self.embed_deep(batch) if batch.hidden is None else (batch.hidden, [])
+        if batch.image_blocks is not None:
+            options["image_blocks"] = batch.image_blocks
         if deeper:
             options |= {"visual_pos_masks": batch.image_positions, "deepstack_visual_embeds": deeper}
         # Not the whole language model, whose output layer takes no targets.

@@ -93,6 +93,7 @@ class ReadyVision:
             max_pixels=data.max_image_pixels,
             tiling=_within(self.tiles.tiling, data),
             resample=self.resample,
+            has_image_blocks=self.ready.family.has_image_blocks,
         )
 
     def build(self, mean: torch.Tensor, std: torch.Tensor) -> "ReadyTower":

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
+from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.ready import ReadyTower
 from llava_ds.runtime.waiting import waiting
 
 
@@ -111,7 +113,12 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
     padded = torch.stack([F.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)])  # (B, L, D)
     axes = batch.position_ids.flatten(0, -2).split(lengths, 1)  # of each prompt (1, its tokens), or (3, its tokens)
     position_ids = torch.stack([F.pad(row, (longest - row.shape[1], 0)) for row in axes], 1)  # (1 or 3, B, L)
-    options = {}
+    options, seen = {}, mask
+    if isinstance(model.vision_tower, ReadyTower):
+        is_image = [prompt.input_ids == IMAGE_TOKEN_INDEX for prompt in prompts]
+        is_image = torch.stack([F.pad(row, (longest - len(row), 0)) for row in is_image]).to(device)  # (B, L)
+        family, config = model.vision_tower.plan.ready.family, model.language_model.config
+        seen = family.prompt_mask(config, padded, mask, is_image)
     if deeper:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
         shift = (missing.cumsum(0))[rows]  # of a token's place among all, by the padding before it
@@ -121,7 +128,7 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
         }
     output = model.language_model.base_model(
         inputs_embeds=padded,
-        attention_mask=mask,
+        attention_mask=seen,
         position_ids=position_ids[0] if len(position_ids) == 1 else position_ids,
         use_cache=True,
         **options,

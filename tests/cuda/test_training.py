@@ -227,13 +227,29 @@ def test_weights_in_4_bits_with_lora(quant_type, double_quant):
 @pytest.mark.parametrize("trained", [True, *rest(False)], ids=["trained", "frozen"])
 @pytest.mark.parametrize("family", ready_models.FAMILIES)
 def test_ready_models(family, trained, tmp_path):
+    ready_model_trained_once(family, tmp_path, trained)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("package", "capability"), [(flash_attn_2, (8, 0)), (flash_attn_3, (9, 0))])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_images_that_see_each_other_with_flash_attn(monkeypatch, tmp_path, package, capability, checkpointed):
+    module = package()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    ready_model_trained_once("gemma3", tmp_path, capability=capability, checkpointed=checkpointed)
+    assert module.calls == 2 * 2 * (1 + checkpointed)  # of each layer once for all tokens, once for images
+
+
+def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0), checkpointed=False):
     args = arguments(**ready_models.write_ready(tmp_path, family), version="processor", tune_mm_vision=trained,
                      tune_mm_mlp=True, tune_mm_llm=True)  # fmt: skip
     plan = plan_model(args.model, 512)
     options = plan.tower.image_options(args)
-    with gpu() as rules:
+    with gpu(capability=capability) as rules:
         with rules.building():
-            model = built(plan.text_config, plan.tower, args, short=True)
+            model = built(plan.text_config, plan.tower, args, short=plan.whole_last_layer is None)
+            if checkpointed:
+                checkpoint_layers(model.language_model)
         (micro,) = on_gpu(talks(options), options)
         loss, _ = model(micro.batch, num_sources=2)
         backward(model, loss)

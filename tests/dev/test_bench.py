@@ -19,7 +19,8 @@ from llava_ds.model.open.weights import WeightFiles
 
 
 def run(side: str, number: int, seconds: list[float], loss=(2.0, 1.5), grad_norm=(1.0, 0.5)) -> Run:
-    return Run(side, number, seconds, list(loss), list(grad_norm), gemm_flops_per_rank=10.0, peak_memory_bytes=1)
+    return Run(side, number, seconds, list(loss), list(grad_norm), gemm_flops_per_rank=10.0, peak_memory_bytes=1,
+               cpu_time_s=[2 * each for each in seconds[::-1]])  # fmt: skip
 
 
 def test_every_side_runs_once_a_round_and_each_is_first_in_turn():
@@ -31,6 +32,7 @@ def test_every_side_runs_once_a_round_and_each_is_first_in_turn():
 def test_ratios_are_of_one_round_and_leave_warming_up_out():
     runs = [run(OURS, 0, [9.0, 1.0]), run(PADDED, 0, [1.0, 3.0]), run(PADDED, 1, [1.0, 8.0]), run(OURS, 1, [9.0, 2.0])]
     assert comparison.ratios(runs, PADDED, warm_up=1) == [3.0, 4.0]
+    assert comparison.ratios(runs, PADDED, warm_up=1, of_cpu=True) == [1 / 9, 1 / 9]
     # 40 FLOPs in a second (and in two) on two ranks that could have done 20.
     assert comparison.fractions_of_peak(runs, OURS, [5.0, 40.0], num_ranks=2, warm_up=1) == [2.0, 1.0]
 

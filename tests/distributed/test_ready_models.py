@@ -38,9 +38,12 @@ class Runs:
         """alone: without the runs that resume and that train LoRA."""
         self.family, self.folder, self.base = family, folder, folder / "base"
         self.stages, self.steps = stages, steps
-        tied = {"tie_word_embeddings": family == "qwen2_5_vl"}
+        tied = {"tie_word_embeddings": family in ("qwen2_5_vl", "gemma3")}
         self.given = {**ready_models.write_ready(self.base, family, **tied), **toys.write_data(folder / "data", KINDS)}
         self.bounds = {"max_pixels": MAX_PIXELS} if family in ready_models.QWEN_PROCESSORS else {}
+        everywhere = LORA_EVERYWHERE
+        if family == "gemma3":  # whose projector is a matrix, and no linear layer
+            everywhere = everywhere | {"lora_modules": "language,vision"}
         saves = {"save_strategy": "steps", "save_steps": SAVED}
         todo = [self.run(f"zero{stage}", self.config(stage), tune_mm_vision=True, **saves) for stage in stages]
         last = f"zero{stages[-1]}"
@@ -52,7 +55,7 @@ class Runs:
                 tokens_per_micro_batch=200, eval_fraction=0.3, **self.bounds,
             ),
             self.run(
-                "lora-all", self.config(3), **LORA_EVERYWHERE, max_steps=4, save_strategy="steps", **self.bounds
+                "lora-all", self.config(3), **everywhere, max_steps=4, save_strategy="steps", **self.bounds
             ),
         ]  # fmt: skip
         self.output = run_many(2, folder / "launch", todo[: len(stages)] if alone else todo)
@@ -170,7 +173,8 @@ def answers_of(runs: Runs, folder: Path) -> list[str]:
         inputs = processor.apply_chat_template(
             chat, tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
         )
-        stop = processor.tokenizer.eos_token_id
+        ends = [processor.tokenizer.eos_token, ready_models.ENDS.get(runs.family)]
+        stop = [processor.tokenizer.convert_tokens_to_ids(end) for end in ends if end]
         new = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=stop)
         expected = processor.tokenizer.decode(new[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == expected.strip()

@@ -6,10 +6,11 @@ import types
 
 import pytest
 import torch
+import varlen
 from gpu_lane import DEVICE, REHEARSED
 
 from llava_ds.model import attention
-from llava_ds.model.attention import FLASH_2, FLASH_3, SEGMENTS, TORCH, Rule
+from llava_ds.model.attention import FLASH_2, FLASH_3, SEGMENTS, TORCH, Bounds, Rule
 
 pytestmark = pytest.mark.gpu
 
@@ -47,10 +48,12 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
     """flash-attn's function with its parameters, by the formula, in a rehearsal."""
-    assert causal and max_seqlen_q == max_seqlen_k == max(LENGTHS) and window_size[1] == 0
-    rule = Rule(softmax_scale, window=None if window_size[0] < 0 else window_size[0] + 1, softcap=softcap or None)
-    query, key, value = (x.transpose(0, 1)[None].double() for x in (q, k, v))
-    return by_formula(query, key, value, rule)[0].to(q.dtype)
+    assert causal == (window_size[1] == 0)
+    for starts, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
+        assert torch.diff(starts).max() == longest
+    return varlen.attend_as_documented(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size, softcap).to(
+        q.dtype
+    )
 
 
 def varlen_attn(
@@ -89,11 +92,41 @@ def test_a_kernel_computes_the_formula(kernels, record_property, kernel, dtype, 
     inputs = [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
     others = [x.detach().double().requires_grad_() for x in inputs]
     starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    if kernel == SEGMENTS:
-        out = attention._per_segment(*inputs, starts, rule)
-    else:
-        out = kernels[kernel](*inputs, starts, max(LENGTHS), rule)
-    expected = by_formula(*others, rule)
+    bounds = Bounds(starts, starts, max(LENGTHS), max(LENGTHS))
+    out = kernels.get(kernel, attention._per_segment)(*inputs, bounds, rule)
+    check(out, by_formula(*others, rule), inputs, others, record_property)
+
+
+# Of the first sample, and two of the third.
+IMAGES = [(0, 2, 4), (2, 0, 3), (2, 5, 4)] if REHEARSED else [(0, 40, 256), (2, 3, 256), (2, 300, 729)]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("width", [WIDTHS[0], WIDTHS[-1]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("kernel", [FLASH_3, FLASH_2, TORCH, SEGMENTS])
+def test_tokens_of_an_image_see_each_other(kernels, monkeypatch, record_property, kernel, dtype, width, rule):
+    """Kernels count windows as if a block's queries were the last of its keys."""
+    if kernel != SEGMENTS and (problem := refused(kernel, dtype, width, rule)):
+        pytest.skip(f"{kernel} {problem}")
+    monkeypatch.setattr(attention, "_choose", lambda *_: kernel)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, n, sum(LENGTHS), width) for n in (8, 2, 2)]
+    inputs = [torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+    others = [x.detach().double().requires_grad_() for x in inputs]
+    blocks, seen = varlen.blocks_of(LENGTHS, IMAGES)
+    blocks = blocks._make(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in blocks)
+    starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    out, _ = attention.varlen_attention(
+        None, *inputs, None, rule.scaling, cu_seqlens=starts, max_seqlen=max(LENGTHS), image_blocks=blocks,
+        sliding_window=rule.window, softcap=rule.softcap,
+    )  # fmt: skip
+    check(out, varlen.attend_by_mask(*others, seen.to(DEVICE), rule), inputs, others, record_property)
+
+
+def check(out, expected, inputs, others, record_property) -> None:
+    """Compare values and gradients with the formula's."""
+    generator, dtype = torch.Generator().manual_seed(1), out.dtype
     direction = torch.randn(out.shape, generator=generator).to(DEVICE, dtype)
     out.backward(direction)
     expected.backward(direction.double())

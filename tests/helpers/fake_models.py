@@ -175,7 +175,8 @@ def _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, caus
     assert q.shape[2] <= 256 and q.shape[2] % 8 == 0 and all(x.stride(-1) == 1 and x.is_cuda for x in (q, k, v))
     for starts in (cu_seqlens_q, cu_seqlens_k):
         assert starts.dtype == torch.int32 and starts.is_cuda and starts.is_contiguous() and starts.dim() == 1
-    assert type(max_seqlen_q) is int and type(max_seqlen_k) is int and causal is True
+    assert type(max_seqlen_q) is int and type(max_seqlen_k) is int and type(causal) is bool
+    assert causal or len(cu_seqlens_q) == len(cu_seqlens_k)
     return _Flash.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 

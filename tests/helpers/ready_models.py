@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from toys import ANSWERS, TEXTS
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -64,6 +66,18 @@ INTERNVL_TEMPLATE = (
     "{{ content['text'] }}{% endif %}{% endfor %}{% endif %}{{'<|im_end|>\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{'<|im_start|>assistant\n' }}{% endif %}"
 )
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}"
+    "{%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}{%- set loop_messages = messages[1:] -%}"
+    "{%- else -%}{%- set first_user_prefix = '' -%}{%- set loop_messages = messages -%}{%- endif -%}"
+    "{%- for message in loop_messages -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else '') }}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}"
+    "{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
 # Where answers are marked, transformers' processors say themselves what is learned.
 SMOLVLM_MARKED = SMOLVLM_TEMPLATE.replace(
     "{{line['text']}}",
@@ -85,12 +99,19 @@ QWEN_MARKS = (
     "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{{ '\n' if message['role'] == 'assistant' else '<|im_end|>\n' }}",
 )
+GEMMA_MARKED = GEMMA_TEMPLATE.replace(
+    "{%- elif item['type'] == 'text' -%}",
+    "{%- elif message['role'] == 'assistant' -%}"
+    "{% generation %}{{ item['text'] | trim }}<end_of_turn>{% endgeneration %}"
+    "{%- elif item['type'] == 'text' -%}",
+).replace("{{ '<end_of_turn>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<end_of_turn>\n' }}")
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
-    "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
+    "gemma3": GEMMA_TEMPLATE, "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
+    "gemma3": GEMMA_MARKED,
     **{name: TEMPLATES[name].replace(*QWEN_MARKS) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
 }  # fmt: skip
 
@@ -103,14 +124,22 @@ QWEN_TOKENS = [
     "<|video_pad|>",
 ]  # fmt: skip
 INTERNVL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
-FAMILIES = ("idefics3", "smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+GEMMA_TOKENS = [
+    "<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
+    "<image_soft_token>",
+]  # fmt: skip
+FAMILIES = ("idefics3", "smolvlm", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+GEMMA_IDS = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
+SAID_FEATURES = {"internvl": "image_seq_length", "gemma3": "image_seq_length"}  # in processor_config.json
+SEEDS = {"gemma3": 5}  # random weights whose answers are not empty
+ENDS = {"gemma3": "<end_of_turn>"}  # of answers, where texts have another end
 QWEN_PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
 
 
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
     """Write a random ready model; text: other settings of its language model. Returns the flag that names it."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + SEEDS.get(family, 0))
     tokenizer = _tokenizer(family)
     tokenizer.chat_template = template or TEMPLATES[family]
     config = _config(family, tokenizer, text)
@@ -128,12 +157,17 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         inner = config.pop("text_config")
         (folder / "config.json").write_text(json.dumps({**inner, **config}))
     images = image_processor_of(family).to_dict()
-    named = {"internvl": "InternVLProcessor", "smolvlm": "SmolVLMProcessor", "idefics3": "Idefics3Processor"}
+    named = {
+        "internvl": "InternVLProcessor",
+        "gemma3": "Gemma3Processor",
+        "smolvlm": "SmolVLMProcessor",
+        "idefics3": "Idefics3Processor",
+    }
     whole = {"image_processor": images, "processor_class": named.get(family)}
     if family in QWEN_PROCESSORS:
         whole["processor_class"] = QWEN_PROCESSORS[family].__name__
     else:
-        whole["image_seq_length" if family == "internvl" else "image_seq_len"] = 4
+        whole[SAID_FEATURES.get(family, "image_seq_len")] = 4
     for name, content in (("preprocessor_config.json", images), ("processor_config.json", whole)):
         (folder / name).write_text(json.dumps(content))
     return {"model_name_or_path": str(folder)}
@@ -153,6 +187,8 @@ def image_processor_of(family: str):
         return Qwen2VLImageProcessorPil(size=size, patch_size=PATCH, merge_size=2, temporal_patch_size=2)
     if family == "internvl":
         return GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE}, min_patches=1, max_patches=6)
+    if family == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
     kind = SmolVLMImageProcessorPil if family == "smolvlm" else Idefics3ImageProcessorPil
     return kind(size={"longest_edge": 3 * SIDE}, max_image_size={"longest_edge": SIDE})
 
@@ -167,6 +203,8 @@ def processor_of(family: str, tokenizer):
     if family == "internvl":
         with openable():
             return InternVLProcessor(images, tokenizer, image_seq_length=4, chat_template=template)
+    if family == "gemma3":
+        return Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
     if family == "idefics3":
         return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
     with openable():
@@ -185,7 +223,8 @@ def openable() -> Iterator[None]:
 
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
-    tokens = INTERNVL_TOKENS if family == "internvl" else QWEN_TOKENS if family in QWEN_PROCESSORS else SMOLVLM_TOKENS
+    own = {"internvl": INTERNVL_TOKENS, "gemma3": GEMMA_TOKENS}
+    tokens = QWEN_TOKENS if family in QWEN_PROCESSORS else own.get(family, SMOLVLM_TOKENS)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -195,6 +234,9 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
     ends = {"eos_token": tokens[2], "pad_token": tokens[0]}
     if family in ("smolvlm", "idefics3"):
         ends |= {"bos_token": tokens[1], "extra_special_tokens": tokens[3:]}
+    elif family == "gemma3":
+        named = {"image_token": tokens[7], "boi_token": tokens[5], "eoi_token": tokens[6]}
+        ends = {"bos_token": tokens[2], "eos_token": tokens[1], "pad_token": tokens[0], "extra_special_tokens": named}
     elif family == "internvl":
         named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
         ends["extra_special_tokens"] = {**named, "video_token": "<video>"}
@@ -216,6 +258,24 @@ def _config(family: str, tokenizer, text: dict) -> AutoConfig:
             image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
             image_seq_length=4,
             tie_word_embeddings=text.get("tie_word_embeddings", False),
+        )
+    if family == "gemma3":
+        layers = ["sliding_attention", "full_attention"]
+        ids = {f"{name}_token_index": tokenizer.convert_tokens_to_ids(token) for name, token in GEMMA_IDS.items()}
+        return AutoConfig.for_model(
+            "gemma3",
+            text_config={
+                **shared,
+                "head_dim": 16,
+                "sliding_window": 12,
+                "layer_types": layers,
+                "bos_token_id": 2,
+                "query_pre_attn_scalar": 16,
+            },
+            vision_config={**VISION, "vision_use_head": False},
+            mm_tokens_per_image=4,
+            tie_word_embeddings=text.get("tie_word_embeddings", True),
+            **ids,
         )
     return AutoConfig.for_model(
         family,

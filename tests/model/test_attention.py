@@ -8,14 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+import varlen
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
-from llava_ds.model.attention import Rule
+from llava_ds.model.attention import Bounds, Rule
 from llava_ds.model.probe import random_copy
 
 LENGTHS = [5, 1, 9, 3]
 CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)
+BOUNDS = Bounds(CU_SEQLENS, CU_SEQLENS, 9, 9)
 RULES = [
     Rule(0.25),
     Rule(0.1),
@@ -77,6 +79,63 @@ def test_the_cpu_body_and_its_gradients(monkeypatch, rule, block):
     expected.backward(direction.double())
     for found, wanted in zip(inputs, others):
         assert (found.grad - wanted.grad).abs().max() < 1e-5
+
+
+# The last tokens of a sample, all of the next one, and two images with a token between them in the third.
+IMAGES = [(0, 2, 3), (1, 0, 1), (2, 1, 3), (2, 5, 2)]
+
+
+def in_blocks(inputs: list[torch.Tensor], rule: Rule) -> torch.Tensor:
+    query, key, value = inputs
+    options = {"sliding_window": rule.window, "softcap": rule.softcap}
+    blocks, _ = varlen.blocks_of(LENGTHS, IMAGES)
+    return attention.varlen_attention(
+        None, query, key, value, None, rule.scaling, cu_seqlens=CU_SEQLENS, max_seqlen=9, image_blocks=blocks, **options
+    )[0]
+
+
+@pytest.mark.parametrize("block", [2, 512])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_tokens_of_an_image_see_each_other(monkeypatch, rule, block):
+    """A window bounds what they see before them, and nothing behind them."""
+    monkeypatch.setattr(attention, "BLOCK", block)
+    inputs, others = ([x.requires_grad_() for x in tensors()] for _ in range(2))
+    out, expected = in_blocks(inputs, rule), varlen.attend_by_mask(*others, varlen.blocks_of(LENGTHS, IMAGES)[1], rule)
+    assert (out - expected).abs().max() < 1e-6
+    assert (through_the_interface(*inputs, rule) - expected).abs().max() > 0.1  # the causal rule alone
+    out.backward(direction := torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
+    expected.backward(direction.double())
+    for found, wanted in zip(inputs, others):
+        assert (found.grad - wanted.grad).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("kernel", [attention.FLASH_2, attention.FLASH_3, attention.TORCH])
+def test_what_kernels_are_asked_for_in_blocks(monkeypatch, kernel, rule):
+    """By the meaning of bounds and windows that they document."""
+    if kernel == attention.TORCH and rule.softcap is not None:
+        return  # such a rule does not get there
+
+    def flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size,
+              softcap, dropout_p=0.0):  # fmt: skip
+        for starts, longest in ((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)):
+            assert starts.dtype == torch.int32 and torch.diff(starts).max() == longest
+        assert causal == (window_size[1] == 0)
+        return varlen.attend_as_documented(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size, softcap
+        ).float()
+
+    def torchs(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        return flash(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[1] == 0, window_size, 0.0)
+
+    module = types.SimpleNamespace(flash_attn_varlen_func=flash)
+    for name in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(__import__("sys").modules, name, module)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torchs)
+    monkeypatch.setattr(attention, "_choose", lambda *_: kernel)
+    inputs = tensors()
+    expected = varlen.attend_by_mask(*inputs, varlen.blocks_of(LENGTHS, IMAGES)[1], rule)
+    assert (in_blocks(inputs, rule) - expected).abs().max() < 1e-6
 
 
 # Few of the first sample, none of the second, most of the third, all of the last.
@@ -157,7 +216,7 @@ def test_when_heads_are_repeated_on_cuda(monkeypatch, dtype, capability, width, 
 def test_a_kernel_gets_kept_queries_at_their_places(monkeypatch):
     """It lays queries and keys of a sample end to end, so it is given all of them."""
 
-    def kernel(query, key, value, cu_seqlens, max_seqlen, rule):
+    def kernel(query, key, value, bounds, rule):
         assert query.shape[2] == key.shape[2]
         return by_formula(query, key, value, rule).float()
 
@@ -189,9 +248,10 @@ def test_scores_are_not_kept_for_backward(monkeypatch):
     length, kept = 256, []
     inputs = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
     cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+    bounds = Bounds(cu_seqlens, cu_seqlens, length, length)
     for rule in (Rule(0.3, softcap=1.0), Rule(0.3, window=20), Rule(0.3, window=20, softcap=1.0)):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-            attention._per_segment(*inputs, cu_seqlens, rule)
+            attention._per_segment(*inputs, bounds, rule)
         assert max(kept) < length**2 / 4
 
 
@@ -232,7 +292,7 @@ def test_what_torchs_varlen_kernel_is_asked_for(monkeypatch, version, rule):
         assert not attention._varlen_takes("window_size")  # such a rule does not get here
         return
     query, key, value = tensors()
-    out = attention._torch_varlen(query, key, value, CU_SEQLENS, 9, rule)
+    out = attention._torch_varlen(query, key, value, BOUNDS, rule)
     assert (out - by_formula(query, key, value, rule)).abs().max() < 1e-6
     assert asked["lengths"] == (CU_SEQLENS.tolist(), 9)
     assert asked.get("is_causal", True)
@@ -253,7 +313,7 @@ def test_what_flash_attn_is_asked_for(monkeypatch, rule):
     module = types.SimpleNamespace(flash_attn_varlen_func=flash)
     monkeypatch.setitem(__import__("sys").modules, "flash_attn", module)
     query, key, value = tensors()
-    out = attention._flash_attn_2(query, key, value, CU_SEQLENS, 9, rule)
+    out = attention._flash_attn_2(query, key, value, BOUNDS, rule)
     assert (out - by_formula(query, key, value, rule)).abs().max() < 1e-6
 
 
@@ -274,7 +334,7 @@ def test_what_flash_attn_3_is_asked_for(monkeypatch, rule, with_sums):
     module = types.SimpleNamespace(flash_attn_varlen_func=flash)
     monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", module)
     query, key, value = tensors()
-    out = attention._flash_attn_3(query, key, value, CU_SEQLENS, 9, rule)
+    out = attention._flash_attn_3(query, key, value, BOUNDS, rule)
     assert (out - by_formula(query, key, value, rule)).abs().max() < 1e-6
 
 
@@ -352,7 +412,7 @@ def test_the_best_body_that_fits_is_chosen_and_reported(
 def test_compiled_layers_with_a_kernel_are_one_graph_for_all_lengths(monkeypatch):
     """As on a GPU: a formula stands in for the kernel. The sample by sample body is never compiled."""
 
-    def kernel(query, key, value, cu_seqlens, max_seqlen, rule):
+    def kernel(query, key, value, bounds, rule):
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
 

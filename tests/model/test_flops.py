@@ -146,3 +146,30 @@ def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trai
     seen = (layers - windowed) * 64**2 + windowed * 4 * 16**2  # pairs of patches in all layers
     attention = 4 * width * seen * (3 if trains else 1)
     assert flops.of(len(ids), 0, tiles, TARGETS, pairs) - attention == pytest.approx(products, rel=1e-9)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen tower", "trained tower"])
+def test_torch_counts_the_same_products_of_images_that_see_each_other(trains, tmp_path):
+    """Its projector is a norm and a matrix; pairs of tokens of an image count with its tile."""
+    given = ready_models.write_ready(tmp_path, "gemma3")
+    model_args = ModelArguments(**given, version="processor", tune_mm_vision=trains, tune_mm_mlp=True, tune_mm_llm=True)
+    args = Arguments(model_args, DataArguments(), TrainingArguments(), frozenset())
+    plan = plan_model(model_args, 512)
+    options = plan.tower.image_options(args)
+    model = assemble(plan.text_config, plan.tower, model_args, torch.zeros(3), torch.ones(3))
+    choose_trainable(model, args)
+    layout = media_layout("image", ((64, 64),), 1, options)
+    ids = torch.cat([torch.full((layout.num_tokens,), -200), torch.randint(8, 300, (LENGTH,))])
+    labels = torch.full((len(ids),), -100)
+    labels[-TARGETS:] = 7
+    pixels = torch.randint(0, 255, (1, 3, options.size, options.size), dtype=torch.uint8)
+    batch = collate([LoadedSample(ids, labels, [(pixels, layout)])], options)
+    with FlopCounterMode(display=False) as counter:
+        model(batch).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for op, n in counts.items() if str(op).split(".")[-1] in PRODUCTS)
+    flops = model_flops(plan.text_config, plan.tower, model_args)
+    in_tower = 4 * plan.tower.layer_width * plan.tower.num_layers * plan.tower.num_positions**2 * (3 if trains else 1)
+    pairs = layout.num_tokens * (layout.num_tokens - 1) / 2
+    assert pairs == 6
+    assert flops.of(len(ids), 0, 1, TARGETS) - in_tower - flops.per_pair * pairs == pytest.approx(products, rel=1e-9)

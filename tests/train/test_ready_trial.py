@@ -45,7 +45,7 @@ def test_a_pack_is_what_transformers_computes_one_by_one(planned):
     assert found.logits < 2e-5
     assert found.loss < 1e-6
     assert found.gradient < 1e-4
-    if plan.ready.config.model_type == "idefics3":  # whose processor opens without more packages
+    if plan.ready.config.model_type in ("idefics3", "gemma3"):  # whose processors open without more packages
         assert not found.no_ids
     else:
         assert "Error: " in found.no_ids
@@ -120,6 +120,29 @@ def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 
+@pytest.mark.parametrize("planned", ["gemma3"], indirect=True)
+def test_images_that_see_what_is_before_them_alone_are_refused(planned, tmp_path):
+    """As where a family's rule for image tokens is not known: causal as the text's."""
+    plan, images, folder = planned
+    causal = dataclasses.replace(images, has_image_blocks=False)
+    with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by [01]\.\d"):
+        ready_trial.check_ready(plan, causal, str(folder), str(tmp_path))
+
+
+@pytest.mark.parametrize("planned", ["gemma3"], indirect=True)
+def test_images_without_their_windows_start_are_refused(planned, monkeypatch, tmp_path):
+    """As where image tokens see all that is before them in layers with a window, too."""
+    plan, images, folder = planned
+    sound = attention.attend_in_blocks
+
+    def without_window(query, key, value, blocks, rule):
+        return sound(query, key, value, blocks, rule._replace(window=None))
+
+    monkeypatch.setattr(attention, "attend_in_blocks", without_window)
+    with pytest.raises(ConfigError, match="logits of a pack differ"):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+
+
 @pytest.mark.full
 def test_a_frozen_tower_leaves_the_other_gradients(planned, monkeypatch):
     """They are transformers', and the tower has none."""
@@ -173,11 +196,18 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
         ("preprocessor_config.json", {"do_rescale": False}, "do_rescale False, expected True"),
         ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),
         ("preprocessor_config.json", {"do_image_splitting": 3, "max_patches": "x"}, "expected a value like"),
-        ("processor_config.json", {"image_seq_length" if kind == "internvl" else "image_seq_len": 9}, "a tile has 4"),
+        ("preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan True, expected False"),
+        (
+            "processor_config.json",
+            {ready_models.SAID_FEATURES.get(kind, "image_seq_len"): 9},
+            "(a tile|an image) has 4",
+        ),
         ("preprocessor_config.json", {"patch_size": 9}, "patch_size 9, expected 8"),
         ("preprocessor_config.json", {"min_pixels": 9, "max_pixels": 9}, "images of 9 to 9 pixels"),
     ):
         if (kind in ready_models.QWEN_PROCESSORS) != (wrong in QWEN_SETTINGS) and "do_rescale" not in wrong:
+            continue
+        if (kind == "gemma3" and "a value like" in wrong) or (kind != "gemma3" and "pan_and_scan" in wrong):
             continue
         for file in folder.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())

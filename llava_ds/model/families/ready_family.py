@@ -38,6 +38,13 @@ def shrink(config: PreTrainedConfig) -> None:
         setattr(config.vision_config, name, value)
 
 
+def prompt_mask(
+    config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
+) -> torch.Tensor:
+    """The mask of tokens (B, L), from which transformers' language model makes a causal one."""
+    return mask
+
+
 def tower_widths(config: PreTrainedConfig) -> tuple[int, int]:
     """Width of a vision model's layers, and of their MLPs."""
     return config.hidden_size, config.intermediate_size
@@ -59,8 +66,9 @@ class ReadyFamily:
     Pillow's number of the filter, where its files don't say it.
 
     build_tower: from the vision model's configuration; text_models: classes of language models that transformers has
-    no causal language model for; is_flat: True if config.json may hold the language model's settings among its own;
-    shrink, tower_widths: as these functions do.
+    no causal language model for; has_image_blocks: True if tokens of one image see each other (ImageBlocks);
+    prompt_mask: the attention_mask of transformers' language model for prompts; is_flat: True if config.json may hold
+    the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do.
     """
 
     name: str
@@ -78,6 +86,8 @@ class ReadyFamily:
     processed: Callable[[PreTrainedConfig, torch.Tensor], torch.Tensor] = lambda config, pixels: pixels
     build_tower: Callable[[PreTrainedConfig], nn.Module] = build_tower
     text_models: tuple[type[PreTrainedModel], ...] = ()
+    has_image_blocks: bool = False
+    prompt_mask: Callable[[PreTrainedConfig, torch.Tensor, torch.Tensor, torch.Tensor], object] = prompt_mask
     is_flat: bool = False
     shrink: Callable[[PreTrainedConfig], None] = shrink
     tower_widths: Callable[[PreTrainedConfig], tuple[int, int]] = tower_widths

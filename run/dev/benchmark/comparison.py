@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmark.cpu_times import read_cpu_times
+
 from llava_ds.constants import ConfigError
 from llava_ds.files.jsonl import read_metrics
 
@@ -28,10 +30,11 @@ class Run:
     grad_norm: list[float]
     gemm_flops_per_rank: float
     peak_memory_bytes: int
+    cpu_time_s: list[float]
 
-    def seconds(self, warm_up: int) -> float:
-        """Of all steps but the first."""
-        return sum(self.step_time_s[warm_up:])
+    def seconds(self, warm_up: int, of_cpu: bool = False) -> float:
+        """Of all steps but the first. of_cpu: of processor time, of all ranks together."""
+        return sum((self.cpu_time_s if of_cpu else self.step_time_s)[warm_up:])
 
 
 def turns(sides: tuple[str, ...], rounds: int) -> list[tuple[int, str]]:
@@ -50,7 +53,7 @@ def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
         values["peak_memory_bytes"] = max(row["peak_memory_bytes"] for row in rows)
     else:
         values = json.loads(written.read_text())
-    return Run(side, number, **values, **json.loads(peak_file.read_text()))
+    return Run(side, number, **values, **json.loads(peak_file.read_text()), cpu_time_s=read_cpu_times(peak_file.parent))
 
 
 def largest_difference(runs: list[Run]) -> dict[str, float]:
@@ -98,9 +101,9 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
 
-def ratios(runs: list[Run], other: str, warm_up: int) -> list[float]:
+def ratios(runs: list[Run], other: str, warm_up: int, of_cpu: bool = False) -> list[float]:
     """Time of the other side over ours, round by round."""
-    seconds = {(run.round, run.side): run.seconds(warm_up) for run in runs}
+    seconds = {(run.round, run.side): run.seconds(warm_up, of_cpu) for run in runs}
     return [seconds[r, other] / seconds[r, OURS] for r in sorted({run.round for run in runs})]
 
 

@@ -1,5 +1,5 @@
 # B samples of a batch, T tokens of the longest, N images
-"""The other side of the comparison: transformers' Trainer over DeepSpeed and LlavaForConditionalGeneration, padded.
+"""The other side of the comparison: transformers' Trainer over DeepSpeed and its own class of the model, padded.
 
 Started by the deepspeed launcher with the same flags as run/train.py, and two of its own:
   --steps_file FILE.json    what is measured: seconds, loss and gradient norm of every step
@@ -14,8 +14,17 @@ import time
 from pathlib import Path
 
 import torch
+from benchmark.cpu_times import CpuTimes
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlavaForConditionalGeneration, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.config.parsing import parse_arguments
@@ -24,6 +33,7 @@ from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import open_data
 from llava_ds.data.step_plan import sample_order
 from llava_ds.engine.process_group import init_ranks
+from llava_ds.model.families.ready import READY
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import first_rank_first, quiet_libraries
@@ -44,20 +54,23 @@ def main(argv: list[str]) -> None:
         dataset = open_data(args, plan.tokenizer, image_options)
     options = training_arguments(args, own.recompute, on_cpu=ranks.device.type == "cpu")
     # After the options: under ZeRO-3 they make from_pretrained build every parameter as a partition.
-    model = LlavaForConditionalGeneration.from_pretrained(
+    model = AutoModelForImageTextToText.from_pretrained(
         args.model.model_name_or_path, dtype=torch.float32, attn_implementation="sdpa"
     )
     freeze(model, args)
+    model.accepts_loss_kwargs = True  # Qwen's own says no: its loss would be averaged by micro-batches
     clock = Clock()
+    statistics = plan.images.mean, plan.images.std
     trainer = Trainer(
         model=model,
         args=options,
         train_dataset=torch.utils.data.Subset(dataset, sample_order(args, dataset, ranks.world_size).epoch(0)),
-        data_collator=PaddingCollator(model.config.image_token_id, plan.images.mean, plan.images.std),
+        data_collator=PaddingCollator(model.config.image_token_id, *statistics, model.config),
         callbacks=[clock],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    clock.cpu.write(own.steps_file.parent)
     if ranks.is_first:
         rows = {**clock.measured(), "peak_memory_bytes": peak_memory_bytes(ranks.device)}
         own.steps_file.write_text(json.dumps(rows), encoding="utf-8")
@@ -92,19 +105,28 @@ def training_arguments(args: Arguments, recompute: bool, on_cpu: bool) -> Traini
     )
 
 
-def freeze(model: LlavaForConditionalGeneration, args: Arguments) -> None:
+def freeze(model: nn.Module, args: Arguments) -> None:
     """Leave the parts trainable that the flags name."""
-    parts = trained_parts(args.model)
+    parts, family = trained_parts(args.model), READY.get(model.config.model_type)
+    vision = "model.vision_tower" if family is None else family.vision
+    projector = ["model.multi_modal_projector"] if family is None else family.connector
     model.requires_grad_("language_model" in parts)
-    model.model.vision_tower.requires_grad_("vision_tower" in parts)
-    model.model.multi_modal_projector.requires_grad_("projector" in parts)
+    model.get_submodule(vision).requires_grad_("vision_tower" in parts)
+    for name in projector:  # a tower may have it in it
+        model.get_submodule(name).requires_grad_("projector" in parts)
 
 
 class PaddingCollator:
-    """A padded batch as LLaVA's collator makes it: to its longest sample, on the right, images normalised."""
+    """A padded batch as LLaVA's collator makes it: to its longest sample, on the right, images normalised.
 
-    def __init__(self, image_token: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self.image_token = image_token
+    Of a ready model images have the form that its own processor gives them.
+    """
+
+    def __init__(
+        self, image_token: int, mean: tuple[float, ...], std: tuple[float, ...], config: PreTrainedConfig | None = None
+    ) -> None:
+        self.image_token, self.config = image_token, config
+        self.family = READY.get(getattr(config, "model_type", None))
         self.mean, self.std = (torch.tensor(values)[:, None, None] * 255 for values in (mean, std))
 
     def __call__(self, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
@@ -118,6 +140,10 @@ class PaddingCollator:
         images = [tiles for s in samples for tiles, _ in s.media]
         if images:
             batch["pixel_values"] = (torch.cat(images).float() - self.mean) / self.std
+        if images and self.family is not None:
+            pixels = self.family.processed(self.config, batch["pixel_values"])
+            cells = [layout.cells for s in samples for _, layout in s.media]
+            batch |= self.family.outer_inputs(self.config, pixels, cells, batch["input_ids"] == self.image_token)
         return batch
 
 
@@ -126,10 +152,12 @@ class Clock(TrainerCallback):
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.cpu = CpuTimes()
         self.logs: list[dict] = []
 
     def on_step_end(self, args, state, control, **_) -> None:
         self.ends.append(time.perf_counter())
+        self.cpu.tick()
 
     on_train_begin = on_step_end
 

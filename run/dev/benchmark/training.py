@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark import workload
-from benchmark.comparison import OURS, RECOMPUTED, SIDES, Run, read_run, turns
+from benchmark import ready_workload, workload
+from benchmark.comparison import OURS, PADDED, RECOMPUTED, SIDES, Run, read_run, turns
 from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
+from benchmark.ready_workload import ReadyShape
 from benchmark.workload import Shape
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
+from llava_ds.data.collate import counts_of
 from llava_ds.data.dataset import open_data
 from llava_ds.data.packing import plan_by_count
 from llava_ds.data.step_plan import sample_order
@@ -33,6 +35,7 @@ BESIDE_PEAK, HF_TRAINER, LOOP_OVERHEAD = (
     HERE / f"{name}.py" for name in ("beside_peak", "hf_trainer", "loop_overhead")
 )
 
+OWN_COMPOSITION = ("version", "tune_mm_mlp_adapter", "image_aspect_ratio")  # flags that a ready model has no use for
 SEED = 20  # with it the few steps have about the padded share of the whole mix
 
 
@@ -41,7 +44,7 @@ class Case:
     """The training of both sides. captions: stage 1, the projector alone, with ZeRO-2; else stage 2, with ZeRO-3."""
 
     name: str
-    shape: Shape
+    shape: Shape | ReadyShape
     captions: bool
     batch_size: int  # per rank and padded micro-batch, LLaVA's own
     accumulation: int  # padded micro-batches of a rank in a step
@@ -89,14 +92,19 @@ def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], 
     """
     model, data = folder / "model", folder / "data"
     model.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(model, case.shape.vocab)
-    workload.write_model(model, case.shape)
     parts = PRETRAIN if case.captions else FINETUNE
     mix = length_mix(parts, case.num_batches(num_ranks) * case.batch_size, SEED)
-    workload.write_samples(data, case.shape, mix, captions=case.captions)
+    flags = data_flags(model, data, folder / "cache", case.captions)
+    if isinstance(case.shape, ReadyShape):
+        ready_workload.write_model(model, case.shape)
+        ready_workload.write_samples(data, case.shape, mix)
+        flags = {name: value for name, value in flags.items() if name not in OWN_COMPOSITION}
+    else:
+        write_tokenizer(model, case.shape.vocab)
+        workload.write_model(model, case.shape)
+        workload.write_samples(data, case.shape, mix, captions=case.captions)
     stage = 2 if case.captions else 3
-    flags = {
-        **data_flags(model, data, folder / "cache", case.captions),
+    flags |= {
         "deepspeed_config": ROOT / "ds_configs" / f"zero{stage}.json",
         "group_by_modality_length": case.grouped,
         "per_device_train_batch_size": case.batch_size,
@@ -117,17 +125,14 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
     training = args.training
     layout = training.gradient_accumulation_steps, training.per_device_train_batch_size
     order = sample_order(args, dataset, num_ranks)
-    tiles = [dataset.row(int(row))["num_pictures"] for row in dataset.rows]
-    every_length, num_targets = dataset.lengths.tolist(), dataset.num_targets.tolist()  # squares overflow int32
+    every_length = dataset.lengths.tolist()
     work = []
     for _, samples in zip(range(training.max_steps), order.steps()):
-        lengths = [every_length[i] for i in samples]
-        pairs = sum(length * (length + 1) / 2 for length in lengths)
-        targets = sum(num_targets[i] for i in samples)
+        counts = [counts_of(dataset.undecoded(i)) for i in samples]
         batches = [batch for rank in plan_by_count(samples, num_ranks, *layout) for batch in rank]
         padded = sum(len(batch) * max(every_length[i] for i in batch) for batch in batches)
-        useful = flops.of(sum(lengths), pairs, sum(tiles[i] for i in samples), targets)
-        work.append(StepWork(useful, sum(lengths), padded))
+        useful = sum(flops.of(one.tokens, one.pairs, one.tiles, one.targets, one.tile_pairs) for one in counts)
+        work.append(StepWork(useful, sum(one.tokens for one in counts), padded))
     return work
 
 
@@ -146,9 +151,9 @@ def estimated_bytes(flags: list[str], num_ranks: int) -> int:
 
 
 def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks: int, rounds: int) -> list[Run]:
-    """Run all sides, round by round. train: the script run/train.py."""
+    """Run all sides, of a ready model without recomputation, round by round. train: the script run/train.py."""
     runs = []
-    for number, side in turns(SIDES, rounds):
+    for number, side in turns(sides_of(case), rounds):
         own = folder / f"{SIDES.index(side)}-{number}"
         own.mkdir(parents=True, exist_ok=True)
         peak, steps = own / "peak.json", own / "steps.json"
@@ -163,6 +168,11 @@ def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks:
         seconds = time.perf_counter() - started
         print(f"  round {number + 1}, {side}: {sum(run.step_time_s):.1f} s of {seconds:.0f}", flush=True)
     return runs
+
+
+def sides_of(case: Case) -> tuple[str, ...]:
+    """The sides of a case."""
+    return (OURS, PADDED) if isinstance(case.shape, ReadyShape) else SIDES
 
 
 def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -> None:

@@ -133,17 +133,22 @@ def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool,
     captions: for the plain template, the caption alone; else questions and answers for mistral_instruct, which has no
     system message: at these lengths it would be half of a sample.
     """
-    rng, words = np.random.default_rng(seed), random.Random(seed)
+    rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for index in range(min(DIFFERENT_IMAGES, len(mix.tokens))):
         pixels = rng.integers(0, 256, (shape.image_size, shape.image_size, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "images" / f"{index}.png", compress_level=0)
-    records = []
+    records = records_of(mix, shape.scale, None if captions else MARKS, seed)
+    (folder / "data.json").write_text(json.dumps(records), encoding="utf-8")
+
+
+def records_of(mix: LengthMix, scale: float, marks: int | None, seed: int) -> list[dict[str, object]]:
+    """Records of the mix's lengths, scaled. marks: tokens of the template around a question; None for captions."""
+    records, words = [], random.Random(seed)
     text = mix.tokens - mix.images * IMAGE_TOKENS
     for index, (written, targets, has_image) in enumerate(zip(text, mix.targets, mix.images)):
-        answer = max(1, round(targets * shape.scale) - 1)  # </s> is one
-        question = max(1, round((written - targets) * shape.scale) - MARKS)
-        human = "" if captions else _words(words, question)
+        answer = max(1, round(targets * scale) - 1)  # the end marker is one
+        human = "" if marks is None else _words(words, max(1, round((written - targets) * scale) - marks))
         record: dict[str, object] = {"id": f"s{index}"}
         if has_image:
             human = f"<image>\n{human}"
@@ -153,7 +158,7 @@ def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool,
             {"from": "gpt", "value": _words(words, answer)},
         ]
         records.append(record)
-    (folder / "data.json").write_text(json.dumps(records), encoding="utf-8")
+    return records
 
 
 def _words(rng: random.Random, count: int) -> str:
