@@ -259,7 +259,7 @@ def parse() -> argparse.Namespace:
         "--cache_dir",
         type=new_folder,
         default="~/.cache/llava_ds",
-        help="folder for generated scenes and MMBench's images",
+        help="folder for generated scenes and the images inside benchmarks",
     )
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
     args = parser.parse_args()

@@ -5,12 +5,14 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources import shown
 from llava_ds.data.sources.fields import find_file
 from llava_ds.data.sources.options import short
-from llava_ds.evaluation.question import Question
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dic
             except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict):
-                expected = f"expected {what}: a JSON object with {', '.join(keys)} on every line"
+                expected = f"expected {what}: a JSON object with {', '.join(keys)} on every line".replace("|", " or ")
                 raise DataError(f"{path}, line {number}: {short(line)} is no JSON object; {expected}") from None
             records.append(record)
     check_first(path, what, records, keys)
@@ -57,14 +59,16 @@ def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dic
 
 
 def check_first(path: str | Path, what: str, records: object, keys: tuple[str, ...]) -> None:
-    """Raise DataError unless records is a list that begins with an object that has the keys."""
+    """Raise DataError unless records is a list that begins with an object that has the keys.
+
+    A key with | in it is one of several names.
+    """
+    expected = ", ".join(keys).replace("|", " or ")
     if not isinstance(records, list) or not records:
-        raise DataError(
-            f"{path} is not {what}: it holds {_described(records)}, expected records with {', '.join(keys)}"
-        )
-    if not isinstance(records[0], dict) or not set(keys) <= set(records[0]):
+        raise DataError(f"{path} is not {what}: it holds {_described(records)}, expected records with {expected}")
+    if not isinstance(records[0], dict) or not all(set(key.split("|")) & set(records[0]) for key in keys):
         found = f"the keys {', '.join(map(short, records[0]))}" if isinstance(records[0], dict) else short(records[0])
-        raise DataError(f"{path} is not {what}: its first record has {found}, expected {', '.join(keys)}")
+        raise DataError(f"{path} is not {what}: its first record has {found}, expected {expected}")
 
 
 def held_under(path: str | Path, what: str, content: object, key: str, keys: tuple[str, ...]) -> list:
@@ -91,18 +95,18 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
 
 
-def questions_from(path: str | Path, records: Iterable, make: Callable[[object], Question]) -> list[Question]:
-    """One question per record. Raises DataError, with the first problems, where some can't be used."""
-    questions, problems = [], []
+def convert_records(path: str | Path, records: Iterable, convert: Callable[[Any], T]) -> list[T]:
+    """convert of every record. Raises DataError, with the first problems, where some can't be used."""
+    converted, problems = [], []
     for index, record in enumerate(records):
         try:
-            questions.append(make(record))
+            converted.append(convert(record))
         except DataError as error:
             problems.append(f"record {index}: {error}")
     if problems:
-        total = len(problems) + len(questions)
+        total = len(problems) + len(converted)
         raise DataError(f"{path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
-    return questions
+    return converted
 
 
 def field(record: object, key: str, kind: type | tuple[type, ...]) -> object:

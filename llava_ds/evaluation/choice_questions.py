@@ -1,16 +1,9 @@
 """ScienceQA and MMBench: files as they are downloaded, and the question files of LLaVA's evaluation."""
 
-import base64
-import binascii
-import csv
-import hashlib
-import sys
-from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.data.sample import Message
 from llava_ds.data.sources.options import short
 from llava_ds.evaluation.benchmark_files import (
     Given,
@@ -18,17 +11,17 @@ from llava_ds.evaluation.benchmark_files import (
     annotations_of,
     check_first,
     complete,
+    convert_records,
     field,
     matching,
-    questions_from,
     read_json,
 )
+from llava_ds.evaluation.benchmark_tables import RecordImages, read_table
+from llava_ds.evaluation.benchmarks import LETTER_ONLY, letter_of
 from llava_ds.evaluation.option_letters import LETTERS
 from llava_ds.evaluation.question import Question, about
-from llava_ds.files.writing import write_whole
 from llava_ds.infer.generate import Prompt
 
-LETTER_ONLY = "\nAnswer with the option's letter from the given choices directly."  # LLaVA-1.5's, for both
 ROUND = 1_000_000  # MMBench's later rounds have the question's index and this many times their number
 GRADES = {f"grade{n}": "G1-6" if n <= 6 else "G7-12" for n in range(1, 13)}
 
@@ -79,7 +72,7 @@ def scienceqa(given: Given) -> list[Question]:
         asked = f"{IMAGE_TOKEN}\n{question.asked}" if names else question.asked
         return Question(id, question.prompt, asked, question.reference, question.kinds)
 
-    return questions_from(path, records, make)
+    return convert_records(path, records, make)
 
 
 def _problem_text(problem: dict) -> str:
@@ -101,52 +94,22 @@ def _problem_kinds(problem: dict) -> tuple[str, ...]:
 def mmbench(given: Given) -> list[Question]:
     """A TSV of MMBench, with its images inside; all rounds of a question where the file has them."""
     path = complete(given)
-    rows = _rows(path)
-    by_index = {row["index"]: row["image"] for row in rows}
-    # Later rounds may name the row that has their image.
-    images = [by_index.get(row["image"], row["image"]) if row["image"].isdigit() else row["image"] for row in rows]
-    stored = _stored(images, given.cache_dir)
+    records = read_table(path, "MMBench's TSV", ("index", "question", "A", "B", "image"), ("dev",), given.cache_dir)
+    images = RecordImages(records, given.image_folder)  # later rounds may name the row that has their image
 
-    def make(record: tuple[dict[str, str], str]) -> Question:
-        row, image = record
+    def make(row: dict) -> Question:
         index = _index(row["index"])
         options = {letter: row[letter] for letter in "ABCD" if not _absent(row.get(letter))}
-        letter = row["answer"].strip()
-        if letter not in options:
-            raise DataError(f"(index {index}) has the answer {short(letter)}, expected one of {', '.join(options)}")
+        letter = letter_of(row, options)
         text = "\n".join(f"{letter}. {option}" for letter, option in options.items())
         hint = "" if _absent(row.get("hint")) else f"{row['hint']}\n"
         asked = f"{hint}{row['question']}\n{text}"
-        if image not in stored:
-            raise DataError(f"(index {index}) has {short(image)} under 'image', expected an image in base64")
-        prompt = Prompt((Message("human", f"{IMAGE_TOKEN}\n{asked}{LETTER_ONLY}"),), (stored[image],))
+        prompt = Prompt((Message("human", f"{IMAGE_TOKEN}\n{asked}{LETTER_ONLY}"),), (images(row.get("image")),))
         kinds = tuple(row[key] for key in ("category", "l2-category") if not _absent(row.get(key)))
         more = {"round_id": index // ROUND, "options": list(options.values()), "option_char": list(options)}
         return Question(index, prompt, asked, [index % ROUND, letter, options], kinds, more)
 
-    return questions_from(path, list(zip(rows, images)), make)
-
-
-def _rows(path: str) -> list[dict[str, str]]:
-    """The rows of a TSV by lower-case column, but for A to D."""
-    what, keys = "MMBench's TSV", ("index", "question", "A", "B", "answer", "image")
-    limit = csv.field_size_limit(sys.maxsize)  # an image is one field
-    try:
-        with Path(path).expanduser().open(encoding="utf-8-sig", newline="") as file:
-            rows = [
-                {(key if key in "ABCD" else key.lower()): value or "" for key, value in row.items() if key}
-                for row in csv.DictReader(file, delimiter="\t")
-            ]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} is not {what}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from None
-    finally:
-        csv.field_size_limit(limit)
-    if rows and "answer" not in rows[0] and {"index", "question", "image"} <= set(rows[0]):
-        raise DataError(f"{path} has no column 'answer': it is the test split, which MMBench's server scores")
-    check_first(path, what, rows, keys)
-    return rows
+    return convert_records(path, records, make)
 
 
 def _index(text: str) -> int:
@@ -158,35 +121,3 @@ def _index(text: str) -> int:
 
 def _absent(text: str | None) -> bool:
     return text is None or text.strip().lower() in ("", "nan", "none")
-
-
-def _stored(texts: list[str], cache_dir: str) -> dict[str, Media]:
-    """Every image in base64 as a slice of one file of the cache, which is named by what it holds.
-
-    Texts that are no images are left out.
-    """
-    contents = {text: content for text in dict.fromkeys(texts) if (content := _decoded(text))}
-    hashed = hashlib.sha256()
-    for content in contents.values():
-        hashed.update(content)
-    path = Path(cache_dir).expanduser() / "evaluation" / f"{hashed.hexdigest()[:32]}.pictures"
-    if not path.is_file() or path.stat().st_size != sum(map(len, contents.values())):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, partial(_write_all, contents.values()), shared=True)
-    media, offset = {}, 0
-    for text, content in contents.items():
-        media[text] = Media("image", (FileRef(str(path), offset, len(content)),))
-        offset += len(content)
-    return media
-
-
-def _write_all(contents: Iterable[bytes], path: Path) -> None:
-    with path.open("wb") as file:
-        file.writelines(contents)
-
-
-def _decoded(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return b""

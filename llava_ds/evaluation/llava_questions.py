@@ -13,9 +13,9 @@ from llava_ds.evaluation.benchmark_files import (
     Given,
     ImageFolder,
     complete,
+    convert_records,
     field,
     held_under,
-    questions_from,
     read_json,
 )
 from llava_ds.evaluation.question import Question, about
@@ -171,4 +171,4 @@ def captions(given: Given) -> list[Question]:
             raise DataError(f"is the image {id}, which has no caption")
         return about(id, folder(field(image, "file_name", str)), CAPTION, references[id])
 
-    return questions_from(path, images, make)
+    return convert_records(path, images, make)

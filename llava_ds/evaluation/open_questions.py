@@ -9,17 +9,18 @@ from llava_ds.evaluation.benchmark_files import (
     annotations_of,
     check_first,
     complete,
+    convert_records,
     field,
     held_under,
     matching,
-    questions_from,
     read_json,
     read_records,
     read_text,
 )
+from llava_ds.evaluation.benchmark_tables import is_table
+from llava_ds.evaluation.benchmarks import POPE_TABLE, SHORT
 from llava_ds.evaluation.question import Question, about
 
-SHORT = "\nAnswer the question using a single word or phrase."  # LLaVA-1.5's, for all four
 ASKED = ("question_id", "image", "text")  # of a line of LLaVA's question files
 ID = (str, int)
 
@@ -60,7 +61,7 @@ def vqav2(given: Given) -> list[Question]:
             image, text = images(f"COCO_{image_set}_{name}", name), field(record, "question", str) + SHORT
         return about(id, image, text, people, kinds=kinds)
 
-    return questions_from(path, records, make)
+    return convert_records(path, records, make)
 
 
 def textvqa(given: Given) -> list[Question]:
@@ -89,7 +90,7 @@ def textvqa(given: Given) -> list[Question]:
             raise DataError(f"has no answers by people in {file}: is it the test split?")
         return about(id, images(name), text, people)
 
-    return questions_from(path, records, make)
+    return convert_records(path, records, make)
 
 
 def gqa(given: Given) -> list[Question]:
@@ -129,12 +130,14 @@ def gqa(given: Given) -> list[Question]:
             kinds += tuple(f"{name} {types[name]}" for name in ("structural", "semantic") if name in types)
         return about(id, image, text, field(annotation, "answer", str), kinds=kinds)
 
-    return questions_from(path, records, make)
+    return convert_records(path, records, make)
 
 
 def pope(given: Given) -> list[Question]:
-    """coco_pope_*.json, one file or a folder of them, by themselves or with llava_pope_test.jsonl."""
+    """coco_pope_*.json, one file or a folder of them, by themselves or with llava_pope_test.jsonl; or one table."""
     path, what = given.data_path, "POPE's questions"
+    if is_table(path):
+        return POPE_TABLE.read(given)
     from_llava = _is_jsonl(path)
     labels = annotations_of(given, "POPE", "the folder of coco_pope_*.json") if from_llava else complete(given)
     # By category: adversarial, popular or random.
@@ -142,7 +145,7 @@ def pope(given: Given) -> list[Question]:
     images = ImageFolder(given.image_folder)
     if not from_llava:
         records = [(kind, each, each) for kind, lines in labelled.items() for each in lines]
-        return questions_from(path, records, lambda record: _pope_question(*record, images, SHORT))
+        return convert_records(path, records, lambda record: _pope_question(*record, images, SHORT))
     rows = read_records(path, f"{what} in LLaVA's layout", (*ASKED, "category"))
     remaining = {kind: iter(lines) for kind, lines in labelled.items()}
     for kind, lines in labelled.items():  # they belong together by their order
@@ -152,7 +155,7 @@ def pope(given: Given) -> list[Question]:
     if unknown := {str(row.get("category")) for row in rows} - set(labelled):
         raise DataError(f"{path} has the categories {', '.join(sorted(unknown))}, of which {labels} has no file")
     paired = [(row["category"], row, next(remaining[row["category"]])) for row in rows]
-    return questions_from(path, paired, lambda record: _pope_question(*record, images, ""))
+    return convert_records(path, paired, lambda record: _pope_question(*record, images, ""))
 
 
 def _pope_question(kind: str, asked: dict, labelled: dict, images: ImageFolder, suffix: str) -> Question:

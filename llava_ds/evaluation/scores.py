@@ -3,11 +3,28 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from llava_ds.constants import DataError
+from llava_ds.evaluation.answer_rules import (
+    BOX_UNITS,
+    anls,
+    box_iou,
+    contains_text,
+    first_character,
+    first_yes_or_no,
+    leads_with_letter,
+    letter_alone,
+    mathvista_extraction,
+    mathvista_match,
+    mmmu_letter,
+    mmmu_open_match,
+    named_box,
+    relaxed_match,
+)
 from llava_ds.evaluation.caption_words import caption_words
 from llava_ds.evaluation.captions import cider, rouge_l
 from llava_ds.evaluation.normalise import evalai_answer, plain_answer, vqa_answer, vqa_punctuation
@@ -15,6 +32,7 @@ from llava_ds.evaluation.option_letters import LETTERS, matched_letter, named_le
 from llava_ds.evaluation.question import Question
 from llava_ds.train.rewards import function_of_file
 
+LEAST_IOU = 0.5  # of a box that counts as found
 LEAST_REFERENCES = 4  # for VQA accuracy: with fewer no answer could count in full
 
 Figures = Callable[[np.ndarray], np.ndarray]  # (..., C) means over units -> (...)
@@ -148,6 +166,88 @@ def caption_scores(questions: list[Question], answers: list[str]) -> Scored:
     return Scored(columns, [question.kinds for question in questions], metrics, columns[:, 0])
 
 
+def _graded(grade: Callable[[str, Any], object], *names: str) -> Callable[[list[Question], list[str]], Scored]:
+    """A metric whose columns, by name, are what grade(answer, reference) returns: one number, or several."""
+
+    def score(questions: list[Question], answers: list[str]) -> Scored:
+        grades = [grade(a, q.reference) for q, a in zip(questions, answers, strict=True)]
+        columns = np.array(grades, dtype=np.float64).reshape(len(grades), len(names))
+        metrics = {name: _mean(column) for column, name in enumerate(names)}
+        return Scored(columns, [question.kinds for question in questions], metrics, columns[:, 0])
+
+    return score
+
+
+def _mmmu_grade(answer: str, reference: dict) -> tuple[bool, bool]:
+    """Right, and not read: no option is named. reference: {"answer": letter or texts, "options": texts by letter}."""
+    if not reference["options"]:
+        return mmmu_open_match(answer, reference["answer"]), False
+    letter = mmmu_letter(answer, reference["options"])
+    return letter == reference["answer"], letter is None
+
+
+def _mathvista_grade(answer: str, reference: dict) -> tuple[bool, bool]:
+    """Right, and not read: the official code would ask a language model."""
+    extraction = mathvista_extraction(answer, reference)
+    return extraction is not None and mathvista_match(extraction, reference), extraction is None
+
+
+def ocrbench(questions: list[Question], answers: list[str]) -> Scored:
+    """reference: {"answer": texts, "category": its type of question}. points: of 1,000 questions, as many as the whole
+    file has."""
+    grade = _graded(lambda answer, ref: contains_text(answer, ref["answer"], ref["category"]), "accuracy")
+    scored = grade(questions, answers)
+    return replace(scored, metrics={**scored.metrics, "points": lambda means: 1000 * means[..., 0]})
+
+
+def mme(questions: list[Question], answers: list[str]) -> Scored:
+    """reference: {"answer": "yes" or "no", "pair": of questions about one image}, kinds: category and ability.
+
+    The sums of an ability add, over its categories, the percentages of right answers and of pairs that are all right.
+    Source: MME (arXiv 2306.13394), section 2.3.
+    """
+    right = [first_yes_or_no(a) == q.reference["answer"] for q, a in zip(questions, answers, strict=True)]
+    pairs: dict[tuple, list[bool]] = defaultdict(list)
+    kinds = {}
+    for question, each in zip(questions, right):
+        pair = tuple(question.reference["pair"])
+        pairs[pair].append(each)
+        kinds[pair] = question.kinds
+    categories = list(dict.fromkeys(kinds.values()))
+    columns = np.zeros((len(pairs), 2 + 2 * len(categories)))  # of a category: 1 for its pairs, and their scores
+    for row, (pair, both) in zip(columns, pairs.items()):
+        row[:2] = np.mean(both), all(both)
+        place = 2 + 2 * categories.index(kinds[pair])
+        row[place : place + 2] = 1, row[0] + row[1]
+
+    def total(ability: str) -> Figures:
+        places = [2 + 2 * i for i, kind in enumerate(categories) if ability in kind]
+        return lambda means: 100 * sum((_ratio(means[..., i + 1], means[..., i]) for i in places), 0 * means[..., 0])
+
+    metrics = {"accuracy": _mean(0), "accuracy_plus": _mean(1)}
+    metrics |= {ability: total(ability) for ability in ("perception", "cognition")}
+    return Scored(columns, list(kinds.values()), metrics, np.array(right, dtype=np.float64))
+
+
+def grounding(questions: list[Question], answers: list[str]) -> Scored:
+    """reference: {"answer": box in pixels, "size": (width, height)}; right from an IoU of 0.5 on.
+
+    All answers are taken in the one unit in which most of them are right.
+    """
+    boxes = [named_box(answer) for answer in answers]
+    ious = np.zeros((len(answers), len(BOX_UNITS)))
+    for i, (question, box) in enumerate(zip(questions, boxes, strict=True)):
+        true, size = question.reference["answer"], question.reference["size"]
+        if box is not None:
+            ious[i] = [box_iou(in_pixels(box, size), true) for in_pixels in BOX_UNITS.values()]
+    hits = ious >= LEAST_IOU
+    unit = hits.sum(axis=0).argmax()
+    columns = np.column_stack([hits[:, unit], ious[:, unit], hits]).astype(np.float64)
+    names = ("accuracy", "mean_iou", *(f"accuracy_{name}" for name in BOX_UNITS))
+    metrics = {name: _mean(column) for column, name in enumerate(names)}
+    return Scored(columns, [question.kinds for question in questions], metrics, columns[:, 0])
+
+
 METRICS = {
     "exact": exact_match,
     "vqa": vqa_accuracy,
@@ -158,6 +258,16 @@ METRICS = {
     "gqa": gqa_accuracy,
     "caption": caption_scores,
     "preference": preferred,
+    "anls": _graded(anls, "anls"),
+    "relaxed": _graded(relaxed_match, "accuracy"),
+    "leading_letter": _graded(leads_with_letter, "accuracy"),
+    "letter_alone": _graded(letter_alone, "accuracy"),
+    "first_character": _graded(first_character, "accuracy"),
+    "mmmu": _graded(_mmmu_grade, "accuracy", "not_read"),
+    "mathvista": _graded(_mathvista_grade, "accuracy", "needs_judge"),
+    "ocrbench": ocrbench,
+    "mme": mme,
+    "grounding": grounding,
 }
 
 
@@ -180,6 +290,8 @@ def metric_of(name: str) -> Callable[[list[Question], list[str]], Scored]:
 
 def shown_reference(metric: str, reference: object) -> object:
     """A question's reference as a person reads it: of a multiple-choice question, its letter."""
+    if isinstance(reference, dict):
+        return reference["answer"]
     if metric == "choice":
         return LETTERS[reference[0]]
     return reference[1] if metric == "circular" else reference

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,14 @@ import pytest
 from launching import ROOT
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.evaluation.answer_rules import BOX_UNITS, mmmu_letter
+from llava_ds.evaluation.benchmarks import BENCHMARKS
+from llava_ds.evaluation.bootstrap import estimates
 from llava_ds.evaluation.caption_words import caption_words
 from llava_ds.evaluation.normalise import evalai_answer, vqa_answer
 from llava_ds.evaluation.option_letters import matched_letter, named_letter, says_yes
 from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.score_table import as_json
 from llava_ds.evaluation.scores import METRICS, metric_of, reference_for
 from llava_ds.infer.generate import Prompt
 
@@ -38,6 +43,12 @@ def figures(result) -> dict[str, float]:
     return {name: float(figure(result.columns.mean(axis=0))) for name, figure in result.metrics.items()}
 
 
+def of_kinds(result, kinds: list[tuple[str, ...]]) -> dict[str, dict[str, float]]:
+    """The figures of each kind, and of all questions."""
+    found = estimates(replace(result, kinds=kinds), 1, 0)
+    return {kind: {name: each.value for name, each in metrics.items()} for kind, metrics in found.items()}
+
+
 @pytest.mark.parametrize(("name", "metric"), [("vqav2", "vqa"), ("textvqa", "textvqa")])
 def test_vqa_accuracies_are_the_official_ones(name, metric):
     rows = golden(name)
@@ -51,6 +62,10 @@ def test_popes_figures_are_the_official_ones():
     result = scored("yes_no", [row["answer"] for row in rows], [row["label"] for row in rows])
     assert [says_yes(row["answer"]) for row in rows] == [row["expected"] == "yes" for row in rows]
     assert figures(result) == pytest.approx(rows[0]["figures"], abs=1e-12)
+    splits = ("adversarial", "popular", "random")
+    found = of_kinds(result, [(splits[i % 3],) for i in range(len(rows))])
+    for split in splits:
+        assert found[split] == pytest.approx(rows[0]["figures_by_split"][split], abs=1e-12)
 
 
 def test_scienceqas_options_are_the_official_ones():
@@ -83,6 +98,82 @@ def test_captions_scores_are_the_official_ones():
     expected = [[row["cider"], row["rouge_l"]] for row in rows]
     np.testing.assert_allclose(result.columns, expected, rtol=1e-9, atol=1e-9)
     assert figures(result) == pytest.approx(rows[0]["figures"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("anls", "anls"),
+        ("relaxed", "relaxed"),
+        ("ai2d", "letter_alone"),
+        ("seed", "first_character"),
+        ("mmstar", "leading_letter"),
+    ],
+)
+def test_scores_of_single_answers_are_the_official_ones(name, metric):
+    rows = golden(name)
+    result = scored(metric, [row["answer"] for row in rows], [row["reference"] for row in rows])
+    np.testing.assert_allclose(result.columns[:, 0], [row["expected"] for row in rows], atol=1e-12)
+    assert 0.2 < result.columns.mean() < 0.9
+
+
+def test_ocrbenchs_points_are_the_official_ones():
+    rows = golden("ocrbench")
+    references = [{"answer": row["reference"], "category": row["category"]} for row in rows]
+    result = scored("ocrbench", [row["answer"] for row in rows], references)
+    assert result.per_question.tolist() == [row["expected"] for row in rows]
+    expected = rows[0]["figures"]
+    sums = as_json({"": replace(result, kinds=[(row["category"],) for row in rows])}, 1, 0)["scores"][""]
+    assert {kind: points for kind, (points, _) in sums.items() if kind != "overall"} == expected["points_by_category"]
+    assert sums["overall"][0] == expected["sum"] and figures(result)["points"] == expected["sum"] * 1000 / 500
+
+
+def test_mmmus_options_values_and_accuracies_are_the_official_ones():
+    rows = golden("mmmu")
+    references = [{"answer": row["reference"], "options": row["options"]} for row in rows]
+    result = scored("mmmu", [row["answer"] for row in rows], references)
+    chosen = [row for row in rows if row["options"]]
+    assert [mmmu_letter(row["answer"], row["options"]) for row in chosen] == [row["named"] for row in chosen]
+    assert result.columns[:, 0].tolist() == [row["expected"] for row in rows]
+    assert result.columns[:, 1].tolist() == [row["named"] is None for row in rows]
+    found = of_kinds(result, [tuple(BENCHMARKS["mmmu"].kinds(row)) for row in rows])
+    assert {kind: each["accuracy"] for kind, each in found.items()} == pytest.approx(rows[0]["figures"], abs=1e-12)
+    assert len(found) == 30 + 6 + 1
+
+
+def test_mathvistas_verdicts_without_a_judge_are_the_official_ones():
+    rows = golden("mathvista")
+    references = [{**row, "answer": row["reference"]} for row in rows]
+    result = scored("mathvista", [row["answer"] for row in rows], references)
+    assert result.columns.tolist() == [[row["expected"], row["needs_judge"]] for row in rows]
+    assert 0.2 < figures(result)["accuracy"] < 0.8 and 0.1 < figures(result)["needs_judge"] < 0.5
+
+
+def test_mmes_sums_are_the_official_ones():
+    rows = golden("mme")
+    references = [{"answer": row["reference"], "pair": [row["category"], row["pair"]]} for row in rows]
+    kinds = [tuple(BENCHMARKS["mme"].kinds(row)) for row in rows]
+    questions = [replace(q, kinds=kind) for q, kind in zip(asked(references), kinds)]
+    result = METRICS["mme"](questions, [row["answer"] for row in rows])
+    assert result.per_question.tolist() == [row["expected"] for row in rows]
+    found, expected = of_kinds(result, result.kinds), rows[0]["figures"]
+    assert len(found) == 14 + 2 + 1
+    for ability in ("perception", "cognition"):
+        assert found["overall"][ability] == pytest.approx(expected[ability], rel=1e-12)
+    for category, ability in set(kinds):
+        assert found[category][ability] == pytest.approx(expected[category], rel=1e-12)
+
+
+@pytest.mark.parametrize("unit", BOX_UNITS)
+def test_ious_of_boxes_are_the_official_ones_in_any_unit(unit):
+    rows = golden("refcoco")
+    references = [{"answer": row["box"], "size": row["size"]} for row in rows]
+    result = scored("grounding", [row["answers"][unit] for row in rows], references)
+    expected = np.array([row["expected"][unit] for row in rows])
+    np.testing.assert_allclose(result.columns[:, 1], expected, atol=1e-9)
+    assert result.columns[:, 0].tolist() == (expected >= 0.5).tolist()
+    found = figures(result)
+    assert found["accuracy"] == found[f"accuracy_{unit}"] > 0.3 and found["mean_iou"] == pytest.approx(expected.mean())
 
 
 def test_published_examples():

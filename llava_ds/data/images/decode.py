@@ -59,6 +59,12 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
+def image_size(ref: FileRef) -> Size:
+    """Upright (width, height) of an image, from its header only. Raises DataError for a file that is no image."""
+    with _opened(ref, MAX_IMAGE_PIXELS) as (_, _, size):
+        return size
+
+
 def load_media(
     media: Media,
     sizes: tuple[Size, ...],
