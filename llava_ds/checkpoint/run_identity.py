@@ -111,8 +111,8 @@ class RunIdentity:
         depend = {
             "--loss_reduction micro_batch": self.flags["loss_reduction"] == "micro_batch",
             "--steps_across_epochs": self.flags["steps_across_epochs"],
-            "--capacity_factor": self.flags["capacity_factor"] is not None,  # tokens dropped depend on those beside them
-            "--router_aux_loss_coef": self.flags["router_aux_loss_coef"],  # the routers' loss is of a micro-batch
+            "--capacity_factor": self.flags["capacity_factor"] is not None,  # which tokens are dropped
+            "--router_aux_loss_coef": self.flags["router_aux_loss_coef"],  # a loss of whole micro-batches
         }
         return [flag for flag, is_given in depend.items() if is_given]
 
