@@ -81,7 +81,12 @@ class RunIdentity:
         for key, line in self._section_changes(saved).items():
             if key != "optimizer" or _optimizer_of(vars(self)) != _optimizer_of(saved):
                 lines[key] = f"{lines[key]}; {line}" if key in lines else line
-        return lines | {name: line for name, line in self._layout_changes(saved).items() if self._decides(name, saved)}
+        by_layout = ", ".join(self._depend_on_layout)
+        return lines | {
+            name: f"{line}, which changes the result with {by_layout}"
+            for name, line in self._layout_changes(saved).items()
+            if self._decides(name, saved)
+        }
 
     def reshaped(self, saved: dict) -> list[str]:
         """List the differences to a saved identity that change no more than the rounding, a line for each."""
@@ -101,16 +106,21 @@ class RunIdentity:
         }
 
     @property
-    def _layout_decides(self) -> bool:
-        """True if the loss, or the samples of a step, depend on ranks and micro-batches."""
-        drops_tokens = self.flags["capacity_factor"] is not None  # which ones depends on those beside them
-        return self.flags["loss_reduction"] == "micro_batch" or bool(self.flags["steps_across_epochs"]) or drops_tokens
+    def _depend_on_layout(self) -> list[str]:
+        """The flags given that make the loss, or the samples of a step, depend on ranks and micro-batches."""
+        depend = {
+            "--loss_reduction micro_batch": self.flags["loss_reduction"] == "micro_batch",
+            "--steps_across_epochs": self.flags["steps_across_epochs"],
+            "--capacity_factor": self.flags["capacity_factor"] is not None,  # which tokens are dropped
+            "--router_aux_loss_coef": self.flags["router_aux_loss_coef"],  # a loss of whole micro-batches
+        }
+        return [flag for flag, is_given in depend.items() if is_given]
 
     def _decides(self, name: str, saved: dict) -> bool:
         """True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
         same_ranks = name == "world_size" and data_ranks(saved) == data_ranks(vars(self))
         same_samples = same_ranks or name in (*SHARED_BY, "ep_size")
-        return self._layout_decides and not same_samples
+        return bool(self._depend_on_layout) and not same_samples
 
     @property
     def _ordering_flags(self) -> set[str]:

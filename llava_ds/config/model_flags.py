@@ -125,7 +125,7 @@ class ModelArguments:
         None,
         "Layers of these parts that get LoRA: ends of their names, like q_proj v_proj, or one regular expression for "
         "whole names, as peft's target_modules; names are those in adapter_config.json. Absent: every linear layer but "
-        "the output layer.",
+        "the output layer. The experts of a mixture get it only by name: gate_up_proj down_proj.",
         argparse={"nargs": "*"},
     )
     lora_r: Count = _lora(64, "Rank of LoRA's matrices.")

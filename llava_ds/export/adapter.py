@@ -27,6 +27,7 @@ from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry, write_value_head
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model import lora, quantize
+from llava_ds.model.expert_lora import UNTRUE
 from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.loading import load_weights
@@ -141,13 +142,15 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
         "rank_pattern": {key: rank * more for key, rank in lora.patterns_of(args.lora_rank_pattern).items()},
         "alpha_pattern": {key: alpha * bigger for key, alpha in lora.patterns_of(args.lora_alpha_pattern).items()},
     }
-    targets = [target.outer for target in export.model.lora.targets]
+    targets = [target.outer for target in export.model.lora.targets if not target.is_stacked]
+    stacked = [target.outer for target in export.model.lora.targets if target.is_stacked]
     config = lora.peft_config(args, targets, args.lora_r * more, args.lora_alpha * bigger).to_dict()
     written = {
         **{key: config[key] for key in ADAPTER_KEYS},
         "inference_mode": True,  # as peft writes it: who opens the folder does not train it
         "target_modules": targets,  # peft has them in the order of a set, another in every process
         "modules_to_save": saved or None,
+        **({"target_parameters": stacked} if stacked else {}),
         **{key: config[key] for key in ("use_rslora", "use_dora") if config[key]},
         **{key: value for key, value in patterns.items() if value},
     }
@@ -193,6 +196,7 @@ def compare_reloaded_adapter(
     with warnings.catch_warnings():
         # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", UNTRUE, RuntimeWarning)
         reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()
     if eyes.adapted:
         for name, outer in eyes.adapted.items():
@@ -297,14 +301,15 @@ def merged_entries(
     """
     by_name = {entry.name: entry for entry in trained}
     plain = {lora.plain_name(name): entry for name, entry in by_name.items() if not lora.is_lora(name)}
-    scales = {f"{target.name}.weight": target.scale(args) for target in layout.targets}
+    targets = {target.weight: target for target in layout.targets}
     merged = []
     for entry in base:
-        layer = entry.name.removesuffix(".weight")
-        if layer + lora.A in by_name:
-            halves = {half: by_name.get(layer + half) for half in (lora.A, lora.B, lora.MAGNITUDE)}
-            began = [] if not start else [(start[layer + lora.A], start[layer + lora.B], -scales[entry.name])]
-            read = partial(_merged, entry, halves, scales[entry.name], began, args)
+        target = targets.get(entry.name)
+        if target is not None:
+            halves = {half: by_name.get(target.halves + half) for half in (lora.A, lora.B, lora.MAGNITUDE)}
+            a, b = (target.halves + half for half in (lora.A, lora.B))
+            began = [] if not start else [(start[a], start[b], -target.scale(args))]
+            read = partial(_merged, entry, halves, target.scale(args), began, args)
             merged.append(Entry(entry.name, entry.shape, read))
         else:
             own = plain.get(entry.name, entry)

@@ -99,7 +99,7 @@ def flops_of_model(
     """The FLOPs of a composition that has been built already, without its adapters."""
     parts, adapted = trained_parts(args), lora_parts(args)
     llm, ready = model.language_model, tower.ready if isinstance(tower, ReadyVision) else None
-    adapters = _adapter_weights(model, lora_layout(model, args, ready, text)) if args.lora_enable else {}
+    adapters = _adapter_weights(model, lora_layout(model, args, ready, text), text) if args.lora_enable else {}
     # Of the layers of each part, the share that trains, and that gradients flow back through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
@@ -132,12 +132,13 @@ def flops_of_model(
     )
 
 
-def _adapter_weights(model: LlavaModel, layout: LoraLayout) -> dict[str, int]:
-    """Weights of LoRA's matrices, by part."""
+def _adapter_weights(model: LlavaModel, layout: LoraLayout, text: PreTrainedConfig) -> dict[str, int]:
+    """Weights of LoRA's matrices that are used for a token, by part: of experts, those it is routed to."""
     found: dict[str, int] = {}
     for target in layout.targets:
-        layer, part = model.get_submodule(target.name), target.name.partition(".")[0]
-        found[part] = found.get(part, 0) + target.rank * (layer.in_features + layer.out_features)
+        part, times = target.name.partition(".")[0], text.num_experts_per_tok if target.is_stacked else 1
+        *_, rows, columns = model.get_parameter(target.weight).shape
+        found[part] = found.get(part, 0) + target.rank * (rows + columns) * times
     return found
 
 

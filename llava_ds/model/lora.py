@@ -1,9 +1,10 @@
-# I, O widths of a linear layer, R rank
+# I, O widths of a linear layer, R rank, E experts
 """LoRA beside linear layers, through peft's layers (Hu et al. 2021, arXiv 2106.09685), and its variants.
 
 The layers are put into the model in place, so its parts stay transformers' own classes: the weight of a linear layer
 "x" becomes "x.base_layer.weight", beside "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R), and
-with DoRA "x.lora_magnitude_vector.default.weight" (O,).
+with DoRA "x.lora_magnitude_vector.default.weight" (O,). Of experts it is put beside the tensors of all of a layer's
+matrices (expert_lora.py).
 
 Flags and files name a layer as the class does that peft opens an adapter over: LLaVA's, whose names are those of the
 language model, model.mm_projector and model.vision_tower; or transformers' class of a ready model.
@@ -25,11 +26,13 @@ from llava_ds.config.arguments import ModelArguments, changes_base, lora_parts
 from llava_ds.config.model_flags import LORA_PARTS, is_pattern
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import read_json
+from llava_ds.model.expert_lora import wrap_experts
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.merged_adapters import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
     PEFT_PREFIX,
+    STACKED,
     adapter_file,
     merged_weight,
 )
@@ -41,10 +44,12 @@ A, B, MAGNITUDE = (f".lora_{part}.{ADAPTER}.weight" for part in ("A", "B", "magn
 
 # Settings of an adapter that change what it computes and are not ours to train, with the values that change nothing.
 PLAIN = {
-    "use_qalora": (False, None), "lora_bias": (False, None), "target_parameters": (None, []),
-    "trainable_token_indices": (None, []), "fan_in_fan_out": (False, None), "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None), "lora_bias": (False, None), "trainable_token_indices": (None, []),
+    "fan_in_fan_out": (False, None), "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
+# Linear layers of a mixture without experts in every layer whose names peft 0.21 makes those of experts, by model_type.
+# Source: its transformers_weight_conversion.py.
+TAKEN_FOR_EXPERTS = {"qwen3_moe": (".gate_proj", ".up_proj", ".down_proj")}
 # Those that flags set, by the flag; modules_to_save is compared by its tensors.
 OURS = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_bias": "bias", "use_rslora": "use_rslora", "use_dora": "use_dora",
@@ -90,12 +95,22 @@ def linear_names(language_model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """A layer that gets LoRA: its name in the model and in peft's files, LoRA's rank, and alpha."""
+    """A layer that gets LoRA: its name in the model and in peft's files, LoRA's rank, and alpha.
+
+    weight: the name of the weight that changes; halves: what the names of A and B begin with. Of experts, name is that
+    of a tensor of all of a layer's matrices, and is_stacked True.
+    """
 
     name: str
     outer: str
     rank: int
     alpha: float
+    halves: str
+    is_stacked: bool = False
+
+    @property
+    def weight(self) -> str:
+        return self.name if self.is_stacked else f"{self.name}.weight"
 
     def scale(self, args: ModelArguments) -> float:
         """The factor of B A."""
@@ -153,17 +168,27 @@ def lora_layout(
     if "language_model" in layout.parts:
         linear_names(model.language_model)  # raises where there are none
     outer = {name: layout.of_module(name) for name in linear}
-    wanted = _wanted(args, list(outer.values()))
+    stacked = {name: layout.rename(name) for name in _stacked_names(model, layout)}
+    wanted = _wanted(args, list(outer.values()), list(stacked.values()))
+    outer |= stacked
     ranks, alphas = (patterns_of(getattr(args, f"lora_{which}_pattern")) for which in ("rank", "alpha"))
     for which, patterns in (("rank", ranks), ("alpha", alphas)):
         for pattern in patterns:
             if not any(_matches(pattern, each) for each in outer.values()):
                 raise ConfigError(f"--lora_{which}_pattern: {pattern} is the name of no layer: {_some(outer.values())}")
+    chosen = [name for name, there in outer.items() if there in wanted]
     targets = [
-        Target(name, there, _first(ranks, there, args.lora_r), _first(alphas, there, args.lora_alpha))
-        for name, there in outer.items()
-        if there in wanted
+        Target(
+            name,
+            outer[name],
+            _first(ranks, outer[name], args.lora_r),
+            _first(alphas, outer[name], args.lora_alpha),
+            _wrap(name, chosen) if name in stacked else name,
+            name in stacked,
+        )
+        for name in chosen
     ]
+    _refuse_for_experts(args, targets, text_config)
     for part in sorted(layout.parts - {target.name.partition(".")[0] for target in targets}):
         named = next(word for word, name in LORA_PARTS.items() if name == part)
         raise ConfigError(
@@ -190,11 +215,57 @@ def _llavas_names(args: ModelArguments) -> Callable[[str], str]:
     return rename
 
 
-def _wanted(args: ModelArguments, outer: list[str]) -> set[str]:
-    """Those of the layers that --lora_target_modules names. Source: peft's check_target_module_exists."""
+def _stacked_names(model: nn.Module, layout: LoraLayout) -> list[str]:
+    """Names of the tensors of all experts of a layer, in the parts with LoRA."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] in STACKED and name.partition(".")[0] in layout.parts and not layout.is_saved(name)
+    ]
+
+
+def _wrap(name: str, chosen: list[str]) -> str:
+    """The name of peft's layer for a tensor of experts: the last of STACKED that gets LoRA is the outermost."""
+    experts, _, kind = name.rpartition(".")
+    is_inner = any(f"{experts}.{other}" in chosen for other in STACKED[STACKED.index(kind) + 1 :])
+    return f"{experts}.base_layer" if is_inner else experts
+
+
+def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config: PreTrainedConfig) -> None:
+    """Raise ConfigError for what peft does not have beside tensors of all experts of a layer, or takes for experts."""
+    stacked = next((target.outer for target in targets if target.is_stacked), None)
+    found = [
+        f"{flag}: {stacked} is a tensor of all experts of a layer, {why}, or leave experts out of --lora_target_modules"
+        for flag, is_given, why in (
+            (f"--lora_dropout {args.lora_dropout}", args.lora_dropout, "which peft has no dropout for: give 0"),
+            ("--use_dora", args.use_dora, "which peft has no DoRA for: leave the flag out"),
+            (
+                f"--init_lora_weights {args.init_lora_weights}",
+                changes_base(args),
+                "which peft does not decompose: give true or gaussian",
+            ),
+        )
+        if stacked is not None and is_given
+    ]
+    taken = TAKEN_FOR_EXPERTS.get(text_config.model_type, ())
+    if dense := next((t.outer for t in targets if not t.is_stacked and t.outer.endswith(taken)), None):
+        found.append(
+            f"--lora_target_modules {args.lora_target_modules}: in a {text_config.model_type} peft takes {dense}, a "
+            "layer without experts, for experts when it opens the adapter: name other layers, like q_proj"
+        )
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _wanted(args: ModelArguments, outer: list[str], stacked: list[str]) -> set[str]:
+    """Those of the layers that --lora_target_modules names, experts among them; all linear layers if it names none.
+
+    Source: peft's check_target_module_exists.
+    """
     given = args.lora_target_modules
     if given is None:
         return set(outer)
+    outer = [*outer, *stacked]
     if is_pattern(given):
         found = {name for name in outer if re.fullmatch(given, name)}
         if not found:
@@ -296,6 +367,8 @@ def add_lora(model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: i
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU in float32
         torch.manual_seed(seed + 1)  # the projector uses the seed itself
         for target in layout.targets:
+            if target.is_stacked:
+                continue
             linear = model.get_submodule(target.name)
             with _gathered(linear.weight, args):
                 added = _with_lora(linear, target, args, dtype, layout.start)
@@ -306,7 +379,26 @@ def add_lora(model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: i
                     }
             parent, _, child = target.name.rpartition(".")
             setattr(model.get_submodule(parent), child, added)
+        for place in dict.fromkeys(each.name.rpartition(".")[0] for each in layout.targets if each.is_stacked):
+            beside = [each for each in layout.targets if each.name.rpartition(".")[0] == place]
+            _add_to_experts(model, place, beside, args, dtype)
     choose_adapters(model, args.lora_bias)
+
+
+def _add_to_experts(
+    model: nn.Module, place: str, targets: list[Target], args: ModelArguments, dtype: torch.dtype
+) -> None:
+    """Put LoRA beside tensors of all experts of a layer, which are at a place in the model."""
+    parameters = {target.name.rpartition(".")[2]: target for target in targets}
+    config = peft_config(args, [], args.lora_r, args.lora_alpha)
+    config.target_parameters = [f"experts.{name}" for name in parameters]
+    config.rank_pattern = {name: target.rank for name, target in parameters.items()}
+    config.alpha_pattern = {name: target.alpha for name, target in parameters.items()}
+    added = wrap_experts(model.get_submodule(place), config, ADAPTER)
+    for name, tensor in added.named_parameters():
+        if is_lora(f".{name}"):
+            tensor.data = tensor.data.to(dtype)
+    model.set_submodule(place, added)
 
 
 def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.AbstractContextManager:
@@ -378,7 +470,7 @@ def lora_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def plain_name(name: str) -> str | None:
     """A parameter's name without LoRA ("x.base_layer.weight" is "x.weight"); None for LoRA's own."""
-    return None if is_lora(name) else name.replace(".base_layer.", ".")
+    return None if is_lora(name) else name.replace(".base_layer", "")
 
 
 def to_peft(name: str) -> str:
@@ -449,7 +541,7 @@ def names_from_peft(model: nn.Module) -> Callable[[str], str]:
     layout: LoraLayout = model.lora
     trained = [name for name, p in model.named_parameters() if p.requires_grad and layout.holds(name)]
     known = {layout.rename(name): name for name in trained}
-    known |= {outer.replace(".base_layer.", "."): name for outer, name in known.items()}
+    known |= {outer.replace(".base_layer.", "."): name for outer, name in known.items() if not is_lora(name)}
 
     def rename(name: str) -> str:
         found = from_peft(name)

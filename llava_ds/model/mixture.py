@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.families.language import is_mixture, is_upcycled
+from llava_ds.model.lora import LoraLayout
 from llava_ds.model.upcycling import expert_layers
 
 WAYS = {
@@ -31,6 +32,17 @@ def check_mixture_flags(training: TrainingArguments, config: PreTrainedConfig, p
                 f"--{name} is for mixtures of experts, but --model_name_or_path {path} is a {config.model_type}: "
                 "leave it out"
             )
+
+
+def check_experts_with_lora(training: TrainingArguments, layout: LoraLayout | None) -> None:
+    """Raise ConfigError for another way to compute experts than the one that LoRA beside them has."""
+    wanted = training.experts_implementation
+    if wanted in (None, "grouped_mm") or layout is None or not any(target.is_stacked for target in layout.targets):
+        return
+    raise ConfigError(
+        f"--experts_implementation {wanted}: experts that have LoRA are computed by grouped_mm alone, expert by expert "
+        "where torch has no grouped product: leave it out"
+    )
 
 
 def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.device, compiled: bool) -> str:

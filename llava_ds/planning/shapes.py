@@ -314,7 +314,7 @@ def _stages(
 
 def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
     layers = [layer for _, layer in lora_layers(language_model)]
-    inputs = sum(layer.base_layer.in_features for layer in layers)
+    inputs = sum(layer.in_features for layer in layers)
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
     head, tp = getattr(text, "head_dim", None) or hidden // num_heads, args.training.tensor_parallel_size
     key_heads = getattr(text, "num_key_value_heads", None) or num_heads
@@ -329,13 +329,18 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
         is_llamas=is_llamas,
         tied=_is_tied(language_model),
-        lora_rank=sum(layer.r[ADAPTER] for layer in layers) // num_layers,
+        lora_rank=sum(layer.r[ADAPTER] * _times_per_token(layer, text) for layer in layers) // num_layers,
         lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
         lora_scaled=sum(layer.out_features for layer in layers) // num_layers if args.model.use_dora else 0,
         lora_read=max((layer.base_layer.weight.numel() for layer in layers), default=0) if args.model.use_dora else 0,
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
     )
+
+
+def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
+    """How often LoRA of a layer computes a token: of experts, as many of them as it is routed to."""
+    return text.num_experts_per_tok if hasattr(layer, "parameter_name") else 1
 
 
 def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Arguments) -> TowerShape:

@@ -37,7 +37,7 @@ from llava_ds.export.trial import try_export
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.mixture import check_mixture_flags
+from llava_ds.model.mixture import check_experts_with_lora, check_mixture_flags
 from llava_ds.model.open.folder import sharing_problems
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.model.upcycling import capacity_note, check_stage, check_upcycled
@@ -163,6 +163,7 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
         raise ConfigError("\n".join(shared))
     check_axes(args, model.text_config)
     check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
+    check_experts_with_lora(args.training, model.lora)
     check_upcycled(args, model.text_config)
     print_first(*model.notes, *filter(None, [capacity_note(args.model)]))
     if args.training.router_aux_loss_coef:

@@ -96,14 +96,30 @@ def test_another_size_or_layout_is_no_other_run_and_is_said(tmp_path):
     ]
 
 
-def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_path):
-    for flags in ({"loss_reduction": "micro_batch"}, {"steps_across_epochs": True}):
-        saved(tmp_path / str(len(flags)), 3, run(world_size=4, **flags))
-        with pytest.raises(ConfigError, match="world_size is 2, was 4"):
-            find_resume_point("auto", tmp_path / str(len(flags)), run(world_size=2, **flags))
-        point, _ = find_resume_point("auto", tmp_path / str(len(flags)), run(world_size=2, **flags), "world_size")
-        assert point.changed
-        shutil.rmtree(tmp_path / str(len(flags)))
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"loss_reduction": "micro_batch"}, "--loss_reduction micro_batch"),
+        ({"steps_across_epochs": True}, "--steps_across_epochs"),
+        ({"capacity_factor": 1.5, "router_aux_loss_coef": 0.01}, "--capacity_factor, --router_aux_loss_coef"),
+        ({"router_aux_loss_coef": 0.01}, "--router_aux_loss_coef"),
+    ],
+)
+def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_path, flags, named):
+    saved(tmp_path, 3, run(world_size=4, tokens_per_micro_batch=512, **flags))
+    now = run(world_size=2, tokens_per_micro_batch=1024, **flags)
+    with pytest.raises(ConfigError) as refused:
+        find_resume_point("auto", tmp_path, now)
+    for change in ("world_size is 2, was 4", "--tokens_per_micro_batch is 1024, was 512"):
+        assert f"  {change}, which changes the result with {named}\n" in str(refused.value)
+    point, _ = find_resume_point("auto", tmp_path, now, "world_size,tokens_per_micro_batch")
+    assert point.changed
+
+
+def test_ranks_that_share_samples_or_experts_change_no_routers_loss():
+    before = vars(run(world_size=2, router_aux_loss_coef=0.01))
+    assert not run(world_size=4, sequence_parallel_size=2, router_aux_loss_coef=0.01).differences(before)
+    assert not run(world_size=2, ep_size=2, router_aux_loss_coef=0.01).differences(before)
 
 
 @pytest.mark.parametrize(

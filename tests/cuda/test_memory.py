@@ -19,8 +19,11 @@ PARTS = {
     "both": {},
     "projector": {"tune_mm_mlp_adapter": True},
     "lora": {"lora_enable": True, "lora_r": 128},
+    "experts": {
+        "lora_enable": True, "lora_r": 16, "lora_dropout": 0.0, "lora_target_modules": "q_proj,gate_up_proj,down_proj",
+    },
     "critic": {},
-}
+}  # fmt: skip
 QUICK = {("qwen2-0.5b", "both", False), ("qwen2-0.5b", "both", True)}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
@@ -46,7 +49,7 @@ MIXTURES = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("trained", ["both", "projector"])
+@pytest.mark.parametrize("trained", ["both", "projector", "experts"])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_peak_of_a_mixture_is_not_above_the_estimate(name, trained, recomputes):

@@ -125,6 +125,10 @@ def test_lora(family, flags):
     trained_once(family, lora_enable=True, lora_r=4, **flags)
 
 
+def test_lora_on_experts():
+    trained_once("qwen3_moe", lora_enable=True, lora_r=4, lora_dropout=0.0, lora_target_modules="q_proj,down_proj")
+
+
 LAYOUTS = {
     "anyres with newlines": (ANYRES, [("image", ((90, 30),))]),
     "anyres, flat": ({"aspect_ratio": "anyres"}, [("image", ((30, 70),))]),

@@ -26,9 +26,13 @@ peft = pytest.importorskip("peft")
 STEPS, BATCH, RATE, WIDTH = 5, 4, 2e-3, 32
 KINDS = "itiititt"
 STAGES = (0, 2, 3)
+NUM_EXPERTS = toys.FAMILIES["qwen3_moe"]["num_experts"]
 PARTS = {
     "language": "language", "vision": "vision", "projector": "projector", "all": "language,vision,projector",
+    "experts": "language",
 }  # fmt: skip
+EXPERTS = {"lora_target_modules": "q_proj,gate_up_proj,down_proj"}  # in a mixture, beside a linear layer
+OF_EXPERTS = ("plain", "rslora", "gaussian", "chosen")  # what peft has beside their stacked matrices
 VARIANTS = {
     "plain": {},
     "rslora": {"use_rslora": True},
@@ -52,11 +56,17 @@ CHOSEN = {
     "all": {
         "lora_target_modules": r".*\.(q_proj|down_proj|fc1)|model\.mm_projector\.2", "modules_to_save": "norm,lm_head",
     },
+    "experts": {
+        "lora_target_modules": "down_proj", "modules_to_save": "norm", "lora_rank_pattern": '{"down_proj": 2}',
+        "lora_alpha_pattern": '{"layers.0.*down_proj": 24}',
+    },
 }  # fmt: skip
 PATTERNS = {"lora_rank_pattern": '{"q_proj": 2}', "lora_alpha_pattern": '{"layers.0.*q_proj": 24}'}
 
 
 def cases(part: str) -> list[str]:
+    if part == "experts":
+        return list(OF_EXPERTS)
     return [name for name in VARIANTS if name != "together" or part == "all"]
 
 
@@ -65,7 +75,8 @@ class Runs:
 
     def __init__(self, folder: Path, part: str) -> None:
         self.folder, self.part = folder, part
-        self.base = toys.write_base(folder / "base", hidden_size=WIDTH, intermediate_size=48)
+        family = "qwen3_moe" if part == "experts" else "llama"
+        self.base = toys.write_base(folder / "base", family=family, hidden_size=WIDTH, intermediate_size=48)
         self.data = toys.write_data(folder / "data", KINDS)
         torch.manual_seed(5)
         shapes = {"0.weight": (WIDTH, 16), "0.bias": (WIDTH,), "2.weight": (WIDTH, WIDTH), "2.bias": (WIDTH,)}
@@ -79,9 +90,9 @@ class Runs:
             "lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_modules": PARTS[self.part],
             "max_steps": STEPS, "lr_scheduler_type": "constant", "learning_rate": RATE, "shuffle": False,
             "train_batch_size": BATCH, "weight_decay": 0.0, "version": "v1",
-        } | VARIANTS[variant]  # fmt: skip
+        } | VARIANTS[variant] | (EXPERTS if self.part == "experts" else {})  # fmt: skip
         if variant == "chosen":
-            flags |= ({} if self.part == "projector" else PATTERNS) | CHOSEN[self.part]
+            flags |= ({} if self.part in ("projector", "experts") else PATTERNS) | CHOSEN[self.part]
         flags = toy_run(self.given, self.folder / (name or f"{variant}-{stage}"), config, **flags, **more)
         return {key: value for key, value in flags.items() if key != "mm_projector_lr"}
 
@@ -130,7 +141,7 @@ class Theirs(nn.Module):
             part = "vision" if name.startswith("model.vision_tower") else part
             if isinstance(module, nn.Linear) and name != "lm_head" and part in layers:
                 found.append(name)
-        return found
+        return found + [name for name, p in self.model.named_parameters() if p.ndim == 3]
 
 
 def with_peft(theirs: Theirs, args) -> None:
@@ -143,8 +154,10 @@ def with_peft(theirs: Theirs, args) -> None:
         targets = [n for n in theirs.parts_of(parts) if any(f".{n}".endswith(f".{word}") for word in wanted)]
     saved = (args.modules_to_save or "").split(",")  # peft takes parts of words, too: norm is any layernorm there
     saved = [n for n, _ in theirs.model.named_modules() if any(w and f".{n}".endswith(f".{w}") for w in saved)]
+    stacked = [name for name in targets if "experts." in name]
     config = peft.LoraConfig(
-        r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0, target_modules=targets,
+        target_parameters=stacked or None, r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0,
+        target_modules=[name for name in targets if name not in stacked],
         use_rslora=args.use_rslora, use_dora=args.use_dora,
         init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
         rank_pattern=json.loads(args.lora_rank_pattern or "{}"),
@@ -226,8 +239,21 @@ def merged_logits(runs: Runs, folder: Path, plan, batch) -> torch.Tensor:
             own[name.replace("multi_modal_projector.linear_1", "model.mm_projector.0").replace(
                 "multi_modal_projector.linear_2", "model.mm_projector.2"
             )] = tensor  # fmt: skip
-    assert not theirs.model.load_state_dict(own, strict=False).unexpected_keys
+    assert not theirs.model.load_state_dict(stack_experts(own), strict=False).unexpected_keys
     return theirs.eval().logits(batch)
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts' matrices by the names on disk to a layer's tensors in memory."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for block in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        parts = {
+            kind: torch.stack([tensors[f"{block}.experts.{i}.{kind}.weight"] for i in range(NUM_EXPERTS)])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        }
+        found[f"{block}.experts.gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+        found[f"{block}.experts.down_proj"] = parts["down_proj"]
+    return found
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, limit: float) -> None:
@@ -250,7 +276,7 @@ def runs(request, tmp_path_factory) -> Runs:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_stage_trains_as_peft_in_a_plain_loop_and_leaves_what_peft_opens_and_merges(runs, variant):
     if variant not in cases(runs.part):
-        pytest.skip("of all parts together")
+        pytest.skip("not of this part")
     check(runs, variant, STAGES)
 
 
@@ -281,12 +307,15 @@ def check(runs: Runs, variant: str, stages: tuple[int, ...]) -> None:
 
 
 @pytest.mark.full
-def test_a_broken_off_run_goes_on_to_the_same_weights(tmp_path):
-    """With magnitudes, and with matrices that began as parts of the weights: bit for bit, at two stages."""
-    runs, saved, todo = Runs(tmp_path, "all"), 2, []
-    more = {"save_strategy": "steps", "save_steps": saved, "lora_dropout": 0.2}
+@pytest.mark.parametrize(
+    ("part", "variants", "dropout"), [("all", ("dora", "pissa", "together"), 0.2), ("experts", ("plain",), 0.0)]
+)
+def test_a_broken_off_run_goes_on_to_the_same_weights(tmp_path, part, variants, dropout):
+    """With magnitudes, with matrices that began as parts of the weights, and on experts: bit for bit, at two stages."""
+    runs, saved, todo = Runs(tmp_path, part), 2, []
+    more = {"save_strategy": "steps", "save_steps": saved, "lora_dropout": dropout}
     names = []
-    for variant in ("dora", "pissa", "together"):
+    for variant in variants:
         for stage in (2, 3):
             name = f"{variant}-{stage}"
             flags = {**runs.flags(variant, stage), **more}

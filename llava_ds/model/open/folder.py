@@ -352,8 +352,8 @@ def _refuse_unknown_tensors(adapter: Adapter, beside: Path, renames) -> None:
     """Raise DataError for tensors in an adapter's files that belong to no part of the model."""
     for file in filter(Path.is_file, (adapter.file, beside)):
         for name in WeightFiles(file).shapes:
-            plain = formats.plain_name(name).partition(".lora_")[0]
-            plain = plain if plain.endswith((".weight", ".bias", "image_newline")) else f"{plain}.weight"
+            layer, lora, _ = name.partition(".lora_")
+            plain = formats.plain_name(adapter.changed_weight(layer) if lora else name)
             if all(rename(plain) is None for rename in renames):
                 raise DataError(f"{file} holds {name}, which is in no part of the model")
 

@@ -1,4 +1,4 @@
-# I, O widths of a linear layer, R rank
+# I, O widths of a linear layer, R rank, E experts
 """Adapters in peft's and LLaVA's files, merged into the weights under them as these are read."""
 
 import math
@@ -24,10 +24,12 @@ PEFT_PREFIX = "base_model.model."  # before every name in peft's files, and in L
 
 # Settings of peft with which a merged weight is not W + scale * B A.
 OTHER_KINDS = (
-    "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
-    "trainable_token_indices", "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config",
-    "monteclora_config",
+    "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "trainable_token_indices",
+    "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config", "monteclora_config",
 )  # fmt: skip
+
+# Tensors of all experts of a layer, in the order in which peft wraps their module for each that has LoRA.
+STACKED = ("gate_up_proj", "down_proj")
 
 MAX_REPEATS = 3  # in a pattern of layer names
 MAX_PATTERN_CHARS = 500
@@ -36,7 +38,8 @@ MAX_MATCHED_CHARS = 10**8  # of all names times patterns: twice a 405B with a pa
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder of peft's: its file of tensors, and their scale."""
+    """A folder of peft's: its file of tensors, and their scale. parameters: names of tensors of experts with LoRA, or
+    their ends."""
 
     path: Path
     file: Path
@@ -45,6 +48,18 @@ class Adapter:
     alphas: dict[str, float]  # by peft's patterns of layer names
     rank_stabilised: bool
     has_magnitudes: bool = False
+    parameters: frozenset[str] = frozenset()
+
+    def changed_weight(self, layer: str) -> str:
+        """The weight that the matrices of a layer in the adapter's file change, by its name there."""
+        module = layer.removesuffix(".base_layer")
+        own = [name for name in STACKED if self._targets(f"{module.removeprefix(PEFT_PREFIX)}.{name}")]
+        depth = 0 if module == layer else 1  # of the wraps around the module: the last name's is the outermost
+        return f"{module}.{own[-1 - depth]}" if depth < len(own) else f"{layer}.weight"
+
+    def _targets(self, name: str) -> bool:
+        parts = name.rsplit(".", 12)
+        return any(".".join(parts[i:]) in self.parameters for i in range(len(parts)))
 
     def alphas_of(self, layers: list[str]) -> list[float]:
         """The alpha of each layer, by peft's name: that of the first matching pattern.
@@ -101,6 +116,10 @@ def read_adapter(path: str | Path) -> Adapter:
         base = config.get("base_model_name_or_path")
         if not isinstance(base, (str, type(None))):
             raise ValueError(f"base_model_name_or_path is {shown(base)}, expected a name")
+        ends, parameters = " or ".join(STACKED), frozenset(config.get("target_parameters") or ())
+        for name in parameters:
+            if not isinstance(name, str) or name.rpartition(".")[2] not in STACKED:
+                raise ValueError(f"target_parameters has {shown(name)}, expected names that end in {ends}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{where}: {ADAPTER_CONFIG} can't be read as settings of LoRA ({said_by(error)})") from error
     if kind != "LORA":
@@ -113,7 +132,8 @@ def read_adapter(path: str | Path) -> Adapter:
     file = adapter_file(path)
     if file is None:
         raise ConfigError(f"{where} holds an {ADAPTER_CONFIG}, but none of {', '.join(ADAPTER_FILES)}")
-    return Adapter(path, file, base, alpha, alphas, bool(config.get("use_rslora")), bool(config.get("use_dora")))
+    rank_stabilised, has_magnitudes = bool(config.get("use_rslora")), bool(config.get("use_dora"))
+    return Adapter(path, file, base, alpha, alphas, rank_stabilised, has_magnitudes, parameters)
 
 
 def _pattern(text: str) -> str:
@@ -150,7 +170,8 @@ class Merged:
         self._magnitudes: dict[str, str] = {}  # part's name -> name on disk
         for name, shape in on_disk.shapes.items():
             layer, half = re.fullmatch(r"(.*?)(?:\.lora_(\w+?)(?:\.default)?(?:\.weight)?)?", name).groups()
-            part = rename(formats.plain_name(name if half is None else f"{layer}.weight"))
+            changed = name if half is None else adapter.changed_weight(layer)
+            part = rename(formats.plain_name(changed))
             if half not in (None, "A", "B", "magnitude_vector"):
                 raise DataError(f"{adapter.file} holds {name}, a kind of LoRA that can't be merged here: use peft")
             if part is None:
@@ -161,7 +182,8 @@ class Merged:
                 other = name.replace(".lora_A.", ".lora_B.")
                 self._check(part, shape, on_disk.shapes.get(other), name)
                 halves[part] = (name, other)
-                ranks[part] = (layer.removeprefix(PEFT_PREFIX), shape[0])
+                experts = math.prod(self.shapes[part][:-2])
+                ranks[part] = (changed.removeprefix(PEFT_PREFIX).removesuffix(".weight"), shape[0] // experts)
             elif half == "magnitude_vector":
                 self._magnitudes[part] = name
         alphas = adapter.alphas_of([layer for layer, _ in ranks.values()])
@@ -177,7 +199,8 @@ class Merged:
 
     def _check(self, part: str, a: tuple[int, ...], b: tuple[int, ...] | None, name: str) -> None:
         base = self.shapes.get(part)
-        if base is None or b is None or len(a) != 2 or len(b) != 2 or (b[0], a[1]) != base or a[0] != b[1]:
+        fits = base is not None and b is not None and len(a) == len(b) == 2 and len(base) in (2, 3)
+        if not fits or (b[0], a[1]) != base[-2:] or a[0] != b[1] or a[0] % math.prod(base[:-2]):
             raise DataError(
                 f"{self._adapter.file} does not fit {self.path}: {name} has shape {a}, its lora_B {b}, and the weight "
                 f"that they change {base}"
@@ -226,12 +249,21 @@ def merged_weight(
 ) -> torch.Tensor:
     """W (O, I) plus the scaled products B A of halves, A (R, I), B (O, R) and a scale each, in W's precision.
 
-    magnitude: (O,), of DoRA (Liu et al. 2024, arXiv 2402.09353): the lengths of the rows. Computed in float32 and
-    rounded once.
+    Of experts, W is (E, O, I), A (E * R, I) and B (O, R * E), as peft has them. magnitude: (O,), of DoRA (Liu et al.
+    2024, arXiv 2402.09353): the lengths of the rows. Computed in float32 and rounded once.
     """
     whole = weight.float()
     for a, b, scale in halves:
-        whole = torch.addmm(whole, b.float(), a.float(), alpha=scale)
+        if weight.ndim == 3:
+            a, b = by_expert(a, b, len(weight))
+            whole = torch.baddbmm(whole, b.float(), a.float(), alpha=scale)
+        else:
+            whole = torch.addmm(whole, b.float(), a.float(), alpha=scale)
     if magnitude is not None:
         whole = whole * (magnitude.float() / torch.linalg.norm(whole, dim=1))[:, None]
     return whole.to(weight.dtype)
+
+
+def by_expert(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (E * R, I) and B (O, R * E) of experts to (E, R, I) and (E, O, R). Source: peft's ParamWrapper."""
+    return a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts).permute(2, 0, 1)
