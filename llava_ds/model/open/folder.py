@@ -353,8 +353,7 @@ def _refuse_unknown_tensors(adapter: Adapter, beside: Path, renames) -> None:
     for file in filter(Path.is_file, (adapter.file, beside)):
         for name in WeightFiles(file).shapes:
             plain = formats.plain_name(name).partition(".lora_")[0]
-            plain = plain if plain.endswith((".weight", ".bias", "image_newline")) else f"{plain}.weight"
-            if all(rename(plain) is None for rename in renames):
+            if all(rename(each) is None for rename in renames for each in (plain, f"{plain}.weight")):
                 raise DataError(f"{file} holds {name}, which is in no part of the model")
 
 
