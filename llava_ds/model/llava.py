@@ -81,15 +81,13 @@ class LlavaModel(nn.Module):
         """
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
-        options = {}
+        options = {} if batch.image_blocks is None else {"image_blocks": batch.image_blocks}
         if batch.parts > 1:
             options["sequence_group"] = self.sequence_group
         elif self._short_last_layer and logits_at is None and is_last(self):
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         embeds, deeper = self.embed_deep(batch) if batch.hidden is None else (batch.hidden, [])
-        if batch.image_blocks is not None:
-            options["image_blocks"] = batch.image_blocks
         if deeper:
             options |= {"visual_pos_masks": batch.image_positions, "deepstack_visual_embeds": deeper}
         # Not the whole language model, whose output layer takes no targets.
