@@ -305,3 +305,66 @@ def test_every_layout_holds_the_same_questions(task, number, tmp_path):
             assert shown.size == (width, 20)
     again = read(task, {**files_of(task, number, tmp_path)}, tmp_path)  # out of the cache
     assert [q.prompt for q in again] == [q.prompt for q in questions]
+
+
+def test_damaged_files_are_refused_with_record_and_expectation(tmp_path):
+    for number, (task, name, content, said) in enumerate([
+        ("docvqa", "a.tsv", [{"question": "Q", "answer": ["a"], "image": encoded()}, {"question": "Q", "answer": ["b"]}],
+         r"1 of 2 records can't be used\n  record 1: has None as its image, expected an image inside"),
+        ("docvqa", "a.tsv", [{"question": "Q", "answer": "a", "image": "no image" * 20}], "record 0: names the image"),
+        ("docvqa", "a.tsv", [{"question": "Q", "image": encoded()}], "is not DocVQA's questions: .* answer or answers"),
+        ("ai2d", "a.tsv", [{"question": "Q", "A": "x", "answer": "B", "image": encoded()}],
+         "record 0: has the answer 'B', expected one of A"),
+        ("mme", "a.tsv", [{"question": "Q", "answer": "Yes", "category": "count", "image_path": "1", "image": encoded()}],
+         "asks 1 questions about count's image '1', expected two"),
+        ("pope", "a.tsv", [{"question": "Q", "answer": "maybe", "image": encoded()}], "'maybe', expected yes or no"),
+        ("mmmu", "a.tsv", [{"id": "dev_Art_1", "question": "Q", "answer": "A", "image": encoded()}],
+         "no question of MMMU's validation split"),
+        ("mathvista", "a.tsv", [{"question": "Q", "answer": "1", "answer_type": "number", "image": encoded()}],
+         "answer_type 'number', expected integer, float, list or text"),
+        ("refcoco", "a.jsonl", [{"sent": "cat", "bbox": [1, 2, 3], "image": "1.jpg", "width": 3, "height": 4}],
+         r"record 0: has \[1, 2, 3\] under 'bbox', expected four numbers"),
+        ("seed", "a.jsonl", [{"question_id": 1, "image": "1", "text": "Q"}], "--annotations is missing"),
+        ("ocrbench", "a.json", [{"question": "Q", "answers": ["a"], "type": "x"}, "text"], "record 1: is 'text'"),
+        ("chartqa", "a.parquet", "text", "can't be read as parquet"),
+    ]):  # fmt: skip
+        if name.endswith(".parquet"):
+            path = tmp_path / str(number) / name
+            path.parent.mkdir()
+            path.write_text(content)
+        else:
+            path = write(tmp_path / str(number), name, content)
+        with pytest.raises((ConfigError, DataError), match=said) as caught:
+            read(task, {"data_path": str(path)}, tmp_path)
+        assert str(path) in str(caught.value)
+
+
+def test_a_folder_of_other_splits_is_refused(tmp_path):
+    write(tmp_path, "ai2d/train-00000-of-00001.parquet", [{"question": "Q", "answer": "0"}])
+    with pytest.raises(ConfigError, match="has no parquet file of test: its splits are train"):
+        read("ai2d", {"data_path": str(tmp_path / "ai2d")}, tmp_path)
+
+
+def test_eval_tasks_takes_every_benchmark(tmp_path):
+    flags = {task: {"task": task, **files_of(task, 0, tmp_path / task)} for task in LAYOUTS}
+    (tmp_path / "tasks.yaml").write_text(json.dumps(flags))
+    tasks = read_eval_tasks(str(tmp_path / "tasks.yaml"), str(tmp_path / "cache"))
+    assert [task.name for task in tasks] == list(LAYOUTS)
+    for task in tasks:
+        scored = task.score(task.questions, ["none of it"] * len(task.questions))
+        assert scored.columns[:, 0].tolist() == [0] * len(scored.columns)
+
+
+@pytest.mark.full
+def test_run_evaluate_scores_every_benchmark(tmp_path, capsys):
+    model = export_toy(tmp_path / "model")
+    for task in LAYOUTS:
+        flags = {"task": task, **files_of(task, 0, tmp_path / task), "cache_dir": tmp_path / "cache"}
+        output = tmp_path / f"{task}.json"
+        flags |= {"model_path": model, "max_new_tokens": 3, "resamples": 3, "output": output}
+        run_script("evaluate.py", *(token for name, value in flags.items() for token in (f"--{name}", value)))
+        rows = [json.loads(line) for line in output.with_suffix(".jsonl").read_text().splitlines()]
+        scores = json.loads(output.read_text())
+        assert [row["prompt"] for row in rows] == [text for text, *_ in LAYOUTS[task][1]]
+        assert scores["task"] == task and scores["metric"] in ("accuracy", "anls")
+        assert f"{scores['metric']} of {model}" in capsys.readouterr().out
