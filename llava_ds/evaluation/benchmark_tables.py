@@ -61,7 +61,8 @@ def read_table(path: str, what: str, keys: tuple[str, ...], splits: tuple[str, .
         rows = partial(read_saved, str(folder), _columns(open_saved(str(folder)).column_names))
     else:
         files = _parquet_files(path, splits)
-        rows = partial(read_parquet, tuple(map(str, files)), _columns(parquet_columns(str(files[0]))))
+        names = {name: None for file in files for name in parquet_columns(str(file))}
+        rows = partial(read_parquet, tuple(map(str, files)), _columns(list(names)))
     records = _spooled_records(files, rows, cache_dir)
     check_first(path, what, records, keys)
     return records

@@ -279,6 +279,7 @@ def _mme_records(benchmark: Benchmark, given: Given) -> list[dict]:
     else:
         found = benchmark.records(given)
         records = [{**each, "pair": value_of(each, "image_path|question_id|image")} for each in found]
+    records = [{**each, "question": str(each.get("question")).replace(YES_OR_NO, "").strip()} for each in records]
     counts = Counter((record.get("category"), str(record["pair"])) for record in records)
     for (category, pair), count in counts.items():
         if count != 2:
