@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from toys import ANSWERS, TEXTS
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
@@ -87,11 +88,11 @@ QWEN_MARKS = (
 )
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
-    "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
+    "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE, "qwen3_vl_moe": QWEN3_TEMPLATE,
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
-    **{name: TEMPLATES[name].replace(*QWEN_MARKS) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+    **{name: TEMPLATES[name].replace(*QWEN_MARKS) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")},
 }  # fmt: skip
 
 SMOLVLM_TOKENS = [
@@ -103,8 +104,11 @@ QWEN_TOKENS = [
     "<|video_pad|>",
 ]  # fmt: skip
 INTERNVL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
-FAMILIES = ("idefics3", "smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-QWEN_PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
+FAMILIES = ("idefics3", "smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN_PROCESSORS = {
+    "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
+    "qwen3_vl_moe": Qwen3VLProcessor,
+}  # fmt: skip
 
 
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
@@ -122,6 +126,8 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
             elif "position_embeddings" in name or "cls_token" in name:
                 parameter.normal_(0, 0.2)
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        turn_experts(folder)
     tokenizer.save_pretrained(folder)
     if family in ("qwen2_vl", "qwen2_5_vl"):  # as published: the language model's settings among the whole one's
         config = json.loads((folder / "config.json").read_text())
@@ -137,6 +143,13 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
     for name, content in (("preprocessor_config.json", images), ("processor_config.json", whole)):
         (folder / name).write_text(json.dumps(content))
     return {"model_name_or_path": str(folder)}
+
+
+def turn_experts(folder: Path) -> None:
+    """Exchange the last two axes of experts on disk, as published and not as transformers 5 saves them; or back."""
+    tensors = load_file(folder / "model.safetensors")
+    turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(turned, folder / "model.safetensors", {"format": "pt"})
 
 
 def open_processor(folder: Path, family: str):
@@ -241,9 +254,11 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
         vision |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": text["hidden_size"]}
     if family == "qwen2_5_vl":  # a window of 2 x 2 cells
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1], "depth": 3}
         text |= {"head_dim": 16, "num_hidden_layers": 3}
         rope["mrope_interleaved"] = True
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     tied = text.pop("tie_word_embeddings", False)
     return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids, tie_word_embeddings=tied)
