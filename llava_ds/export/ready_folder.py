@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
-from llava_ds.export.tensors import Entry, renamed
+from llava_ds.export.tensors import Entry, renamed, turned
 from llava_ds.files.model_files import (
     JSON_FILES,
     OTHER_FILES,
@@ -17,7 +17,7 @@ from llava_ds.files.model_files import (
 )
 from llava_ds.model.families.qwen_vl import pixel_bounds
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
-from llava_ds.model.open.weights import tensor_names
+from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.vision import read_processor
 from llava_ds.tilings import CellTiling
 
@@ -30,10 +30,17 @@ def source_folder(export: ExportPlan) -> Path:
 
 
 def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """The entries by the names that they have in the folder that the model came from."""
+    """The entries by the names that they have in the folder that the model came from, and experts turned as there."""
     names = ReadyNames(export.model.ready, export.model.text_config)
-    known = names_in_folder(names, tensor_names(source_folder(export)))
-    return renamed(entries, lambda name: known.get(name) or names.from_part(name))
+    shapes = WeightFiles(source_folder(export)).shapes
+    known = names_in_folder(names, shapes)
+    found = renamed(entries, lambda name: known.get(name) or names.from_part(name))
+    return [turned(entry) if _is_turned(entry.shape, shapes.get(entry.name)) else entry for entry in found]
+
+
+def _is_turned(shape: tuple[int, ...], on_disk: tuple[int, ...] | None) -> bool:
+    """True if experts (E, O, I) are (E, I, O) on disk."""
+    return len(shape) == 3 and shape != on_disk == (shape[0], shape[2], shape[1])
 
 
 def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:

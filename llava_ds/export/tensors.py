@@ -276,3 +276,13 @@ def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> None:
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:
     """The entries by other names."""
     return [dataclasses.replace(entry, name=rename(entry.name)) for entry in entries]
+
+
+def turned(entry: Entry) -> Entry:
+    """Experts (E, O, I) as (E, I, O)."""
+
+    def read() -> torch.Tensor | None:
+        tensor = entry.read()
+        return tensor if tensor is None else tensor.transpose(1, 2).contiguous()
+
+    return Entry(entry.name, (entry.shape[0], entry.shape[2], entry.shape[1]), read)

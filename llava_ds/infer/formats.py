@@ -19,7 +19,7 @@ from llava_ds.model.families.language import EXPERTS, config_of
 from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.experts import Stacked, from_disk, part_of
+from llava_ds.model.open.experts import Stacked, Upright, from_disk, part_of
 from llava_ds.model.open.folder import FLAG
 from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
 from llava_ds.model.open.ready_folder import ReadyNames, missing_parts
@@ -175,11 +175,12 @@ class _Entries:
 def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model: HFModel) -> Weights:
     """Weights by the model's own names, without those that it does not have, and experts stacked. weights: takes a
     function from names on disk to these, or to None."""
+    text = model.config.get_text_config()
+    experts = EXPERTS.get(text.model_type)
     if (family := READY.get(model.config.model_type)) is not None:
-        ready = ReadyModel(family, model.config)
-        return weights(ReadyNames(ready, model.config.text_config).to_memory)
+        found = weights(ReadyNames(ReadyModel(family, model.config), text).to_memory)
+        return Upright(found, text) if experts is not None and experts.may_be_turned else found
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    experts = EXPERTS.get(model.config.get_text_config().model_type)
 
     def rename(name: str) -> str | None:
         new = formats.to_transformers(name)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from llava_ds.data.sample import Message
+from llava_ds.files.jsonl import read_metrics
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
 
@@ -28,7 +29,10 @@ LORA_EVERYWHERE = {
     **LORA, "lora_modules": "language,vision,projector", "use_dora": True, "init_lora_weights": "pissa",
     "modules_to_save": "norm",
 }  # fmt: skip
-QUICK = "smolvlm"
+# On experts, for which peft has no variants.
+LORA_EXPERTS = {**LORA, "lora_target_modules": "q_proj,gate_up_proj,down_proj"}
+QUICK, MIXTURE = "smolvlm", "qwen3_vl_moe"
+COEFFICIENT = 0.1  # of the routers' loss, in a run of the mixture
 
 
 class Runs:
@@ -58,6 +62,14 @@ class Runs:
                 "lora-all", self.config(3), **everywhere, max_steps=4, save_strategy="steps", **self.bounds
             ),
         ]  # fmt: skip
+        if family == MIXTURE:
+            todo += [
+                self.run(
+                    "balanced", self.config(3), tune_mm_vision=True, per_device_train_batch_size=1,
+                    router_aux_loss_coef=COEFFICIENT,
+                ),
+                self.run("lora-experts", self.config(3), **LORA_EXPERTS, max_steps=4, save_strategy="steps"),
+            ]  # fmt: skip
         self.output = run_many(2, folder / "launch", todo[: len(stages)] if alone else todo)
 
     def config(self, stage: int) -> str:
@@ -109,24 +121,29 @@ def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     return found
 
 
-def plain_loop(runs: Runs) -> tuple[list[float], torch.nn.Module]:
-    """Losses of a loop over transformers' own forward and torch's AdamW, and the model that it leaves."""
+def plain_loop(runs: Runs, coefficient: float = 0.0) -> tuple[list[float], list[float]]:
+    """Losses of a loop over transformers' own forward and torch's AdamW, and its routers' losses, which train with the
+    coefficient, each sample's as much as it has of the step's tokens."""
     model = AutoModelForImageTextToText.from_pretrained(runs.base, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    data, curve = samples(runs), []
+    data, curve, routers = samples(runs), [], []
+    options = {"output_router_logits": True} if coefficient else {}
     for step in range(runs.steps):
         chosen = [data[i % len(data)] for i in range(step * BATCH, (step + 1) * BATCH)]
         total = sum((labels[1:] != -100).sum() for _, labels in chosen)
-        losses_of_step = []
+        losses_of_step, of_routers = [], []
         for inputs, labels in chosen:
-            logits = model(**inputs, use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits, labels[1:], reduction="sum") / total
-            loss.backward()
+            found = model(**inputs, use_cache=False, **options)
+            loss = F.cross_entropy(found.logits[0, :-1], labels[1:], reduction="sum") / total
+            aux = (found.aux_loss if coefficient else torch.zeros(())) * (labels[1:] != -100).sum() / total
+            (loss + coefficient * aux).backward()
             losses_of_step.append(loss.item())
+            of_routers.append(aux.item())
         optimizer.step()
         optimizer.zero_grad()
         curve.append(sum(losses_of_step))
-    return curve, model.eval()
+        routers.append(sum(of_routers))
+    return curve, routers
 
 
 def check_curve(runs: Runs) -> None:
@@ -135,6 +152,17 @@ def check_curve(runs: Runs) -> None:
         found = losses(runs.folder / f"zero{stage}")
         assert expected[-1] < expected[0] - 0.5  # it learns
         assert np.allclose(found, expected, rtol=5e-6, atol=0), (stage, np.abs(np.divide(found, expected) - 1).max())
+
+
+def check_routers(runs: Runs) -> None:
+    """With the routers' loss, one sample in a micro-batch; the log has it, and the load of experts."""
+    expected, routers = plain_loop(runs, COEFFICIENT)
+    assert np.allclose(losses(runs.folder / "balanced"), expected, rtol=5e-6, atol=0)
+    assert not np.allclose(losses(runs.folder / "zero3")[-5:], expected[-5:], rtol=1e-4)
+    rows = read_metrics(runs.folder / "balanced" / "metrics.jsonl")
+    assert np.allclose([row["experts/aux_loss"] for row in rows], routers, rtol=5e-6, atol=0)
+    for row in (*rows, *read_metrics(runs.folder / "zero0" / "metrics.jsonl")):
+        assert 1 <= row["experts/max_over_mean"] <= 2 and 0 < row["experts/entropy"] <= 1
 
 
 def check_resumed(runs: Runs) -> None:
@@ -190,7 +218,7 @@ def check_lora(runs: Runs, name: str) -> None:
     theirs = PeftModel.from_pretrained(read(runs.base), folder).merge_and_unload().state_dict()
     for source in (folder, folder / "checkpoint-4"):
         run_script("export.py", source, "--format", "hf", "--output_dir", merged, "--overwrite")
-        if runs.bounds:
+        if runs.bounds and name != "lora-experts":
             settings = json.loads((merged / "preprocessor_config.json").read_text())
             assert settings["size"]["longest_edge"] == MAX_PIXELS
             assert load_model(folder).image_options.tiling.most == MAX_PIXELS
@@ -219,3 +247,6 @@ def test_so_does_every_family_at_every_stage(full):
     check_answers(full)
     check_lora(full, "lora")
     check_lora(full, "lora-all")
+    if full.family == MIXTURE:
+        check_routers(full)
+        check_lora(full, "lora-experts")

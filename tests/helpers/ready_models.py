@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from toys import ANSWERS, TEXTS
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
@@ -108,11 +109,12 @@ GEMMA_MARKED = GEMMA_TEMPLATE.replace(
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
     "gemma3": GEMMA_TEMPLATE, "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
+    "qwen3_vl_moe": QWEN3_TEMPLATE,
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
     "gemma3": GEMMA_MARKED,
-    **{name: TEMPLATES[name].replace(*QWEN_MARKS) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
+    **{name: TEMPLATES[name].replace(*QWEN_MARKS) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")},
 }  # fmt: skip
 
 SMOLVLM_TOKENS = [
@@ -128,12 +130,15 @@ GEMMA_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
     "<image_soft_token>",
 ]  # fmt: skip
-FAMILIES = ("idefics3", "smolvlm", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("idefics3", "smolvlm", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 GEMMA_IDS = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
 SAID_FEATURES = {"internvl": "image_seq_length", "gemma3": "image_seq_length"}  # in processor_config.json
 SEEDS = {"gemma3": 5}  # random weights whose answers are not empty
 ENDS = {"gemma3": "<end_of_turn>"}  # of answers, where texts have another end
-QWEN_PROCESSORS = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
+QWEN_PROCESSORS = {
+    "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
+    "qwen3_vl_moe": Qwen3VLProcessor,
+}  # fmt: skip
 
 
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
@@ -151,6 +156,8 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
             elif "position_embeddings" in name or "cls_token" in name:
                 parameter.normal_(0, 0.2)
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        turn_experts(folder)
     tokenizer.save_pretrained(folder)
     if family in ("qwen2_vl", "qwen2_5_vl"):  # as published: the language model's settings among the whole one's
         config = json.loads((folder / "config.json").read_text())
@@ -171,6 +178,13 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
     for name, content in (("preprocessor_config.json", images), ("processor_config.json", whole)):
         (folder / name).write_text(json.dumps(content))
     return {"model_name_or_path": str(folder)}
+
+
+def turn_experts(folder: Path) -> None:
+    """Exchange the last two axes of experts on disk, as published and not as transformers 5 saves them; or back."""
+    tensors = load_file(folder / "model.safetensors")
+    turned = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in tensors.items()}
+    save_file(turned, folder / "model.safetensors", {"format": "pt"})
 
 
 def open_processor(folder: Path, family: str):
@@ -301,9 +315,11 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
         vision |= {"hidden_size": 16, "intermediate_size": 32, "out_hidden_size": text["hidden_size"]}
     if family == "qwen2_5_vl":  # a window of 2 x 2 cells
         vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
-    if family == "qwen3_vl":
+    if family.startswith("qwen3_vl"):
         vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1], "depth": 3}
         text |= {"head_dim": 16, "num_hidden_layers": 3}
         rope["mrope_interleaved"] = True
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     tied = text.pop("tie_word_embeddings", False)
     return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids, tie_word_embeddings=tied)

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from llava_ds.config.arguments import ModelArguments
+from llava_ds.model.families.language import EXPERTS
 from llava_ds.model.lora import LoraLayout, lora_layout
 from llava_ds.model.lora import add_lora as put_lora
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
@@ -85,6 +86,9 @@ FAMILIES = {
     # Learned positions, biases, embeddings tied.
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.2, "pad_token_id": 1},
 }  # fmt: skip
+
+
+MIXTURES = tuple(family for family in FAMILIES if family in EXPERTS)
 
 
 def language_model_config(family: str = "llama", *, vocab_size: int = 400, **changed: object) -> PreTrainedConfig:

@@ -20,7 +20,6 @@ from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.infer.formats import open_model
 from llava_ds.infer.generate import answer
 from llava_ds.infer.load import load_model
-from llava_ds.model.families.language import EXPERTS
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model
 
@@ -68,7 +67,7 @@ def test_all_formats_answer_alike(toy, tmp_path):
     assert sorted(toy["llava"].rglob("*")) + sorted(toy["adapter"].rglob("*")) == before
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", toys.MIXTURES)
 def test_experts_are_stacked_again(family, tmp_path):
     base = toys.write_base(tmp_path / "base", family=family)
     args = ModelArguments(**base)

@@ -18,7 +18,6 @@ from llava_ds.export.adapter import export_adapter, merged_entries
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.model import lora
 from llava_ds.model.expert_lora import wrap_experts
-from llava_ds.model.families.language import EXPERTS
 from llava_ds.model.flops import model_flops
 from llava_ds.model.mixture import check_experts_with_lora
 from llava_ds.model.open.merged_adapters import STACKED
@@ -32,7 +31,7 @@ TARGETS = "q_proj,gate_up_proj,down_proj"
 
 
 @pytest.mark.parametrize("chosen", [STACKED, STACKED[:1], STACKED[1:]])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", toys.MIXTURES)
 def test_logits_and_gradients_are_those_of_peft(family, chosen):
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(toys.language_model_config(family)).requires_grad_(False)

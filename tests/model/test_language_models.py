@@ -277,7 +277,7 @@ def test_files_of_the_trunk_alone_are_read_as_of_the_whole(family, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", toys.MIXTURES)
 def test_experts_are_stacked_as_they_are_read_and_divided_as_they_are_written(family, tmp_path):
     """Against transformers' own way in and out; in several files, so that a layer's experts lie apart."""
     torch.manual_seed(0)

@@ -6,18 +6,24 @@ import math
 import pytest
 import torch
 import toys
-from transformers import AutoModelForCausalLM
+from ready_models import write_ready
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention
-from llava_ds.model.families.language import EXPERTS
+from llava_ds.model.loading import load_weights
 from llava_ds.model.mixture import WAYS, Routers, balance_of, check_mixture_flags, choose_experts
+from llava_ds.model.plan import open_part, plan_model
+from llava_ds.runtime.ranks import Ranks
+
+ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", toys.MIXTURES)
 def test_loss_and_gradients_are_those_of_transformers_on_one_sample(family, recomputed):
     torch.manual_seed(0)
     config = toys.language_model_config(family)
@@ -54,6 +60,37 @@ def test_loss_and_gradients_are_those_of_transformers_on_one_sample(family, reco
     with torch.no_grad(), routers.recording() as again:
         pass
     assert again == []
+
+
+def test_loss_and_routers_gradients_of_a_ready_model_are_those_of_transformers(tmp_path):
+    """On a sample of text; tests/distributed/test_ready_models.py has images."""
+    write_ready(tmp_path, "qwen3_vl_moe")
+    plan = plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = AutoModelForCausalLM.from_config(plan.text_config, attn_implementation=attention.register())
+    load_weights(ours, open_part("language_model", plan).weights, ONE_RANK, "here")
+    ids = torch.randint(7, 300, (1, 50))
+    expected = theirs(input_ids=ids, output_router_logits=True, use_cache=False).aux_loss
+    routers = Routers(ours)
+    with routers.recording() as seen:
+        ours.base_model(
+            inputs_embeds=ours.get_input_embeddings()(ids),
+            position_ids=torch.arange(50).expand(3, 1, 50),
+            cu_seqlens=torch.tensor([0, 50], dtype=torch.int32),
+            max_seqlen=50,
+            use_cache=False,
+        )
+    found = balance_of(seen).aux_loss
+    assert found.item() == pytest.approx(expected.item(), abs=1e-6) and len(seen) == plan.text_config.num_hidden_layers
+    expected.backward()
+    found.backward()
+    gradients = {name.replace("model.language_model.", "model."): p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        if name.endswith("gate.weight"):
+            assert (p.grad - gradients[name]).abs().max() < 1e-5 * gradients[name].abs().max()
+    assert choose_experts(ours, "eager", torch.device("cpu"), compiled=False).endswith("(eager)")
+    experts = [module for name, module in ours.named_modules() if name.endswith(".experts")]
+    assert {module.config._experts_implementation for module in experts} == {"eager"}
 
 
 def test_the_load_is_told_in_tokens_of_the_busiest_expert_and_in_entropy():

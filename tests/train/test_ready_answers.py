@@ -21,7 +21,7 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.sampling import DrawRules, draw_answers
 
 TOKENS = 6
-QUICK = FAMILIES[-1]  # Qwen3-VL, which has all that others have
+QUICK = FAMILIES[-1]  # Qwen3-VL-MoE, which has all that others have
 
 
 @pytest.mark.parametrize("family", [QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[:-1])])

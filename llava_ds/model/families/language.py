@@ -41,11 +41,13 @@ class ExpertNames(NamedTuple):
     """Names on disk in a layer of a mixture.
 
     matrices: of an expert's gate, up and down; None where the experts of a layer are one tensor on disk, too; renamed:
-    parts of names on disk, and what stands for them in memory.
+    parts of names on disk, and what stands for them in memory; may_be_turned: True if such a tensor is (E, I, O) in
+    some folders, for (E, O, I) in memory.
     """
 
     matrices: tuple[str, str, str] | None
     renamed: tuple[tuple[str, str], ...] = ()
+    may_be_turned: bool = False
 
 
 _PROJECTIONS = ExpertNames(("gate_proj", "up_proj", "down_proj"))
@@ -63,6 +65,7 @@ EXPERTS = {
             (".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight"),
         ),
     ),
+    "qwen3_vl_moe_text": ExpertNames(None, may_be_turned=True),  # as published it is
 }
 
 # Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose

@@ -1,15 +1,23 @@
 # N cells of all images, M image positions, C width of the tower, D width of the language model, K features of a cell
-"""Qwen3-VL, dense: features of the tower's earlier layers are added behind the first layers of the language model."""
+"""Qwen3-VL: features of the tower's earlier layers are added behind the first layers of the language model.
+
+Its mixture of experts (Qwen3-VL-MoE) differs in the language model alone.
+"""
+
+import dataclasses
+from functools import partial
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLTextModel,
     Qwen3VLVisionModel,
     Qwen3VLVisionPatchMerger,
 )
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel, Qwen3VLMoeVisionModel
 
 from llava_ds.model.families import qwen_vl
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, shrink
@@ -17,21 +25,42 @@ from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, shrink
 MERGERS = ("merger", "deepstack_merger_list")
 
 
-class DeepTrunk(Qwen3VLTextModel):
-    """Qwen3-VL's layers, with positions (M,) in all rows laid end to end in the place of transformers' mask, for which
-    the host would wait."""
+def _add_at_positions(
+    self: nn.Module, hidden_states: torch.Tensor, visual_pos_masks: torch.Tensor, visual_embeds: torch.Tensor
+) -> torch.Tensor:
+    """Add features at positions (M,) in all rows laid end to end, which are in the place of transformers' mask, for
+    which the host would wait."""
+    rows = hidden_states.flatten(0, 1).index_add(0, visual_pos_masks, visual_embeds.to(hidden_states.dtype))
+    return rows.view_as(hidden_states)
 
-    def _deepstack_process(
-        self, hidden_states: torch.Tensor, visual_pos_masks: torch.Tensor, visual_embeds: torch.Tensor
-    ) -> torch.Tensor:
-        rows = hidden_states.flatten(0, 1).index_add(0, visual_pos_masks, visual_embeds.to(hidden_states.dtype))
-        return rows.view_as(hidden_states)
+
+class DeepTrunk(Qwen3VLTextModel):
+    """Qwen3-VL's layers."""
+
+    _deepstack_process = _add_at_positions
+
+
+class DeepMixture(Qwen3VLMoeTextModel):
+    """Qwen3-VL-MoE's layers."""
+
+    _deepstack_process = _add_at_positions
 
 
 class Qwen3VLForCausalLM(qwen_vl.CausalTrunk):
     """Qwen3-VL's language model with its output layer."""
 
     config_class, trunk = Qwen3VLTextConfig, DeepTrunk
+
+
+class Qwen3VLMoeForCausalLM(qwen_vl.CausalTrunk):
+    """Qwen3-VL-MoE's language model with its output layer."""
+
+    config_class, trunk = Qwen3VLMoeTextConfig, DeepMixture
+    _can_record_outputs = Qwen3VLMoeTextModel._can_record_outputs
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers 5.23 looks for experts in the text of a class's file
 
 
 class Mergers(nn.Module):
@@ -60,8 +89,8 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     return qwen_vl.cell_tiles(config, images, tokenizer, table=int(vision.num_position_embeddings**0.5))
 
 
-def _build_tower(config: PreTrainedConfig) -> nn.Module:
-    tower = qwen_vl.build_tower(Qwen3VLVisionModel, config)
+def _build_tower(kind: type[PreTrainedModel], config: PreTrainedConfig) -> nn.Module:
+    tower = qwen_vl.build_tower(kind, config)
     tower.deepstack_merger_list = nn.ModuleList(
         qwen_vl.SideBySide(config.spatial_merge_size**2) for _ in config.deepstack_visual_indexes
     )
@@ -90,7 +119,15 @@ FAMILY = ReadyFamily(
     outer_inputs=qwen_vl.outer_inputs,
     resample=3,  # bicubic
     processed=qwen_vl.processed,
-    build_tower=_build_tower,
+    build_tower=partial(_build_tower, Qwen3VLVisionModel),
     text_models=(Qwen3VLForCausalLM,),
     shrink=_shrink,
+)
+
+MIXTURE = dataclasses.replace(
+    FAMILY,
+    name="Qwen3-VL-MoE",
+    model_types=("qwen3_vl_moe",),
+    build_tower=partial(_build_tower, Qwen3VLMoeVisionModel),
+    text_models=(Qwen3VLMoeForCausalLM,),
 )

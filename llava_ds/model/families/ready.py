@@ -10,13 +10,15 @@ from transformers import AutoModelForCausalLM
 from llava_ds.model.families import gemma3, idefics3, internvl, qwen2_5_vl, qwen2_vl, qwen3_vl
 from llava_ds.model.families.ready_family import ReadyFamily
 
-FAMILIES = (idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY, qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY)
+FAMILIES = (
+    idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY, qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY,
+    qwen3_vl.MIXTURE,
+)  # fmt: skip
 READY: dict[str, ReadyFamily] = {kind: family for family in FAMILIES for kind in family.model_types}
 
 # Ready models of transformers' that people fine-tune, and the reason why not with this program.
 NOT_YET = {
     **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),
-    "qwen3_vl_moe": "its language model is a mixture of experts",
     **dict.fromkeys(("gemma3n", "gemma4"), "its layers may share keys and take embeddings of their own"),
     "paligemma": "its prompts see all of themselves",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "its language model has a state across tokens"),

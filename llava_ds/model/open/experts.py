@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from transformers import PreTrainedConfig
 
 from llava_ds.constants import DataError
 from llava_ds.model.families.language import ExpertNames
-from llava_ds.model.open.weights import WeightFiles
+from llava_ds.model.open.weights import WeightFiles, Weights
 
 _STACKED = re.compile(r"^(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
 
@@ -114,3 +115,33 @@ class Stacked:
             i, j = places[part]
             whole[i, j * len(tensor) : (j + 1) * len(tensor)] = tensor
         return whole
+
+
+class Upright:
+    """Weights whose tensors of experts are (E, O, I), where some folders have (E, I, O).
+
+    config: the language model's. A shape that fits as it is stays: transformers can't tell squares apart either.
+    """
+
+    def __init__(self, weights: Weights, config: PreTrainedConfig) -> None:
+        self.path, self.notes, self._weights = weights.path, weights.notes, weights
+        width, inner = config.hidden_size, config.moe_intermediate_size
+        expected = {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
+        self._turned = {
+            name
+            for name, shape in weights.shapes.items()
+            if (found := _STACKED.match(name)) and len(shape) == 3 and shape[1:] != expected[found[2]]
+        }
+        self.shapes = {
+            name: (shape[0], shape[2], shape[1]) if name in self._turned else shape
+            for name, shape in weights.shapes.items()
+        }
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Yield every tensor's name and a function that reads it, valid until the next one is yielded."""
+        for name, read in self._weights.tensors():
+            yield name, partial(_turned, read) if name in self._turned else read
+
+
+def _turned(read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return read().transpose(1, 2).contiguous()

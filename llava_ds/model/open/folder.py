@@ -29,7 +29,7 @@ from llava_ds.model.families.language import (
 )
 from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.experts import Stacked, from_disk
+from llava_ds.model.open.experts import Stacked, Upright, from_disk
 from llava_ds.model.open.merged_adapters import (
     ADAPTER_CONFIG,
     NON_LORA,
@@ -153,7 +153,10 @@ def _language_model(path: str, config: PreTrainedConfig, rename: Callable[[str],
         name = rename(on_disk)
         return name and from_disk(name, experts)
 
-    return Source(FLAG, path, in_memory, (partial(Stacked, names=experts),) if experts.matrices else ())
+    changes: tuple[Callable[[Weights], Weights], ...] = (partial(Stacked, names=experts),) if experts.matrices else ()
+    if experts.may_be_turned:
+        changes = (partial(Upright, config=config),)
+    return Source(FLAG, path, in_memory, changes)
 
 
 def _read_config(path: str) -> dict:
