@@ -93,8 +93,9 @@ def test_flash_attn_is_asked_for_its_deterministic_backward_or_passed_over(monke
             chosen, why = attention._kernels(*asked)
             assert chosen == expected
             if chosen == kernel:
-                rule = attention.Rule(1.0)
-                out = attention.KERNELS[kernel](*tensors, torch.tensor([0, 5], dtype=torch.int32), 5, rule)
+                starts = torch.tensor([0, 5], dtype=torch.int32)
+                bounds = attention.Bounds(starts, starts, 5, 5)
+                out = attention.KERNELS[kernel](*tensors, bounds, attention.Rule(1.0))
                 assert (out == float(deterministic)).all()
             else:
                 assert why[kernel] == "has no deterministic backward in this version"
