@@ -59,11 +59,11 @@ class Disturbed:
         return changed
 
     def tower(self, forward):
-        def changed(tower, pixel_values):
+        def changed(tower, pixel_values, *inputs):
             if self.fault.get("where") == "pixels":
                 pixel_values = pixel_values.float()
                 pixel_values[0, 0, 0, 0] = self.fault["value"]
-            return forward(tower, pixel_values)
+            return forward(tower, pixel_values, *inputs)
 
         return changed
 
