@@ -5,6 +5,7 @@ from pathlib import Path
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import Message
 from llava_ds.data.sources.options import short
+from llava_ds.evaluation.benchmark import LETTER_ONLY, letter_of
 from llava_ds.evaluation.benchmark_files import (
     Given,
     ImageFolder,
@@ -17,7 +18,6 @@ from llava_ds.evaluation.benchmark_files import (
     read_json,
 )
 from llava_ds.evaluation.benchmark_tables import RecordImages, read_table
-from llava_ds.evaluation.benchmarks import LETTER_ONLY, letter_of
 from llava_ds.evaluation.option_letters import LETTERS
 from llava_ds.evaluation.question import Question, about
 from llava_ds.infer.generate import Prompt

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.evaluation.benchmark import LLAVA_KEYS, SHORT
 from llava_ds.evaluation.benchmark_files import (
     Given,
     ImageFolder,
@@ -18,10 +19,9 @@ from llava_ds.evaluation.benchmark_files import (
     read_text,
 )
 from llava_ds.evaluation.benchmark_tables import is_table
-from llava_ds.evaluation.benchmarks import POPE_TABLE, SHORT
+from llava_ds.evaluation.benchmarks import POPE_TABLE
 from llava_ds.evaluation.question import Question, about
 
-ASKED = ("question_id", "image", "text")  # of a line of LLaVA's question files
 ID = (str, int)
 
 
@@ -34,7 +34,7 @@ def vqav2(given: Given) -> list[Question]:
     path = given.data_path
     what = "VQAv2's questions"
     if _is_jsonl(path):
-        records, image_set = read_records(path, f"{what} in LLaVA's layout", ASKED), None
+        records, image_set = read_records(path, f"{what} in LLaVA's layout", LLAVA_KEYS), None
     else:
         content = read_json(path)
         records = held_under(path, what, content, "questions", ("question_id", "image_id", "question"))
@@ -72,7 +72,7 @@ def textvqa(given: Given) -> list[Question]:
     annotated = held_under(file, what, read_json(file), "data", ("image_id", "question", "answers"))
     # By image and text, which is what LLaVA's files have of a question.
     answers = {(a.get("image_id"), str(a.get("question")).lower()): a for a in annotated if isinstance(a, dict)}
-    records = read_records(path, "TextVQA's questions in LLaVA's layout", ASKED) if from_llava else annotated
+    records = read_records(path, "TextVQA's questions in LLaVA's layout", LLAVA_KEYS) if from_llava else annotated
     images = ImageFolder(given.image_folder)
 
     def make(record: dict) -> Question:
@@ -104,7 +104,7 @@ def gqa(given: Given) -> list[Question]:
         raise DataError(f"{file} is not {what}: expected an object of questions by their ids, with {', '.join(keys)}")
     check_first(file, what, list(content.values()), keys)
     if from_llava:
-        records: list = read_records(path, f"{what} in LLaVA's layout", ASKED)
+        records: list = read_records(path, f"{what} in LLaVA's layout", LLAVA_KEYS)
     else:
         # The official accuracy is over the balanced questions only.
         records = [
@@ -146,7 +146,7 @@ def pope(given: Given) -> list[Question]:
     if not from_llava:
         records = [(kind, each, each) for kind, lines in labelled.items() for each in lines]
         return convert_records(path, records, lambda record: _pope_question(*record, images, SHORT))
-    rows = read_records(path, f"{what} in LLaVA's layout", (*ASKED, "category"))
+    rows = read_records(path, f"{what} in LLaVA's layout", (*LLAVA_KEYS, "category"))
     remaining = {kind: iter(lines) for kind, lines in labelled.items()}
     for kind, lines in labelled.items():  # they belong together by their order
         asked = sum(row.get("category") == kind for row in rows)
