@@ -12,10 +12,13 @@ and a frozen one, through which gradients only pass, 2 T D 4 + T w (2Q + 2K) + 3
 no inputs. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside the rest LoRA's own
 T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is; with
 DoRA 2 T w O, O the widths of its outputs.
-Ranks that share samples (sequence parallelism) have T / s of the tokens each, in attention T tokens of some heads, and
-meanwhile two copies of what they exchange. The tower runs without gradients and saves nothing; the projector saves N P
-w (C + 2D). Logits are not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and, in
-bf16, once more, and beside it the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the
+Norms behind attention and MLP save T D (4 + w) each, those of query and key T (Q + K) (4 + w); Gemma's, whose weights
+multiply in fp32, 8 in the place of 4 + w. Where the tokens of one image see each other, attention counts twice. Ranks
+that share samples (sequence parallelism) have T / s of the tokens each, in attention T tokens of some heads, and
+meanwhile two copies of what they exchange. A frozen tower runs without gradients and saves nothing; of one that trains
+each layer saves about N P w (8C + 2I), a CLIP's 3I, more with norms in fp32 or a gate (TowerShape). The projector saves
+N P w (C + 2D). Logits are not saved; while the loss and its gradients are computed, a chunk of them exists in fp32 and,
+in bf16, once more, and beside it the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the
 end, V D w too. What the last layer saves at positions that are not supervised is not subtracted. With MLPs that take
 some tokens at a time (--mlp_tile_tokens), what they save and need meanwhile is that of so many tokens. With
 checkpointing a layer saves its input, T w D, and is recomputed in backward. A stage of a pipeline has some of the
@@ -27,10 +30,12 @@ saves as much (TextShape.intermediate), and 5I for backward: up to a quarter abo
 Source: transformers' modeling_llama (eager norms and MLP, attention that is fused), model/llava.py.
 """
 
+import math
 from dataclasses import dataclass
 
 from llava_ds.model.output_loss import chunk_rows
-from llava_ds.planning.shapes import ModelShape, TextShape, TowerShape
+from llava_ds.planning.shapes import ModelShape, TextShape
+from llava_ds.planning.tower_shape import TowerShape
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(text, w)) if tiled else tokens * w * mlp
     # DoRA measures rows in a forward, of a matrix, its product and their sum.
     in_a_layer = below + again + tokens * passing + max(in_mlps, 4 * w * text.lora_read)
-    return max(at_the_loss, in_a_layer, _tower_bytes(shape.tower, batch.num_tiles, w) if shape.is_first else 0)
+    return max(at_the_loss, in_a_layer, _in_the_tower(shape, batch, w) if shape.is_first else 0)
 
 
 def exchange_buffers(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
@@ -90,20 +95,22 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     again = batch.num_recomputed
     layers = (text.num_layers - again) * layer_bytes(text, tokens, w, batch.has_tiled_mlps)
     layers += again * tokens * w * text.hidden
-    width = tower.hidden * tower.shuffled + (2 * text.hidden if tower.projector_layers > 1 else 0)
-    projector = batch.num_tiles * w * (tower.num_patches * width + tower.hidden) if shape.is_first else 0
+    pictures = _picture_bytes(tower, batch, again / text.num_layers, w) if shape.is_first else 0
     rotary = 2 * tokens * w * text.query // text.num_heads
     passed_on = tokens * w * text.hidden * ((not shape.is_first) + (not shape.is_last))
     head = head_bytes(text, batch, w) if shape.is_last else 0
-    return (layers + projector + rotary + passed_on) * (2 if shape.has_critic else 1) + head
+    return (layers + pictures + rotary + passed_on) * (2 if shape.has_critic else 1) + head
 
 
 def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool = False) -> int:
     """Bytes that one layer of the language model saves. tiled: its MLP saves its input alone."""
     w = weight_bytes
     keeps_inputs = text.trained or text.lora_rank > 0
-    norms = 2 * text.hidden * (4 + w * text.trained + w * keeps_inputs)
-    attention = w * (2 * text.query + 2 * text.key) + 4 * text.num_heads
+    normalised = (4 if text.fp32_norms else w) * text.trained
+    norms = text.norms * text.hidden * (4 + normalised) + min(2, text.norms) * text.hidden * w * keeps_inputs
+    if text.has_head_norms:
+        norms += (text.query + text.key) * (4 + normalised)
+    attention = (w * (2 * text.query + 2 * text.key) + 4 * text.num_heads) * (2 if text.has_image_blocks else 1)
     # Frozen matrices save no input, but what computes them once more does.
     mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
     lora = w * text.lora_rank + (w + 1) * text.lora_dropped + 2 * w * text.lora_scaled
@@ -135,7 +142,28 @@ def loss_bytes(text: TextShape, num_supervised: int, weight_bytes: int) -> int:
     return 4 * gradients + max(softmax, w * gradients if w < 4 else 0)
 
 
-def _tower_bytes(tower: TowerShape, num_tiles: int, weight_bytes: int) -> int:
-    tokens = num_tiles * tower.num_positions
-    pixels = 3 * tower.image_size**2 * num_tiles * (1 + 4 + 4 + weight_bytes)
-    return pixels + weight_bytes * tokens * (3 * tower.hidden + 3 * tower.intermediate)
+def _picture_bytes(tower: TowerShape, batch: MicroBatch, recomputed: float, weight_bytes: int) -> int:
+    """Bytes that the projector saves, and the tower where it trains. recomputed: share of its layers."""
+    features = batch.num_tiles * (tower.num_patches * tower.connector + tower.hidden) * weight_bytes
+    if not tower.trained:
+        return features
+    again = math.ceil(recomputed * tower.num_layers)
+    positions = batch.num_tiles * tower.num_positions
+    inputs = again * positions * weight_bytes * tower.hidden
+    return features + inputs + (tower.num_layers - again) * _tower_layer_bytes(tower, positions, weight_bytes)
+
+
+def _tower_layer_bytes(tower: TowerShape, positions: int, weight_bytes: int) -> int:
+    """Bytes that one layer of a tower that trains saves."""
+    return positions * (weight_bytes * tower.saved + 4 * tower.saved_fp32)
+
+
+def _in_the_tower(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
+    """The most that exists in the tower's forward, or in backward where it trains."""
+    tower, w, positions = shape.tower, weight_bytes, batch.num_tiles * shape.tower.num_positions
+    pixels = 3 * tower.image_size**2 * batch.num_tiles * (1 + 4 + 4 + w)
+    own = pixels + w * positions * (3 * tower.hidden + 3 * tower.intermediate)
+    if not tower.trained:
+        return own
+    own += _picture_bytes(tower, batch, batch.num_recomputed / shape.text.num_layers, w)
+    return own + (_tower_layer_bytes(tower, positions, w) if batch.num_recomputed else 0)

@@ -9,8 +9,9 @@ from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.config.arguments import Arguments, trained_parts
 from llava_ds.constants import ConfigError
+from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
@@ -28,6 +29,7 @@ from llava_ds.model.ready import ReadyVision
 from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
+from llava_ds.planning.tower_shape import TowerShape, tower_shape
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
 # Tokens of the busiest expert by an even share, which every expert of an upcycled model computes rows for.
@@ -99,7 +101,10 @@ class TextShape:
     to an expert in all layers of an upcycled model; is_llamas: whether its layers have
     Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
     inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
-    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding.
+    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding;
+    norms: of the hidden states in a layer; has_head_norms: whether query and key are normalised, too; fp32_norms:
+    whether norms are multiplied by their weights in fp32, as Gemma's are; has_image_blocks: whether the tokens of one
+    image see each other, which attention computes apart.
     """
 
     hidden: int
@@ -118,31 +123,10 @@ class TextShape:
     lora_read: int = 0
     routed: bool = False
     expert_rows: int = 0
-
-
-@dataclass(frozen=True)
-class TowerShape:
-    """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
-
-    num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
-    class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
-    """
-
-    hidden: int
-    intermediate: int
-    num_layers: int
-    num_patches: int
-    image_size: int
-    projector_layers: int
-    num_parameters: int
-    trained: bool
-    shuffled: int = 1
-    class_tokens: int = 1
-
-    @property
-    def num_positions(self) -> int:
-        """Positions of a tile in the tower, a class token among them."""
-        return self.num_patches * self.shuffled + self.class_tokens
+    norms: int = 2
+    has_head_norms: bool = False
+    fp32_norms: bool = False
+    has_image_blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,6 +250,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         if args.training.objective == "ppo":
             _add_critic(model, text, tower, args)
     packed = names if args.model.bits < 16 else set()
+    has_image_blocks = isinstance(tower, ReadyVision) and tower.ready.family.has_image_blocks
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
     tp, ep = args.training.tensor_parallel_size, args.training.ep_size
@@ -279,8 +264,8 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         groups=tuple(tuple(elements[p] for p in group["params"]) for group in groups),
         frozen=tuple(elements[p] for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
         units=_units(model, elements),
-        text=_text_shape(model.language_model, text, args, is_llamas),
-        tower=_tower_shape(model, tower, args),
+        text=_text_shape(model.language_model, text, args, is_llamas, has_image_blocks),
+        tower=tower_shape(model, tower, args),
         packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
         packed_bits=args.model.bits,
         scale_bits=scale_bits(args.model),
@@ -312,7 +297,9 @@ def _stages(
         )
 
 
-def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
+def _text_shape(
+    language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool, has_image_blocks: bool
+) -> TextShape:
     layers = [layer for _, layer in lora_layers(language_model)]
     inputs = sum(layer.in_features for layer in layers)
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
@@ -335,27 +322,27 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         lora_read=max((layer.base_layer.weight.numel() for layer in layers), default=0) if args.model.use_dora else 0,
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
+        **_norms(language_model, hidden),
+        has_image_blocks=has_image_blocks,
     )
+
+
+def _norms(language_model: nn.Module, hidden: int) -> dict[str, object]:
+    """What TextShape says of the norms in a layer, by their modules' names and widths."""
+    layers = repeated_layers(language_model)
+    modules = layers[0].modules() if layers else ()
+    norms = [each for each in modules if "Norm" in type(each).__name__ and getattr(each, "weight", None) is not None]
+    of_hidden = sum(norm.weight.numel() == hidden for norm in norms)
+    return {
+        "norms": of_hidden or 2,
+        "has_head_norms": of_hidden < len(norms),
+        "fp32_norms": any(type(norm).__name__.startswith("Gemma") for norm in norms),
+    }
 
 
 def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
     """How often LoRA of a layer computes a token: of experts, as many of them as it is routed to."""
     return text.num_experts_per_tok if hasattr(layer, "parameter_name") else 1
-
-
-def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Arguments) -> TowerShape:
-    return TowerShape(
-        hidden=tower.layer_width,
-        intermediate=tower.mlp_width,
-        num_layers=tower.num_layers,
-        num_patches=tower.images.num_tokens,
-        image_size=tower.images.size,
-        projector_layers=sum(isinstance(layer, nn.Linear) for layer in model.projector.modules()),
-        num_parameters=_numel(model.vision_tower.parameters()),
-        trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
-        shuffled=tower.tiles.patches // tower.tiles.features if isinstance(tower, ReadyVision) else 1,
-        class_tokens=tower.tiles.positions - tower.tiles.patches if isinstance(tower, ReadyVision) else 1,
-    )
 
 
 def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Arguments) -> None:

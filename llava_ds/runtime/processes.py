@@ -6,6 +6,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -252,7 +253,7 @@ def in_processes(act: Callable, parts: Sequence) -> list:
         try:
             found = act(part), None
         except Exception as error:
-            found = None, error
+            found = None, _portable(error)
         answer.send(found)
 
     try:
@@ -268,6 +269,15 @@ def in_processes(act: Callable, parts: Sequence) -> list:
             process.kill()
             process.join()
             ours.close()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error; where another process could not read it, one with its class and message."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _value_of(answer) -> object:

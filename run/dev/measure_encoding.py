@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--older", help="checkout of an older commit")
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--shared_records", type=int, default=400_000)
+    parser.add_argument("--shared_records", type=int, default=1_000_000)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

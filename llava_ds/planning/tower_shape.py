@@ -1,0 +1,89 @@
+"""The sizes of a vision tower and its connector, as far as memory depends on them."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.engine.activation_checkpointing import repeated_layers
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.ready import ReadyVision
+from llava_ds.model.vision import TowerPlan
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
+
+    num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
+    class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
+    saved, saved_fp32: numbers of a position that one of its layers saves for backward where it trains, in the weights'
+    precision and in fp32; connector: numbers of a feature that the projector saves beside the tower's output.
+    """
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    num_patches: int
+    image_size: int
+    projector_layers: int
+    num_parameters: int
+    trained: bool
+    shuffled: int = 1
+    class_tokens: int = 1
+    saved: int = 0
+    saved_fp32: int = 0
+    connector: int = 0
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a tile in the tower, a class token among them."""
+        return self.num_patches * self.shuffled + self.class_tokens
+
+
+def tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Arguments) -> TowerShape:
+    """Read the sizes off a model on the meta device."""
+    saved, saved_fp32 = _saved_by(repeated_layers(model.vision_tower.tower)[0], tower.layer_width, tower.mlp_width)
+    linears = [layer for layer in model.projector.modules() if isinstance(layer, nn.Linear)]
+    # What lies between two matrices is saved before and behind its activation.
+    between = [a.out_features for a, b in pairwise(linears) if a.out_features == b.in_features]
+    return TowerShape(
+        hidden=tower.layer_width,
+        intermediate=tower.mlp_width,
+        num_layers=tower.num_layers,
+        num_patches=tower.images.num_tokens,
+        image_size=tower.images.size,
+        projector_layers=len(linears),
+        num_parameters=sum(p.numel() for p in model.vision_tower.parameters()),
+        trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
+        shuffled=tower.tiles.patches // tower.tiles.features if isinstance(tower, ReadyVision) else 1,
+        class_tokens=tower.tiles.positions - tower.tiles.patches if isinstance(tower, ReadyVision) else 1,
+        saved=saved,
+        saved_fp32=saved_fp32,
+        connector=sum(layer.in_features for layer in linears) + sum(between),
+    )
+
+
+def _saved_by(layer: nn.Module, hidden: int, intermediate: int) -> tuple[int, int]:
+    """Numbers that a layer saves of a position for backward: in the weights' precision, and in fp32.
+
+    A LayerNorm's input and output; of a norm without means its input in fp32, normalised, and times its weight; query,
+    key, value and attention's output, and with one matrix for the first three, which rotates two of them, these before
+    it, too; what a scale of a layer's output multiplies; and of the MLP what lies between its matrices: before and
+    behind the activation, the sigmoid of a quick GELU, the other factor and the product behind a gate.
+    """
+    modules = dict(layer.named_modules())
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    in_attention = [name for name in linears if "attn" in name or "attention" in name]
+    norms = [m for n, m in modules.items() if "norm" in n.lower() and getattr(m, "weight", None) is not None]
+    block_norms = [norm for norm in norms if norm.weight.numel() == hidden]
+    layer_norms = sum(isinstance(norm, nn.LayerNorm) for norm in block_norms)
+    other_norms = len(block_norms) - layer_norms
+    scales = sum(p.numel() == hidden and "lambda" in name for name, p in layer.named_parameters())
+    has_gate = len(linears) - len(in_attention) > 2
+    is_quick = any("QuickGELU" in type(module).__name__ for module in modules.values())
+    between = 4 if has_gate else 3 if is_quick else 2
+    attention = 4 if len(in_attention) > 2 else 6
+    numbers = hidden * (attention + 2 * layer_norms + 2 * other_norms + scales) + intermediate * between
+    return numbers, hidden * other_norms
