@@ -154,10 +154,11 @@ def with_peft(theirs: Theirs, args) -> None:
         targets = [n for n in theirs.parts_of(parts) if any(f".{n}".endswith(f".{word}") for word in wanted)]
     saved = (args.modules_to_save or "").split(",")  # peft takes parts of words, too: norm is any layernorm there
     saved = [n for n, _ in theirs.model.named_modules() if any(w and f".{n}".endswith(f".{w}") for w in saved)]
-    stacked = [name for name in targets if "experts." in name]
+    is_pattern = isinstance(targets, str)
+    stacked = [] if is_pattern else [name for name in targets if "experts." in name]
     config = peft.LoraConfig(
         target_parameters=stacked or None, r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0,
-        target_modules=[name for name in targets if name not in stacked],
+        target_modules=targets if is_pattern else [name for name in targets if name not in stacked],
         use_rslora=args.use_rslora, use_dora=args.use_dora,
         init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
         rank_pattern=json.loads(args.lora_rank_pattern or "{}"),
