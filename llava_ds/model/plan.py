@@ -10,6 +10,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_json_if_there
+from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_depth, check_fit
@@ -24,7 +25,7 @@ from llava_ds.model.ready import ReadyModel, ReadyVision, plan_vision
 from llava_ds.model.rows import resize_vocabulary
 from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
-from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
+from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.tokenizer import add_image_tokens, open_ready_tokenizer, open_tokenizer
 
 # Settings that have to be equal in two towers with the same weights.

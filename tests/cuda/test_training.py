@@ -16,6 +16,7 @@ from llava_ds.model import attention
 from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
+from llava_ds.model.projector import feature_stride
 
 pytestmark = pytest.mark.cuda
 
@@ -97,7 +98,7 @@ def test_rotary_positions_that_follow_the_longest_sample_wait_for_nothing():
     trained_once(config={"rope_parameters": rope})
 
 
-@pytest.mark.parametrize("tower", ["clip", *rest("siglip", "siglip2")])
+@pytest.mark.parametrize("tower", ["clip", "dinov3_vit", *rest("siglip", "siglip2", *toys.TOWERS)])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_towers(tower, trained):
     parts = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"} if trained else {}
@@ -110,10 +111,10 @@ def test_a_tower_at_several_scales():
     trained_once(tower="clip", options=options, s2=True, s2_scales="24,48")
 
 
-@pytest.mark.parametrize("projector", ["mlp2x_gelu", *rest("linear", "mlp2x_res2x_gelu", "pooler")])
+@pytest.mark.parametrize("projector", ["mlp2x_gelu", *rest("linear", "mlp2x_res2x_gelu", "pooler", "mlp2x_gelu_ps3")])
 @pytest.mark.parametrize("family", ["llama", *rest("qwen2")])
 def test_the_projector_alone(projector, family):
-    options = toys.image_options(patch_size=16) if projector == "pooler" else OPTIONS
+    options = toys.image_options(patch_size=8 * feature_stride(projector))
     trained_once(family, options=options, tune_mm_mlp_adapter=True, mm_projector_type=projector)
 
 

@@ -28,6 +28,7 @@ TOWERS = {
     "clip": CLIPVisionConfig(**toys.TOWER, **SQUARE),
     "siglip": SiglipVisionConfig(**toys.TOWER, **SQUARE),
     "siglip2": Siglip2VisionConfig(**toys.TOWER, num_patches=9, patch_size=toys.PATCH_SIZE),
+    **{kind: toys.tower_config(kind) for kind in toys.TOWERS},
 }
 
 

@@ -73,7 +73,19 @@ def test_torch_counts_the_same_products_whatever_trains(flags):
     assert counted == pytest.approx(flops, rel=1e-9)
 
 
-@pytest.mark.parametrize("flags", [{"mm_projector_type": "pooler"}, {"mm_vision_select_layer": -1}])
+@pytest.mark.parametrize("kind", toys.TOWERS)
+def test_torch_counts_the_same_products_in_every_tower(kind):
+    trained = {"unfreeze_mm_vision_tower": True, "mm_projector_type": "mlp2x_gelu_ps3"}
+    # torch computes matrices without biases batch by batch where nothing trains, as it computes attention.
+    for flags in (trained,) if kind == "aimv2_vision_model" else ({}, trained):
+        counted, flops = count(toys.language_model_config("llama"), flags, toys.tower_config(kind))
+        assert counted == pytest.approx(flops, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"mm_projector_type": "pooler"}, {"mm_projector_type": "mlp2x_gelu_ps2"}, {"mm_vision_select_layer": -1}],
+)
 def test_torch_counts_the_same_products_of_other_pictures(flags):
     config = CLIPVisionConfig(image_size=32, **toys.TOWER, patch_size=8)
     counted, flops = count(toys.language_model_config("llama"), flags, config)
@@ -108,8 +120,8 @@ def count(text, flags: dict, vision=None) -> tuple[int, float]:
         model(batch).backward()
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items() if str(op).split(".")[-1] in PRODUCTS)
-    tile = model.vision_tower.tower.embeddings.num_patches + tower.has_class_token
-    attention = 4 * tower.num_layers * vision.hidden_size * tile**2 * (3 if args.unfreeze_mm_vision_tower else 1)
+    pairs = tower.num_layers * tower.num_positions**2
+    attention = 4 * vision.hidden_size * pairs * (3 if args.unfreeze_mm_vision_tower else 1)
     return products, model_flops(text, tower, args).of(LENGTH, 0, 1, TARGETS) - attention
 
 

@@ -28,6 +28,7 @@ from llava_ds.model.families.language import (
     trunk_name,
 )
 from llava_ds.model.families.ready import NOT_YET, READY
+from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk
 from llava_ds.model.open.merged_adapters import (
@@ -60,6 +61,7 @@ LLAVA_FLAGS = {
     "mm_use_im_start_end": False,
     "mm_use_im_patch_token": None,
     "split_special_tokens": None,
+    "mm_native_resolution": False,
     "s2": False,
     "s2_scales": None,
     "mm_newline_position": None,
@@ -78,6 +80,7 @@ IMAGE_OPTION_FLAGS = {
 # Flags of LLaVA's own composition and templates, which a ready model's files decide.
 COMPOSING_FLAGS = (
     "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
+    "mm_native_resolution",
     "pretrain_mm_mlp_adapter", "version", "mm_use_im_start_end", "mm_use_im_patch_token", "split_special_tokens",
     "mm_patch_merge_type", "image_aspect_ratio", "image_grid_pinpoints", "fast_image_decoding",
 )  # fmt: skip
@@ -377,17 +380,20 @@ def _flags_of_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[
     if config.projector_hidden_act != "gelu" or not getattr(config, "multimodal_projector_bias", True):
         problems.append("its projector is not two layers with biases around a GELU")
     layer, strategy = config.vision_feature_layer, config.vision_feature_select_strategy
-    has_class_token = config.vision_config.model_type == "clip_vision_model"
+    family = TOWERS.get(config.vision_config.model_type)
+    num_first = 0 if family is None else family.first_tokens(config.vision_config)
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer is {layer}, several layers at once")
-    if strategy == "default" and not has_class_token:
+    if strategy == "default" and not num_first:
         problems.append("it drops the first patch, because its tower has no class token to drop")
+    if num_first > 1:
+        problems.append("its tower's registers would be features of the image")
     if problems:
         raise ConfigError(f"{where} can't be trained here: {'; '.join(problems)}")
     values = {
         "mm_projector_type": "mlp2x_gelu",
         "mm_vision_select_layer": layer,
-        "mm_vision_select_feature": "cls_patch" if strategy == "full" and has_class_token else "patch",
+        "mm_vision_select_feature": "cls_patch" if strategy == "full" and num_first else "patch",
         "mm_use_im_start_end": getattr(config, "mm_use_im_start_end", None),
         "split_special_tokens": getattr(config, "split_special_tokens", None),
         "version": getattr(config, "llava_ds_version", None),
