@@ -23,6 +23,7 @@ from llava_ds.model.open.names import runs_in_tower
 from llava_ds.model.projector import Projector, build_projector, feature_stride, shuffle_stride
 from llava_ds.tilings import FlexTiling
 
+MAX_SIDE = 4096  # pixels of a tower's square that its image processor chooses
 FLEX_PATCHES = 256  # of an image of a SigLIP 2 of any shape, where its image processor's files don't say it
 
 
@@ -173,7 +174,7 @@ def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, ar
             f"--mm_native_resolution True with {problem}: leave one out, or take a SigLIP 2 of any shape (NaFlex)"
         )
     stride, most = feature_stride(args.mm_projector_type), processor.get("max_num_patches", FLEX_PATCHES)
-    if type(most) is not int or most < stride**2:
+    if type(most) is not int or not stride**2 <= most <= MAX_SIDE**2:
         raise ConfigError(f"{where}: its image processor says max_num_patches {shown(most)}: copy it again")
     side = config.patch_size * stride
     images = ImageSpec(side, side, *_colours(processor), resample=_resample(processor, where))
@@ -278,8 +279,10 @@ def _image_size(config: PreTrainedConfig, processor: dict, stretch: bool, where:
         return own
     if not tower_family(config).any_size(config):
         raise ConfigError(f"{where}: its image processor makes images of {made} pixels, but the tower takes {own}")
-    if type(made) is not int or made < 1:
-        raise ConfigError(f"{where}: its image processor makes images of {shown(made)} pixels, expected a square")
+    if type(made) is not int or not 1 <= made <= MAX_SIDE:
+        raise ConfigError(
+            f"{where}: its image processor makes images of {shown(made)} pixels, expected a square of up to {MAX_SIDE}"
+        )
     return made
 
 

@@ -106,6 +106,12 @@ def test_towers(tower, trained):
     assert any(p.grad is not None for p in model.vision_tower.parameters()) == trained
 
 
+def test_images_in_their_own_shape():
+    flags = {"mm_native_resolution": True, "mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter"}
+    args = arguments(**flags)
+    trained_once(tower="siglip2", options=tower_plan("siglip2", args).image_options(args), **flags)
+
+
 def test_a_tower_at_several_scales():
     options = toys.image_options(size=48, patch_size=16)
     trained_once(tower="clip", options=options, s2=True, s2_scales="24,48")

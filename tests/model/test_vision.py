@@ -116,7 +116,8 @@ def test_pixels_are_those_of_the_towers_own_processor(kind, processor, width_fir
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"crop_size": {"height": 24, "width": 16}}, "makes images of .*, expected a square"),
+        ({"crop_size": {"height": 24, "width": 16}}, "makes images of .*, expected a square of up to 4096"),
+        ({"crop_size": {"height": 10**6, "width": 10**6}}, "makes images of 1000000 pixels, expected a square of up"),
         ({"size": {"shortest_edge": 20}}, "scales images to 20 pixels and crops 24 of them: expected as many or more"),
         ({"resample": 1}, r"says resample 1, expected one of \(2, 3\)"),
     ],
