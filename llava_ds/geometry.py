@@ -168,6 +168,7 @@ def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> Nati
     others = {
         f"--image_aspect_ratio {data.image_aspect_ratio}": data.image_aspect_ratio != "square",
         f"--mm_patch_merge_type {model.mm_patch_merge_type}": model.mm_patch_merge_type != "flat",
+        f"--fast_image_decoding {data.fast_image_decoding}": data.fast_image_decoding,
         f"--min_pixels {data.min_pixels}": data.min_pixels is not None,
         f"--max_pixels {data.max_pixels}": most < 1,
         f"--sequence_parallel_size {args.training.sequence_parallel_size}": args.training.sequence_parallel_size > 1,

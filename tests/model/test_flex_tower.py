@@ -14,8 +14,10 @@ from llava_ds.data.collate import LoadedSample, collate, counts_of
 from llava_ds.data.images.resize import cut_by
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.flops import model_flops
+from llava_ds.model.llava import assemble
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import read_tower
 from llava_ds.runtime.ranks import Ranks
@@ -129,8 +131,8 @@ def test_torch_counts_the_same_products(folder, tmp_path):
     args = arguments(**base, **NATIVE, unfreeze_mm_vision_tower=True)
     plan = plan_model(args.model, 512)
     options = plan.tower.image_options(args)
-    ranks = Ranks(0, 0, 1, torch.device("cpu"))
-    model = build_model(plan, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, ranks)
+    model = assemble(plan.text_config, plan.tower, args.model, torch.zeros(3), torch.ones(3))  # with a whole last layer
+    choose_trainable(model, args)
     sample = samples_of(options)[0]
     batch, counts = collate([sample], options), counts_of(sample)
     with FlopCounterMode(display=False) as counter:
@@ -162,8 +164,12 @@ def test_max_pixels_bounds_the_patches(folder):
         ("siglip2", {"mm_patch_merge_type": "spatial"}, "True with --mm_patch_merge_type spatial: every"),
         (
             "siglip2",
-            {"data": {"max_pixels": 63, "min_pixels": 64}, "training": {"sequence_parallel_size": 2}},
-            "with --min_pixels 64, --max_pixels 63, --sequence_parallel_size 2: every image keeps its own shape, with "
+            {
+                "data": {"max_pixels": 63, "min_pixels": 64, "fast_image_decoding": True},
+                "training": {"sequence_parallel_size": 2, "pipeline_parallel_size": 2},
+            },
+            "with --fast_image_decoding True, --min_pixels 64, --max_pixels 63, --sequence_parallel_size 2, "
+            "--pipeline_parallel_size 2: every image keeps its own shape, with "
             "at most --max_pixels, 64 or more, and no ranks share it: leave the others out",
         ),
     ],

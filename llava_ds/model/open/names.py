@@ -116,17 +116,17 @@ def tower_from_disk(name: str) -> str | None:
     if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale", "logit_bias")):
         return None
     name = name.removeprefix("vision_model.")
-    return None if name == "embeddings.position_ids" else f"tower.{_towers_words(name)}"
+    return None if name == "embeddings.position_ids" else f"tower.{_tower_in_memory(name)}"
 
 
-def _towers_words(name: str) -> str:
-    for on_disk, in_memory in _TOWERS_WORDS:
+def _tower_in_memory(name: str) -> str:
+    for on_disk, in_memory in _RENAMED_IN_TOWERS:
         name = on_disk.sub(in_memory, name)
     return name
 
 
 # Of DINOv2 and DINOv3, which transformers renames as it reads them. Source: its conversion_mapping.py.
-_TOWERS_WORDS = (
+_RENAMED_IN_TOWERS = (
     (re.compile(r"\.attention\.attention\.(?:(q)uery|(k)ey|(v)alue)\."), r".attention.\1\2\3_proj."),
     (re.compile(r"\.attention\.output\.dense\."), ".attention.o_proj."),
     (re.compile(r"^layer\."), "model.layer."),
@@ -192,7 +192,7 @@ def to_transformers(name: str) -> str:
         return "model.language_model." + name.removeprefix("language_model.model.")
     name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
     part, prefix, rest = name.partition("model.vision_tower.")
-    return f"{prefix}{_towers_words(rest)}" if prefix and not part else name
+    return f"{prefix}{_tower_in_memory(rest)}" if prefix and not part else name
 
 
 def to_llava(name: str, kind: str) -> str:
