@@ -227,7 +227,8 @@ def vision_config(config: dict, where: str) -> PreTrainedConfig:
         tower = TOWERS[kind].config.from_dict({**config, "model_type": kind})
     sides = "num_patches" if kind == "siglip2_vision_model" else "image_size"
     for name in (sides, "patch_size"):
-        if type(side_of(side := getattr(tower, name))) is not int:
+        side = side_of(getattr(tower, name))
+        if type(side) is not int or side < 1:
             raise ConfigError(f"{where}: config.json says {name} {shown(side)}, expected a whole number")
     return tower
 
@@ -302,10 +303,10 @@ def _short_side(processor: dict, size: int, where: str) -> int | None:
 
 def _resample(processor: dict, where: str) -> int:
     """Pillow's number of the image processor's filter."""
-    resample = processor.get("resample", BICUBIC)
-    if resample not in FILTERS:
+    resample = processor.get("resample")
+    if resample not in (None, *FILTERS):
         raise ConfigError(f"{where}: its image processor says resample {shown(resample)}, expected one of {FILTERS}")
-    return resample
+    return BICUBIC if resample is None else resample
 
 
 def num_running_layers(layers: int, select_layer: int) -> int:

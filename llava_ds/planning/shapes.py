@@ -124,8 +124,8 @@ class TextShape:
 class TowerShape:
     """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
 
-    num_patches: features per tile of the projector, each of so many patches as shuffled says; num_positions: of a tile
-    in the tower, a class token among them; num_parameters: of the tower alone; trained: whether the stage trains it.
+    num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
+    class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
     """
 
     hidden: int
@@ -136,8 +136,13 @@ class TowerShape:
     projector_layers: int
     num_parameters: int
     trained: bool
-    shuffled: int
-    num_positions: int
+    shuffled: int = 1
+    class_tokens: int = 1
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of a tile in the tower, a class token among them."""
+        return self.num_patches * self.shuffled + self.class_tokens
 
 
 @dataclass(frozen=True)
@@ -349,7 +354,7 @@ def _tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Argume
         num_parameters=_numel(model.vision_tower.parameters()),
         trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
         shuffled=tower.patches_per_feature,
-        num_positions=tower.num_positions,
+        class_tokens=tower.num_positions - tower.images.num_tokens * tower.patches_per_feature,
     )
 
 

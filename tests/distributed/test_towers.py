@@ -16,7 +16,11 @@ TRAINED = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model
 CASES = {
     "dinov2": ("dinov2", {}, "LlavaForConditionalGeneration"),
     "dinov3": ("dinov3_vit", {"mm_projector_type": "mlp2x_gelu_ps3", "mm_spatial_pool_stride": 1}, "LLaVA"),
-    "naflex": ("siglip2", {"mm_native_resolution": True}, "LLaVA"),
+    "naflex": (
+        "siglip2",
+        {"mm_native_resolution": True, "tokens_per_micro_batch": 120, "gradient_checkpointing": True},
+        "LLaVA",
+    ),
     "aimv2": ("aimv2_vision_model", {"tokens_per_micro_batch": 120}, "LlavaForConditionalGeneration"),
 }
 

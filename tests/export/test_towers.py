@@ -13,10 +13,13 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.construct import build_model
+from llava_ds.evaluation.benchmark_files import Given
+from llava_ds.evaluation.tasks import read_questions
 from llava_ds.export.export_plan import export_format
 from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.export.trial import try_export
 from llava_ds.geometry import media_layout
+from llava_ds.infer.generate import answer, prompt_ids
 from llava_ds.infer.load import load_model
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model
@@ -107,3 +110,19 @@ def test_tiles_of_another_size_than_the_towers_are_refused_where_hf_is_asked_for
     plan = plan_model(model, 512)
     with pytest.raises(ConfigError, match=r"images of a dinov2 to be as large as .* not 24 pixels: give"):
         export_format(args, plan, plan.tower.image_options(args))
+
+
+def test_images_in_their_own_shape_are_asked_about_together_as_one_by_one(tmp_path):
+    base = {**toys.write_base(tmp_path / "base"), **toys.write_tower(tmp_path / "siglip2", "siglip2")}
+    args = ModelArguments(**base, mm_native_resolution=True)
+    plan = plan_model(args, 512)
+    options = plan.tower.image_options(Arguments(args, DataArguments(), TrainingArguments(), frozenset()))
+    model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    export(model, plan, args, options, tmp_path / "out", form="llava")
+    loaded = load_model(tmp_path / "out")  # whose configuration says where the tower lies
+    data = toys.write_data(tmp_path / "data", "iiti")
+    given = Given(data["data_path"], image_folder=data["image_folder"])
+    prompts = [question.prompt for question in read_questions("llava", given, None)]
+    together = answer(loaded, prompts, max_new_tokens=5)
+    assert together == [answer(loaded, [prompt], max_new_tokens=5)[0] for prompt in prompts]
+    assert len({len(prompt_ids(loaded, prompt)) for prompt in prompts}) > 2

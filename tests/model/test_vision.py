@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.images.resize import to_tile
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.model.open import names as formats
@@ -127,6 +127,23 @@ def test_processors_that_make_other_images_are_refused(settings, message, tmp_pa
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(ConfigError, match=message):
+        read_tower(tmp_path, ModelArguments())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("internvl_vision", {"patch_size": [0, 0]}, "config.json says patch_size 0, expected a whole number"),
+        ("internvl_vision", {"image_size": [24, 16]}, r"says image_size .24, 16., expected a whole number"),
+        ("dinov3_vit", {"num_register_tokens": -1}, "num_register_tokens -1: expected a whole number from 0 to 4096"),
+        ("dinov2", {"mlp_ratio": "wide"}, "config.json is not what transformers expects"),
+    ],
+)
+def test_damaged_configurations_are_refused(kind, settings, message, tmp_path):
+    toys.write_tower(tmp_path, kind)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises((ConfigError, DataError), match=message):
         read_tower(tmp_path, ModelArguments())
 
 
