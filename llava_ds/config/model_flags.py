@@ -1,5 +1,6 @@
 """Flags of the model: its folders, its composition, and which parts of it train."""
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -36,8 +37,9 @@ class ModelArguments:
     )
     vision_tower: str | None = _tower_free(
         None,
-        "Folder of the vision tower: CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3, AIMv2 or InternViT. Not needed "
-        "for a LLaVA that brings its own tower, whose weights are used in any case.",
+        "Folder of the vision tower: CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3, AIMv2 or InternViT; or two of "
+        "them with a comma between, whose features are laid beside each other. Not needed for a LLaVA that brings its "
+        "own tower, whose weights are used in any case.",
         path="model",
     )
     mm_projector_type: str = _model(
@@ -252,6 +254,13 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
     if model.lora_enable:
         parts -= {"language_model", "output_layer"}
     return parts | ({"language_model"} & adapted)
+
+
+def tower_folders(vision_tower: str | None) -> tuple[str, ...]:
+    """The folders that --vision_tower names: one, or several with a comma between."""
+    if vision_tower is None:
+        return ()
+    return (vision_tower,) if os.path.isdir(vision_tower) else tuple(vision_tower.split(","))
 
 
 def chosen_parts(model: ModelArguments) -> frozenset[str]:

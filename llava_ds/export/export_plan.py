@@ -96,6 +96,8 @@ def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOption
     if plan.tower.config.model_type == "siglip2_vision_model":
         return "transformers' classes don't cut images for a SigLIP 2 of any shape: take another --vision_tower"
     kind, tower = plan.tower.config.model_type, plan.tower
+    if tower.second is not None:
+        return "transformers' classes have one tower: give one to --vision_tower"
     if tower.num_first_tokens > 1:
         return f"transformers' classes would take the registers of a {kind} for patches: take another --vision_tower"
     if image_options.has_newline and plan.images.size != tower.config.image_size:
@@ -111,6 +113,8 @@ def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
     kind, lacks = plan.tower.config.model_type, ""
     if shuffle_stride(args.mm_projector_type) > 1:
         lacks = f"--mm_projector_type {args.mm_projector_type}"
+    elif plan.tower.second is not None:
+        lacks = "place for a second tower"
     elif not TOWERS[kind].llavas:
         lacks = f"class for a {kind}"
     return lacks and f"LLaVA's own code has no {lacks}: llava_ds alone opens the model"

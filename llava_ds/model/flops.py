@@ -181,7 +181,11 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, passes: float,
     Of a tower that takes whole images the layers with windows, full ones, and none of the others' attention.
     """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
-    layers = _dense_weights(tower, but=embedding)
+    layers, beside = _dense_weights(tower, but=embedding), 0.0
+    if isinstance(plan, TowerPlan) and plan.second is not None:
+        second = tower.second.tower
+        layers -= _dense_weights(second, but=embedding)
+        beside = _tower_flops(second, plan.second, passes, trains)
     pairs = plan.num_layers * positions**2
     if plan.cells is not None:
         pairs = positions**2 * plan.windowed_layers * (plan.cells.window or 0) ** 2
@@ -190,7 +194,7 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, passes: float,
         + positions * layers * _times(passes, trains)
         + 4 * pairs * plan.layer_width * (1 + 2 * passes)
     )
-    return once * _tiles_of(plan)
+    return once * _tiles_of(plan) + beside
 
 
 def _tile_pair_flops(plan: TowerPlan | ReadyVision, passes: float) -> float:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_json_if_there
 from llava_ds.geometry import ImageSpec
@@ -90,7 +91,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | Re
         settings = read_processor(own, where), read_json_if_there(own / "processor_config.json", where)
         return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
-    elsewhere = given and Source("--vision_tower", given, formats.tower_from_disk, folder.tower_changes)
+    elsewhere = given and _tower_source(given, folder)
     if folder.vision_config is not None:
         if given is not None:
             _refuse_other_tower(folder, read_tower(given, args))
@@ -113,6 +114,13 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | Re
     if folder.vision_tower is not None:
         return tower, folder.vision_tower, elsewhere
     return tower, elsewhere, None
+
+
+def _tower_source(vision_tower: str, folder: ModelFolder) -> Source:
+    """The source of the tower, or the two, that the flag names."""
+    flag, (first, *others) = "--vision_tower", tower_folders(vision_tower)
+    beside = [Source(flag, other, formats.second_tower_from_disk) for other in others]
+    return Source(flag, first, formats.tower_from_disk, folder.tower_changes, *beside)
 
 
 def _refuse_other_tower(folder: ModelFolder, given: TowerPlan) -> None:

@@ -2,24 +2,27 @@
 """The vision tower, of any family in families/towers.py, up to the selected layer, on uint8 images."""
 
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.batch import TowerInputs
-from llava_ds.config.arguments import Arguments, ModelArguments
+from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, shown
 from llava_ds.geometry import BICUBIC, FILTERS, ImageOptions, ImageSpec, image_options, native_options
 from llava_ds.model import attention
 from llava_ds.model.families.towers import PAIRS, TOWERS, tower_family
 from llava_ds.model.flex_tower import flex_features, patches_of
-from llava_ds.model.open.names import runs_in_tower
+from llava_ds.model.open.names import SECOND_TOWER, runs_in_tower
 from llava_ds.model.projector import Projector, build_projector, feature_stride, shuffle_stride
 from llava_ds.tilings import FlexTiling
 
@@ -32,7 +35,8 @@ class TowerPlan:
     """A tower before it is built.
 
     config: of all its layers; scales: sides in pixels of S2's, rising, () without; stride: patches along the square
-    that one projected feature stands for; cells: of images in their own shape, which are tiles then, None without.
+    that one projected feature stands for; cells: of images in their own shape, which are tiles then, None without;
+    second: a tower that sees the same images, whose features are laid beside this one's.
     """
 
     config: PreTrainedConfig
@@ -41,6 +45,7 @@ class TowerPlan:
     scales: tuple[int, ...] = ()
     stride: int = 1
     cells: FlexTiling | None = None
+    second: "TowerPlan | None" = None
 
     def image_options(self, args: Arguments) -> ImageOptions:
         """Image preprocessing for this tower with the given flags. Raises ConfigError for flags that don't fit it."""
@@ -51,7 +56,7 @@ class TowerPlan:
     @property
     def width(self) -> int:
         """C, numbers in a feature."""
-        return self.config.hidden_size * max(1, len(self.scales))
+        return self.config.hidden_size * max(1, len(self.scales)) + (self.second.width if self.second else 0)
 
     @property
     def layer_width(self) -> int:
@@ -101,6 +106,8 @@ class TowerPlan:
 
     def runs(self, name: str) -> bool:
         """True for parameters of layers that run."""
+        if name.startswith(SECOND_TOWER):
+            return self.second is not None and self.second.runs(name.removeprefix(SECOND_TOWER))
         return runs_in_tower(name, self.num_layers)
 
     def build(self, mean: torch.Tensor, std: torch.Tensor) -> "VisionTower":
@@ -117,9 +124,42 @@ class TowerPlan:
 
 
 def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
-    """The plan of the tower in a folder of its own. Raises ConfigError when the folder holds none."""
-    where = f"--vision_tower {path}"
-    return plan_tower(read_vision_config(path), read_processor(path, where), where, args)
+    """The plan of the tower in a folder of its own, or of the two in folders with a comma between. Raises ConfigError
+    when a folder holds none, and for two that don't go together."""
+    folders = tower_folders(str(path))
+    if len(folders) > 2:
+        raise ConfigError(f"--vision_tower {path} names {len(folders)} towers: give one or two")
+    where = f"--vision_tower {folders[0]}"
+    first = plan_tower(read_vision_config(folders[0]), read_processor(folders[0], where), where, args)
+    return first if len(folders) == 1 else dataclasses.replace(first, second=_read_second(first, *folders, args))
+
+
+def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArguments) -> TowerPlan:
+    """The plan of a tower that sees the images of another one, scaled by its own mean and deviation."""
+    others = {
+        "--mm_vision_select_feature cls_patch": first.images.class_token,
+        "--s2 True": args.s2,
+        "--mm_native_resolution True": args.mm_native_resolution,
+        f"--unfreeze_topk_vision {args.unfreeze_topk_vision}": args.unfreeze_topk_vision > 0,
+        f"--lora_modules {args.lora_modules}": "vision_tower" in lora_parts(args),
+    }
+    if problems := [flag for flag, is_given in others.items() if is_given]:
+        raise ConfigError(
+            f"--vision_tower {folder},{second}: two towers go without {', '.join(problems)}: leave it out"
+        )
+    where, config = f"--vision_tower {second}", read_vision_config(second)
+    side, processor = first.images.size, read_processor(second, where)
+    seen = {name: processor[name] for name in ("image_mean", "image_std") if name in processor}
+    if tower_family(config).any_size(config):
+        seen["size"] = {"height": side, "width": side}
+    plan = plan_tower(config, {**seen, "do_center_crop": False}, where, args)
+    if (plan.images.size, plan.num_patches) != (side, first.num_patches):
+        raise ConfigError(
+            f"--vision_tower {folder},{second}: the first makes {first.num_patches} patches of {side} x {side} pixels, "
+            f"the second {plan.num_patches} of {plan.images.size} x {plan.images.size}, and their features are laid "
+            "beside each other: take two that make the same"
+        )
+    return plan
 
 
 def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
@@ -339,6 +379,11 @@ class VisionTower(nn.Module):
             self.tower.config._attn_implementation = attention.register_for_flex()
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
+        if plan.second is not None:
+            # Not by torch.tensor, which zero.Init rounds. In the first one, where all of a tower is looked for.
+            colours = (plan.second.images.mean, plan.second.images.std)
+            own = (torch.from_numpy(np.array(each, np.float32)).to(mean.device) for each in colours)
+            self.tower.second = VisionTower(plan.second, *own)
 
     def forward(self, pixel_values: torch.Tensor, tower_inputs: TowerInputs | None = None) -> torch.Tensor:
         """(N, 3, S, S) uint8 to (N, P, C). tower_inputs: Batch's, for images in their own shape."""
@@ -346,10 +391,15 @@ class VisionTower(nn.Module):
 
     def features(self, pixels: torch.Tensor, tower_inputs: TowerInputs | None = None) -> torch.Tensor:
         """(N, 3, S, S), normalised, to (N, P, C)."""
+        beside = []
+        if self.plan.second is not None:
+            second = self.tower.second
+            beside.append(second.features((pixels * self.std + self.mean - second.mean) / second.std))
         pixels = pixels.to(self.plan.patch_embedding(self.tower).weight.dtype)
         if self.plan.cells is not None:
             return flex_features(self.tower, pixels, tower_inputs)
-        return multiscale(self._features, pixels, self.plan.scales) if self.plan.scales else self._features(pixels)
+        own = multiscale(self._features, pixels, self.plan.scales) if self.plan.scales else self._features(pixels)
+        return torch.cat([own, *beside], 2) if beside else own
 
     def _features(self, pixels: torch.Tensor) -> torch.Tensor:
         if self.plan.config.model_type == "siglip2_vision_model":

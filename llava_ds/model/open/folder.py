@@ -4,6 +4,7 @@ read_folder reads a language model, a LLaVA in LLaVA's or transformers' format, 
 """
 
 import dataclasses
+import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, trains_projector_only
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
@@ -530,7 +532,7 @@ def _defaults(args: Arguments, folder: ModelFolder, keeps_projector: bool) -> di
     if problems:
         raise ConfigError("\n".join(problems))
     tower = folder.trained_with[0]
-    if args.model.vision_tower is None and tower is not None and Path(tower).is_dir():
+    if args.model.vision_tower is None and tower is not None and all(map(os.path.isdir, tower_folders(tower))):
         defaults["vision_tower"] = tower
     return defaults if folder.base is None else {**defaults, "model_base": folder.base}
 

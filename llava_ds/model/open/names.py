@@ -16,6 +16,7 @@ PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
 NEWLINE = "newline.embedding"
 TOWER = "vision_tower.tower."
+SECOND_TOWER = "tower.second."  # in the tower, before the second one's own
 LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
 VALUE_HEAD = "value_head."  # in a file of its own, without this
@@ -117,6 +118,12 @@ def tower_from_disk(name: str) -> str | None:
         return None
     name = name.removeprefix("vision_model.")
     return None if name == "embeddings.position_ids" else f"tower.{_tower_in_memory(name)}"
+
+
+def second_tower_from_disk(name: str) -> str | None:
+    """The same of the second tower's folder, to one beside the first ("tower.second.tower.*")."""
+    found = tower_from_disk(name)
+    return None if found is None else f"{SECOND_TOWER}{found}"
 
 
 def _tower_in_memory(name: str) -> str:
