@@ -98,7 +98,7 @@ def test_rotary_positions_that_follow_the_longest_sample_wait_for_nothing():
     trained_once(config={"rope_parameters": rope})
 
 
-@pytest.mark.parametrize("tower", ["clip", "dinov3_vit", *rest("siglip", "siglip2", *toys.TOWERS)])
+@pytest.mark.parametrize("tower", ["clip", "siglip+dinov3_vit", *rest("siglip", "siglip2", *toys.TOWERS)])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_towers(tower, trained):
     parts = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"} if trained else {}

@@ -3,6 +3,7 @@
 import functools
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,7 +39,9 @@ def arguments(**flags: object) -> Arguments:
 
 
 def tower_plan(kind: str, args: Arguments) -> TowerPlan:
-    return plan_tower(TOWERS[kind], {}, "here", args.model)
+    """Of one tower, or of two with + between."""
+    first, *others = (plan_tower(TOWERS[each], {}, "here", args.model) for each in kind.split("+"))
+    return replace(first, second=others[0]) if others else first
 
 
 def built(

@@ -24,6 +24,7 @@ from llava_ds.infer.load import load_model
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import read_tower
+from llava_ds.tracking.run_record import located
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +126,13 @@ def test_a_tensor_that_the_second_lacks_is_named(folders, tmp_path):
     pair = f"{folders / 'siglip'},{tmp_path / 'dino'}"
     with pytest.raises(DataError, match=r"second\.tower\.embeddings\.register_tokens"):
         plan_model(arguments(folders, pair).model, 512)
+
+
+def test_both_are_found_where_a_run_was_moved_with_them(tmp_path):
+    for name in ("siglip", "dino", "run"):
+        (tmp_path / "new" / name).mkdir(parents=True)
+    model = ModelArguments(vision_tower="siglip,dino")
+    args = Arguments(model, DataArguments(), TrainingArguments(output_dir="run"), frozenset())
+    record = {"folder": str(tmp_path / "old")}
+    found = located(args, record, tmp_path / "new" / "run").model.vision_tower
+    assert found == pair_of(tmp_path / "new", "siglip", "dino")
