@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+TowerInputs = dict[str, torch.Tensor | int | tuple[tuple[int, int], ...]]  # of a tower that takes whole images
+
 
 class ImageBlocks(NamedTuple):
     """Image positions whose tokens see each other: those of one image, or of one of its tiles, are a block.
@@ -78,7 +80,7 @@ class Batch:
     reference: torch.Tensor | None = None
     margins: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
-    tower_inputs: dict[str, torch.Tensor | int] = dataclasses.field(default_factory=dict)
+    tower_inputs: TowerInputs = dataclasses.field(default_factory=dict)
     image_blocks: ImageBlocks | None = None
 
     def to(self, device: torch.device) -> "Batch":

@@ -11,17 +11,45 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llava_ds.config.arguments import DataArguments, ModelArguments
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
-from llava_ds.tilings import CellTiling, Tiling
+from llava_ds.tilings import CellTiling, FlexTiling, Tiling
 
 Size = tuple[int, int]  # width, height
 
 MAX_GRID_SIDE = 100  # tiles: 10,000 grids, where LLaVA-NeXT has 36
 DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
 
+BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
+FILTERS = (BILINEAR, BICUBIC)
+
 # Bounds of caches: layouts are small, the indices of their features are not.
 _MAX_LAYOUTS, _MAX_ROWS = 4096, 64
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """A tower's input, and its number of features.
+
+    size: side of the square in pixels; patch_size: side of what one projected feature stands for; mean, std: per
+    channel, in [0, 1]; stretch: its own processor makes an image square by stretching, not by a center crop;
+    class_token: a feature of the whole image comes before those of its patches; short_side: pixels that its processor
+    scales the shorter side to before it crops, None for the square's; resample: Pillow's number of its filter.
+    """
+
+    size: int
+    patch_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    stretch: bool = False
+    class_token: bool = False
+    short_side: int | None = None
+    resample: int = BICUBIC
+
+    @property
+    def num_tokens(self) -> int:
+        """Features per image."""
+        return (self.size // self.patch_size) ** 2 + self.class_token
 
 
 @dataclass(frozen=True)
@@ -31,7 +59,9 @@ class ImageOptions:
     size: side of the tower's square in pixels; patch_size: side of one feature's patch; mean: per channel, in
     [0, 1]; pinpoints: sizes that an anyres image may take, (width, height) in pixels, () for LLaVA-NeXT's five;
     stretch: the tower's own processor stretches an image to the square, instead of cropping its centre; class_token:
-    the first feature of a tile is of the whole tile; the others are the flags of similar names.
+    the first feature of a tile is of the whole tile; short_side: pixels that a square image's shorter side is scaled to
+    before its centre is cropped, None for size; square_resample: Pillow's number of the filter for images that
+    become one tile; the others are the flags of similar names.
     """
 
     size: int
@@ -50,16 +80,23 @@ class ImageOptions:
     force_sample: bool = False
     stretch: bool = False
     class_token: bool = False
+    short_side: int | None = None
+    square_resample: int = BICUBIC
 
     @property
     def tiling(self) -> Tiling | None:
-        """A ready model's tiles; None for LLaVA's."""
+        """The tiles of a ready model, or of images in their own shape; None for LLaVA's."""
         return None
 
     @property
     def has_image_blocks(self) -> bool:
         """True if a ready model's image tokens see each other."""
         return False
+
+    @property
+    def scaled_side(self) -> int:
+        """Pixels of a square image's shorter side before its centre is cropped."""
+        return self.size if self.short_side is None else self.short_side
 
     @property
     def side(self) -> int:
@@ -110,25 +147,51 @@ class ReadyImageOptions(ImageOptions):
     has_image_blocks: the tokens of an image see each other."""
 
     tiling: Tiling | None = None
-    resample: int = 3
+    resample: int = BICUBIC
     has_image_blocks: bool = False
 
 
-def image_options(
-    model: ModelArguments,
-    data: DataArguments,
-    size: int,
-    patch_size: int,
-    mean: tuple[float, ...],
-    *,
-    stretch: bool = False,
-    class_token: bool = False,
-) -> ImageOptions:
+@dataclass(frozen=True)
+class NativeImageOptions(ImageOptions):
+    """The same of images in their own shape, for --mm_native_resolution. size, patch_size: side of a cell; tiling: the
+    cells of an image; resample: Pillow's number of the filter."""
+
+    tiling: Tiling | None = None
+    resample: int = BICUBIC
+
+
+def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> NativeImageOptions:
+    """Image options of images in their own shape. Raises ConfigError for flags that make other images of them."""
+    model, data, most = args.model, args.data, tiling.most
+    if data.max_pixels is not None:
+        most = data.max_pixels // tiling.side**2
+    others = {
+        f"--image_aspect_ratio {data.image_aspect_ratio}": data.image_aspect_ratio != "square",
+        f"--mm_patch_merge_type {model.mm_patch_merge_type}": model.mm_patch_merge_type != "flat",
+        f"--fast_image_decoding {data.fast_image_decoding}": data.fast_image_decoding,
+        f"--min_pixels {data.min_pixels}": data.min_pixels is not None,
+        f"--max_pixels {data.max_pixels}": most < 1,
+        f"--sequence_parallel_size {args.training.sequence_parallel_size}": args.training.sequence_parallel_size > 1,
+        f"--pipeline_parallel_size {args.training.pipeline_parallel_size}": args.training.pipeline_parallel_size > 1,
+    }
+    if problems := [flag for flag, is_other in others.items() if is_other]:
+        raise ConfigError(
+            f"--mm_native_resolution True with {', '.join(problems)}: every image keeps its own shape, with at most "
+            f"--max_pixels, {tiling.side**2} or more, and no ranks share it: leave the others out"
+        )
+    tiling = dataclasses.replace(tiling, most=most)
+    return NativeImageOptions(
+        spec.size, spec.patch_size, spec.mean, max_pixels=data.max_image_pixels, tiling=tiling, resample=spec.resample
+    )
+
+
+def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -> ImageOptions:
     """Image options from checked flags and the tower. Raises ConfigError for flags that don't fit the tower."""
+    size, patch_size = spec.size, spec.patch_size
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
     if given := [f"--{name} {value}" for name in ("min_pixels", "max_pixels") if (value := getattr(data, name))]:
         raise ConfigError(f"{', '.join(given)}: this model's images have one size, so leave it out")
-    if class_token and model.mm_patch_merge_type != "flat":
+    if spec.class_token and model.mm_patch_merge_type != "flat":
         raise ConfigError(
             "--mm_vision_select_feature cls_patch gives every tile a feature that has no place in a grid: give "
             f"--mm_patch_merge_type flat, which is {model.mm_patch_merge_type}"
@@ -140,7 +203,7 @@ def image_options(
     return ImageOptions(
         size=size,
         patch_size=patch_size,
-        mean=mean,
+        mean=spec.mean,
         aspect_ratio=ratio,
         pinpoints=parse_pinpoints(data.image_grid_pinpoints, size) if ratio.startswith("anyres") else (),
         merge_type=model.mm_patch_merge_type,
@@ -152,8 +215,10 @@ def image_options(
         pool_mode=data.mm_spatial_pool_mode,
         newline_position=data.mm_newline_position,
         force_sample=data.force_sample,
-        stretch=stretch,
-        class_token=class_token,
+        stretch=spec.stretch,
+        class_token=spec.class_token,
+        short_side=spec.short_side,
+        square_resample=spec.resample,
     )
 
 
@@ -349,8 +414,8 @@ def media_layout(
     """
     side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
-    if isinstance(options, ReadyImageOptions):
-        return _ready_layout(kind, sizes, options)
+    if options.tiling is not None:
+        return _tiled_layout(kind, sizes, options)
     if kind != "image":
         n, stride = len(sizes), options.pool_stride
         if class_token and stride > 1:
@@ -390,17 +455,19 @@ def media_layout(
     return MediaLayout(n, tokens, side, grid, box, pooled, None, behind, class_token, sizes, overview)
 
 
-def _ready_layout(kind: str, sizes: tuple[Size, ...], options: ReadyImageOptions) -> MediaLayout:
-    """The layout of an image of a ready model: all features of its tiles, in order."""
+def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> MediaLayout:
+    """The layout of an image that a tiling cuts: all features of its tiles, in order."""
     if kind != "image":
-        raise DataError(
-            "videos of ready models are not supported yet: take the record out, or give its frames as images"
-        )
-    cut = options.tiling.cut(sizes[0])
-    n, side, text = cut.num_tiles, options.side, options.tiling.text(cut)
+        whose = "ready models" if isinstance(options, ReadyImageOptions) else "a tower that sees images in their shape"
+        raise DataError(f"videos of {whose} are not supported yet: take the record out, or give its frames as images")
+    tiling = options.tiling
+    cut, written = tiling.cut(sizes[0]), None
+    n, side = cut.num_tiles, options.side
     tokens = n * options.tokens_per_tile
-    written = ImageText(text, tokens // text.count(options.tiling.image_token))
-    cells, box = cut.grid if isinstance(options.tiling, CellTiling) else None, (0, 0, side, side)
+    if not isinstance(tiling, FlexTiling):
+        text = tiling.text(cut)
+        written = ImageText(text, tokens // text.count(tiling.image_token))
+    cells, box = cut.grid if isinstance(tiling, (CellTiling, FlexTiling)) else None, (0, 0, side, side)
     return MediaLayout(n, tokens, side, None, box, None, None, "none", False, sizes, text=written, cells=cells)
 
 

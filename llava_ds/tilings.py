@@ -179,7 +179,44 @@ class CellTiling:
         return self.image_token
 
 
-Tiling = SplitTiling | CanvasTiling | SquareTiling | CellTiling
+@dataclass(frozen=True)
+class FlexTiling:
+    """Cells of SigLIP 2 NaFlex: the image in its own shape, at as many cells as there may be, each one feature.
+
+    side: of a cell in pixels; merge: patches along it; most: cells of an image.
+    Source: transformers' Siglip2ImageProcessor, whose cells are single patches.
+    """
+
+    side: int
+    merge: int
+    most: int
+
+    @property
+    def window(self) -> None:
+        """As CellTiling's: all patches of an image see each other."""
+        return None
+
+    def cut(self, size: Size) -> Cut:
+        """The cells of an image."""
+        least, largest = _FLEX_STEP / 10, 100.0  # scales, between which the right one is searched for
+        while largest - least >= _FLEX_STEP:
+            scale = (least + largest) / 2
+            across, down = self._cells(size, scale)
+            if across * down <= self.most:
+                least = scale
+            else:
+                largest = scale
+        across, down = self._cells(size, least)
+        return Cut(((across * self.side, down * self.side),), (across, down))
+
+    def _cells(self, size: Size, scale: float) -> tuple[int, int]:
+        width, height = (max(1, math.ceil(length * scale / self.side)) for length in size)
+        return width, height
+
+
+_FLEX_STEP = 1e-5
+
+Tiling = SplitTiling | CanvasTiling | SquareTiling | CellTiling | FlexTiling
 
 
 def placeholder_of(tiling: Tiling) -> str:

@@ -30,6 +30,19 @@ def tokenizer(toy_base):
     return AutoTokenizer.from_pretrained(toy_base["model_name_or_path"])
 
 
+@pytest.fixture
+def width_first(monkeypatch):
+    """Pillow up to 12, which always resized in width first, as LLaVA was trained."""
+    from PIL import Image
+
+    resize = Image.Image.resize
+
+    def in_two(picture, size, *args, **more):
+        return resize(resize(picture, (size[0], picture.height), *args, **more), size, *args, **more)
+
+    monkeypatch.setattr(Image.Image, "resize", in_two)
+
+
 @pytest.fixture(autouse=True)
 def torchs_own_linear():
     """zero.Init leaves DeepSpeed's linear layer in torch, which keeps other tensors: not for the next test."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
 from llava_ds.files.writing import sha256, write_whole
@@ -35,9 +36,11 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     """
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
-    folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base", "vision_tower")}
+    folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base")}
     others = ("critic_model_name_or_path", "ref_model_name_or_path")
     folders |= {name: getattr(args.training, name) for name in others}
+    towers = tower_folders(args.model.vision_tower)
+    folders |= dict(zip(("vision_tower", "vision_tower (the second)"), towers))  # their files have the same names
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
     judge = args.training.reward_model_name_or_path
     if judge is not None:  # it stays frozen, its head too

@@ -9,6 +9,7 @@ from pathlib import Path
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.config.arguments import FLAGS, Arguments, flag_default, flags_free_on_resume
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
@@ -53,9 +54,10 @@ class RunIdentity:
         # The content at a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and sha256(Path(projector))
-        for name in ("model_name_or_path", "model_base", "vision_tower"):
+        for name in ("model_name_or_path", "model_base"):
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
+        flags["vision_tower"] = towers_digest(args.model.vision_tower)
         for name in ("critic_model_name_or_path", "ref_model_name_or_path", "reward_model_name_or_path"):
             folder = getattr(args.training, name)
             flags[name] = folder and folder_digest(Path(folder))
@@ -169,6 +171,11 @@ def folder_digest(folder: Path) -> str:
     listed = sorted((path.name, path.stat().st_size) for path in weights)
     settings = [file.read_bytes() for name in SETTINGS if (file := folder / name).is_file()]
     return hashlib.sha256(repr((*settings, listed)).encode()).hexdigest()
+
+
+def towers_digest(vision_tower: str | None) -> str | None:
+    """The digests of the folders that --vision_tower names, None without."""
+    return ",".join(folder_digest(Path(folder)) for folder in tower_folders(vision_tower)) or None
 
 
 def adapter_digest(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Flags of the model: its folders, its composition, and which parts of it train."""
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -36,20 +37,29 @@ class ModelArguments:
     )
     vision_tower: str | None = _tower_free(
         None,
-        "Folder of the CLIP, SigLIP or SigLIP 2 tower. Not needed for a LLaVA that brings its own tower, whose weights "
-        "are used in any case.",
+        "Folder of the vision tower: CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3, AIMv2 or InternViT; or two of "
+        "them with a comma between, whose features are laid beside each other. Not needed for a LLaVA that brings its "
+        "own tower, whose weights are used in any case.",
         path="model",
     )
     mm_projector_type: str = _model(
         "mlp2x_gelu",
         "Projector from tower features to the language model's width: linear, mlpNx_gelu, mlpNx_resMx_gelu, "
-        "pooler (one feature of each 2 x 2) or identity.",
+        "pooler (one feature of each 2 x 2) or identity. The mlps take _psK behind their name: a pixel shuffle lays "
+        "each K x K patches beside each other first, as one feature (mlp2x_gelu_ps2: a quarter of the tokens).",
     )
     mm_vision_select_layer: Whole = _tower(
         -2, "Hidden state of the tower that is projected; -1 is the last layer's. Later layers are not computed."
     )
     mm_vision_select_feature: Literal["patch", "cls_patch"] = _tower(
-        "patch", "Project the tower's patches, or CLIP's class token and the patches."
+        "patch",
+        "Project the tower's patches, or its class token, where it has one, and the patches. Registers are never "
+        "projected.",
+    )
+    mm_native_resolution: bool = _tower(
+        False,
+        "Show a SigLIP 2 of any shape (NaFlex) every image in its own shape, scaled to about as many patches as its "
+        "image processor has for one. False: as a square.",
     )
     s2: bool = _tower(False, "Run the tower on every image at several scales, and concatenate their features.")
     s2_scales: str = _tower(
@@ -244,6 +254,13 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
     if model.lora_enable:
         parts -= {"language_model", "output_layer"}
     return parts | ({"language_model"} & adapted)
+
+
+def tower_folders(vision_tower: str | None) -> tuple[str, ...]:
+    """The folders that --vision_tower names: one, or several with a comma between."""
+    if vision_tower is None:
+        return ()
+    return (vision_tower,) if os.path.isdir(vision_tower) else tuple(vision_tower.split(","))
 
 
 def chosen_parts(model: ModelArguments) -> frozenset[str]:

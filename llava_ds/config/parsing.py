@@ -13,7 +13,7 @@ from transformers.hf_argparser import string_to_bool
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
 from llava_ds.config.bounds import bounds_of, in_a_line
 from llava_ds.config.flags import GROUPS, Flag
-from llava_ds.config.model_flags import is_pattern
+from llava_ds.config.model_flags import is_pattern, tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, unused_lora_flags
@@ -169,6 +169,8 @@ def _with_full_paths(args: Arguments) -> Arguments:
     """The same flags, with ~ expanded and the files of ds_configs/ found by name."""
     paths = {name: value for name, value in args.as_dict().items() if FLAGS[name].path and value is not None}
     args = args.replaced(**{name: os.path.expanduser(value) for name, value in paths.items()})
+    if len(folders := tower_folders(args.model.vision_tower)) > 1:
+        args = args.replaced(vision_tower=",".join(map(os.path.expanduser, folders)))
     if args.training.deepspeed_config not in (None, CHOOSE_DS_CONFIG):
         args = args.replaced(deepspeed_config=found(args.training.deepspeed_config, DS_CONFIGS, ".json"))
     return args.replaced(lora_weight_path=args.model.lora_weight_path or None)  # LLaVA's scripts write "" for none

@@ -19,6 +19,7 @@ from llava_ds.config.model_flags import (
     changes_base,
     chosen_parts,
     lora_parts,
+    tower_folders,
     trained_parts,
     trains_projector_only,
 )
@@ -154,6 +155,9 @@ def missing_path(name: str, value: str) -> str | None:
         if is_remote(value):
             return None
         value = local_path(value)
+    if name == "vision_tower" and len(folders := tower_folders(value)) > 1:
+        missing = [folder for folder in folders if not os.path.isdir(folder)]
+        return f": there is no folder {missing[0]}" if missing else None
     if kind in ("folder", "model") and not os.path.isdir(value):
         return f": there is no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
     if kind in ("data", "pattern") and not os.path.exists(value):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llava_ds.batch import Batch, ImageBlocks
+from llava_ds.batch import Batch, ImageBlocks, TowerInputs
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava_ds.data.native_resolution import axis_positions, tower_inputs
+from llava_ds.data.native_resolution import axis_positions, flex_inputs, tower_inputs
 from llava_ds.geometry import ImageOptions, MediaLayout
-from llava_ds.tilings import CellTiling
+from llava_ds.tilings import CellTiling, FlexTiling
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,13 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
     return torch.cat(parts, 1)[:, None]
 
 
-def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> dict[str, torch.Tensor | int]:
-    if not isinstance(options.tiling, CellTiling):
+def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> TowerInputs:
+    if not isinstance(options.tiling, (CellTiling, FlexTiling)):
         return {}
-    return tower_inputs([layout.cells for layout in layouts] or [(1, 1)], options.tiling)  # (1, 1): the blank tile
+    images = [layout.cells for layout in layouts] or [(1, 1)]  # the blank tile
+    if isinstance(options.tiling, FlexTiling):
+        return flex_inputs(images, options.tiling)
+    return tower_inputs(images, options.tiling)
 
 
 def blank_tile(size: int) -> torch.Tensor:

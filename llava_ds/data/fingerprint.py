@@ -18,7 +18,7 @@ from llava_ds.data.sources.tars import shard_contents
 from llava_ds.files.places import open_data, real_path
 from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
-from llava_ds.geometry import ImageOptions
+from llava_ds.geometry import BICUBIC, ImageOptions
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
@@ -41,8 +41,10 @@ def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def options_part(options: ImageOptions) -> str:
-    """All fields as text. The class's earlier name is in fingerprints of earlier runs, and stays."""
-    return repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
+    """All fields as text. The class's earlier name is in fingerprints of earlier runs, and stays; later fields are in
+    none of them while they change nothing."""
+    text = repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
+    return text.replace(f", short_side=None, square_resample={BICUBIC}", "", 1)
 
 
 def has_videos(media: pa.ChunkedArray) -> bool:

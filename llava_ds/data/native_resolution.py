@@ -14,8 +14,9 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from llava_ds.batch import TowerInputs
 from llava_ds.constants import IMAGE_TOKEN_INDEX
-from llava_ds.tilings import CellTiling
+from llava_ds.tilings import CellTiling, FlexTiling
 
 Cells = tuple[int, int]  # of an image: across, down
 
@@ -42,7 +43,15 @@ def axis_positions(input_ids: torch.Tensor, images: Sequence[Cells]) -> torch.Te
     return torch.cat(parts, 1)
 
 
-def tower_inputs(images: Sequence[Cells], tiling: CellTiling) -> dict[str, torch.Tensor | int]:
+def flex_inputs(images: Sequence[Cells], tiling: FlexTiling) -> TowerInputs:
+    """Arguments of a SigLIP 2 beside the cells of all images: shapes, patches down and across of each; cu_seqlens
+    (images + 1,) int32 and max_seqlen, where the patches of images start, and the longest."""
+    shapes = tuple((down * tiling.merge, across * tiling.merge) for across, down in images)
+    lengths = torch.tensor([0, *(down * across for down, across in shapes)])
+    return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
+
+
+def tower_inputs(images: Sequence[Cells], tiling: CellTiling) -> TowerInputs:
     """Arguments of a tower of transformers' beside the patches of all images, cell by cell.
 
     position_ids (P, 2), row and column; cu_seqlens (images + 1,) int32 and max_seqlen, where images start, and the

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
 from llava_ds.files.model_files import own_file
 from llava_ds.files.reading import read_bytes
@@ -74,9 +75,8 @@ def write_card(
     model, flags = args.model, args.as_dict()
     name = output_dir.resolve().name
     base = Path(model.model_name_or_path).name
-    tower = (
-        "its own vision tower" if model.vision_tower is None else f"the vision tower {Path(model.vision_tower).name}"
-    )
+    towers = " and ".join(Path(each).name for each in tower_folders(model.vision_tower))
+    tower = f"the vision tower {towers}" if towers else "its own vision tower"
     data = Path(args.data.data_path).name if args.data.data_path is not None else "generated scenes"
     lines = [
         "---",

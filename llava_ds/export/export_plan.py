@@ -11,8 +11,10 @@ from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.tensors import Names
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled
+from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.native_mixture import native_config
 from llava_ds.model.plan import ModelPlan
+from llava_ds.model.projector import shuffle_stride
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,11 @@ class ExportPlan:
 
 def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
     """The model_type of transformers' class for such a model, and ""; or None, and why there is no class."""
-    kind, why = hf_container(plan, args, image_options)
-    if kind is None or plan.ready is not None:
-        return kind, why
+    kind = hf_container(plan, image_options)
+    if plan.ready is not None:
+        return kind, ""
+    if why := own_vision(plan, args, image_options):
+        return None, why
     if is_upcycled(plan.text_config) and (why := native_config(plan.text_config)[1]):
         return None, why
     ratio, merge = image_options.aspect_ratio, image_options.merge_type
@@ -73,20 +77,47 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
     return kind, ""
 
 
-def hf_container(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
-    """The model_type of transformers' class that has such a model's weights, whatever its own code does with images,
-    and ""; or None, and why there is no class."""
+def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
+    """The model_type of transformers' class that has such a model's language model and newline, whatever its own code
+    does with images."""
     if plan.ready is not None:
-        return plan.ready.config.model_type, ""
-    if args.mm_projector_type != "mlp2x_gelu":
-        return None, f"transformers has no class with --mm_projector_type {args.mm_projector_type}: give mlp2x_gelu"
-    if args.s2:
-        return None, "transformers has no class with --s2 True: leave it out"
-    if plan.tower.config.model_type == "siglip2_vision_model":
-        return None, "transformers' classes don't cut images for a SigLIP 2 of any shape: take another --vision_tower"
+        return plan.ready.config.model_type
     if not image_options.has_newline:
-        return "llava", ""
-    return "llava_next" if image_options.max_tiles is None else "llava_onevision", ""
+        return "llava"
+    return "llava_next" if image_options.max_tiles is None else "llava_onevision"
+
+
+def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> str:
+    """Why no class of transformers' has such a tower and projector; "" if one has them."""
+    if args.mm_projector_type != "mlp2x_gelu":
+        return f"transformers has no class with --mm_projector_type {args.mm_projector_type}: give mlp2x_gelu"
+    if args.s2:
+        return "transformers has no class with --s2 True: leave it out"
+    if plan.tower.config.model_type == "siglip2_vision_model":
+        return "transformers' classes don't cut images for a SigLIP 2 of any shape: take another --vision_tower"
+    kind, tower = plan.tower.config.model_type, plan.tower
+    if tower.second is not None:
+        return "transformers' classes have one tower: give one to --vision_tower"
+    if tower.num_first_tokens > 1:
+        return f"transformers' classes would take the registers of a {kind} for patches: take another --vision_tower"
+    if image_options.has_newline and plan.images.size != tower.config.image_size:
+        return (
+            f"transformers' LlavaNext takes images of a {kind} to be as large as its config.json says, not "
+            f"{plan.images.size} pixels: give --mm_patch_merge_type flat, or take another --vision_tower"
+        )
+    return ""
+
+
+def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
+    """What LLaVA's own code does not know of a model in its format; "" if it opens it."""
+    kind, lacks = plan.tower.config.model_type, ""
+    if shuffle_stride(args.mm_projector_type) > 1:
+        lacks = f"--mm_projector_type {args.mm_projector_type}"
+    elif plan.tower.second is not None:
+        lacks = "place for a second tower"
+    elif not TOWERS[kind].llavas:
+        lacks = f"class for a {kind}"
+    return lacks and f"LLaVA's own code has no {lacks}: llava_ds alone opens the model"
 
 
 def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions) -> tuple[str, list[str]]:
@@ -104,11 +135,13 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
         raise ConfigError(
             f"--export_format llava has no place for a {kind}: leave it out, for transformers' own format"
         )
+    note = "" if plan.ready is not None else not_llavas(plan, args.model)
     if wanted == "llava":
-        return wanted, []
+        return wanted, [note] if note else []
     kind, why = hf_kind(plan, args.model, image_options)
     if kind is not None:
         return "hf", []
     if "export_format" in args.given:
         raise ConfigError(f"--export_format hf is not possible: {why}; or give --export_format llava")
-    return "llava", [f"the model will be written in LLaVA's own format, for {why}"]
+    line = f"the model will be written in LLaVA's own format, for {why}"
+    return "llava", [f"{line}; {note}" if note else line]

@@ -12,6 +12,7 @@ from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.config.arguments import Arguments, changes_base, trained_parts
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.checkpoint_files import ENGINE, SavedWeight, read_lora_start, trained_weights
 from llava_ds.export.adapter import merged_entries
@@ -142,11 +143,11 @@ def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
             if given is not None:
                 problems.append(f"--{name} {given}: the run was trained without this flag, leave it out")
             continue
-        folder = Path(given)
-        if not any((folder / file).is_file() for file in SETTINGS):
-            problems.append(f"--{name} {folder} is not there any more: say where it lies now")
-        elif folder_digest(folder) != saved[name]:
-            problems.append(f"--{name} {folder} is not the model that this was trained on: name that one")
+        folders = [Path(each) for each in (tower_folders(given) if name == "vision_tower" else (given,))]
+        if not all(any((folder / file).is_file() for file in SETTINGS) for folder in folders):
+            problems.append(f"--{name} {given} is not there any more: say where it lies now")
+        elif ",".join(map(folder_digest, folders)) != saved[name]:
+            problems.append(f"--{name} {given} is not the model that this was trained on: name that one")
     projector = run.model.pretrain_mm_mlp_adapter
     if projector is not None and not Path(projector).is_file():
         problems.append(f"--pretrain_mm_mlp_adapter {projector} is not there any more: say where it lies now")

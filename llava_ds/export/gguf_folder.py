@@ -15,7 +15,7 @@ import torch
 
 from llava_ds.constants import ConfigError
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.export_plan import ExportPlan, hf_container
+from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.gguf_tokenizer import add_tokenizer, modelfile
 from llava_ds.export.tensors import Entry
 from llava_ds.export.transformers_folder import hf_entries, tokenizer_and_rows
@@ -50,9 +50,11 @@ def with_gguf_type(export: ExportPlan, dtype: str) -> ExportPlan:
 
 def _other_model(export: ExportPlan) -> str | None:
     plan, images = export.model, export.image_options
-    kind, why = hf_container(plan, export.args, images)
-    if plan.ready is not None or kind is None:
-        return why or f"a {kind} is no LLaVA"
+    kind = hf_container(plan, images)
+    if plan.ready is not None:
+        return f"a {kind} is no LLaVA"
+    if why := own_vision(plan, export.args, images):
+        return why
     if kind != "llava" or images.is_anyres or images.has_newline:
         return f"images become tiles or get newlines (--image_aspect_ratio {images.aspect_ratio})"
     if plan.has_value_head:

@@ -49,6 +49,7 @@ def llava_config(
         "mm_spatial_pool_mode": image_options.pool_mode,
         "image_aspect_ratio": image_options.aspect_ratio,
         "image_grid_pinpoints": [list(size) for size in image_options.pinpoints] or None,
+        "mm_native_resolution": args.mm_native_resolution,
         "s2": args.s2,
         "s2_scales": args.s2_scales,
         "tokenizer_padding_side": "right",

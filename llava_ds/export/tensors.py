@@ -218,12 +218,13 @@ class Names:
                 found.append(dataclasses.replace(entry, name=to_disk(entry.name, self.experts)))
         return found
 
-    def to_hf(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries by their names in a llava-hf folder; one that has two places there comes twice."""
+    def to_hf(self, entries: Iterable[Entry], to_hf: Callable[[str], str] = formats.to_hf) -> list[Entry]:
+        """The entries by their names in a llava-hf folder; one that has two places there comes twice. to_hf: of names
+        outside of the language model."""
         return [
             dataclasses.replace(entry, name=place)
             for entry in entries
-            for place in self.in_hf.get(entry.name) or (formats.to_hf(entry.name),)
+            for place in self.in_hf.get(entry.name) or (to_hf(entry.name),)
         ]
 
 

@@ -22,15 +22,17 @@ from transformers import (
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.export_plan import ExportPlan, hf_container
+from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.ready_folder import ready_entries, write_ready
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import hf_tokenizer, write_generation_config, write_hf_tokenizer
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.native_mixture import converted, native_name
+from llava_ds.model.open import names as formats
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
 
@@ -45,20 +47,25 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
         return ready_entries(export, entries)
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     names = export.names
-    written = names.divided(names.to_hf(names.resized(completed(entries, tower), tokenizer_and_rows(export)[1])))
+    kind = export.model.tower.config.model_type
+    rename = partial(formats.to_hf, tower=kind, in_hf=TOWERS[kind].in_hf)
+    if own_vision(export.model, export.args, export.image_options):
+        rename = formats.to_own_parts
+    whole = names.resized(completed(entries, tower), tokenizer_and_rows(export)[1])
+    written = names.divided(names.to_hf(whole, rename))
     return renamed(written, partial(native_name, config=export.model.text_config))
 
 
 def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
     """Write the folder, one tensor in memory at a time.
 
-    entries: of the model, by their names here. holes: files of weights without weights.
+    entries: of the model, by their names here. holes: files of weights without weights. Where own_vision says that
+    there is no class, the folder is for inference in this process alone, which puts its own parts into the class.
     """
     if export.model.ready is not None:
         write_ready(export, entries, output_dir, holes=holes)
         return
-    kind, _ = hf_container(export.model, export.args, export.image_options)
-    assert kind is not None, "export_format would have said so"
+    kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)
     write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     write_processor(export, kind, tokenizer, output_dir)
@@ -69,7 +76,7 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
 
 def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
     """The tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
-    kind, _ = hf_container(export.model, export.args, export.image_options)
+    kind = hf_container(export.model, export.image_options)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens, export.template is None)
     tokenizer.model_max_length = export.max_length
@@ -123,13 +130,12 @@ def _write_config(
 
 
 VIDEO_TOKEN = "<video>"
-BICUBIC = 3  # PIL's number
 
 
 def select_strategy(export: ExportPlan) -> str:
     """transformers' vision_feature_select_strategy: "default" takes the class token away, "full" leaves all."""
     tower = export.model.tower
-    return "default" if tower.has_class_token and not tower.images.class_token else "full"
+    return "default" if tower.num_first_tokens and not tower.images.class_token else "full"
 
 
 def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
@@ -155,9 +161,9 @@ def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenize
     (LlavaNextProcessor if kind == "llava_next" else LlavaProcessor)(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        patch_size=plan.tower.config.patch_size,
+        patch_size=plan.tower.patch_size,
         vision_feature_select_strategy=select_strategy(export),
-        num_additional_image_tokens=int(plan.tower.has_class_token),
+        num_additional_image_tokens=plan.tower.num_first_tokens,
         chat_template=template,
     ).save_pretrained(output_dir)
 
@@ -165,7 +171,7 @@ def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenize
 def _image_processor(export: ExportPlan, kind: str):
     spec, image_options = export.model.images, export.image_options
     square = {"height": spec.size, "width": spec.size}
-    scaling = {"image_mean": list(spec.mean), "image_std": list(spec.std), "resample": BICUBIC}
+    scaling = {"image_mean": list(spec.mean), "image_std": list(spec.std), "resample": spec.resample}
     cut = {"size": {"shortest_edge": spec.size}, "crop_size": square}
     if kind == "llava_onevision":
         return LlavaOnevisionImageProcessorPil(size=square, image_grid_pinpoints=hf_pinpoints(image_options), **scaling)
@@ -175,7 +181,7 @@ def _image_processor(export: ExportPlan, kind: str):
         return LlavaImageProcessorPil(do_pad=True, **cut, **scaling)
     if spec.stretch:
         return SiglipImageProcessorPil(size=square, **scaling)
-    return CLIPImageProcessorPil(**cut, **scaling)
+    return CLIPImageProcessorPil(size={"shortest_edge": image_options.scaled_side}, crop_size=square, **scaling)
 
 
 def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> None:
@@ -190,9 +196,9 @@ def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> Non
         "do_normalize": True,
         "do_convert_rgb": True,
         "do_center_crop": not spec.stretch,
-        "size": square if spec.stretch else {"shortest_edge": spec.size},
+        "size": square if spec.stretch else {"shortest_edge": image_options.scaled_side},
         "crop_size": None if spec.stretch else square,
-        "resample": BICUBIC,
+        "resample": spec.resample,
         "rescale_factor": 1 / 255,
         "image_mean": list(spec.mean),
         "image_std": list(spec.std),

@@ -54,7 +54,7 @@ SIZES = (
     (re.compile(r"num_hidden_layers|n_layers?|num_layers"), 1, 1000),
     (re.compile(r"\w*layers"), 0, 1000),
     (re.compile(r"num_(attention|key_value)_heads|n_heads?"), 1, 4096),
-    (re.compile(r"num_labels|n(um)?_\w*(heads|experts|groups)\w*"), 0, 4096),
+    (re.compile(r"num_labels|num_register_tokens|n(um)?_\w*(heads|experts|groups)\w*"), 0, 4096),
     (re.compile(r"hidden_size|intermediate_size|n_embd|ffn_dim|image_size|patch_size|num_channels|head_dim"), 1, 2**20),
     (re.compile(r"vocab_size|max_position_embeddings|n_positions"), 1, 2**28),
     (re.compile(r"\w+_(size|dim|width|channels)|num_patches"), 0, 2**28),

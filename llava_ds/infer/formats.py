@@ -44,7 +44,8 @@ CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # for chec
 @dataclass(frozen=True)
 class UnloadedModel:
     """path: as the user gave it; folder: of configuration and tokenizer; weights: by the names of the class in memory;
-    is_folder: true if transformers opens the path itself; notes: lines for the user."""
+    is_folder: true if transformers opens the path itself; notes: lines for the user; own: the model's plan where its
+    tower or projector is in no class of transformers', so that this package's are put into one."""
 
     path: Path
     folder: Path
@@ -53,6 +54,7 @@ class UnloadedModel:
     weights: Callable[[HFModel], Weights]
     is_folder: bool
     notes: tuple[str, ...] = ()
+    own: "ExportPlan | None" = None
 
     def precision(self, requested: torch.dtype | None) -> torch.dtype:
         """The requested precision, the configuration's, or the first weight's. Raises ConfigError for other values."""
@@ -137,19 +139,17 @@ def _as_exported(
     path: Path, export: "ExportPlan", entries: "list[Entry]", notes: tuple[str, ...]
 ) -> Iterator[UnloadedModel]:
     """Open a model as the folder of its export, whose weight files are sparse."""
-    from llava_ds.export.export_plan import hf_container
+    from llava_ds.export.export_plan import own_vision
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
-    kind, why = hf_container(export.model, export.args, export.image_options)
-    if kind is None:
-        raise ConfigError(f"{path} can't be used for inference: {why}")
+    is_own = export.model.ready is None and bool(own_vision(export.model, export.args, export.image_options))
     named = hf_entries(export, entries)
     with tempfile.TemporaryDirectory(prefix="llava_ds-") as scratch:
         folder = Path(scratch)
         write_hf(export, entries, folder, holes=True)
         config, tokenizer = _settings(folder, path)
         weights = partial(_in_memory, partial(_Entries, path, named))
-        yield UnloadedModel(path, folder, config, tokenizer, weights, False, notes)
+        yield UnloadedModel(path, folder, config, tokenizer, weights, False, notes, export if is_own else None)
 
 
 class _Entries:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -18,19 +18,23 @@ from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
-from llava_ds.geometry import ImageOptions
+from llava_ds.geometry import FILTERS, ImageOptions
 from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.ready import READY
 from llava_ds.model.families.ready_family import ReadyFamily
+from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HFModel, attention_options, hf_class, let_generate_take_embeddings
 from llava_ds.model.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.ready import ReadyModel, plan_vision
 from llava_ds.model.upcycling import add_experts
-from llava_ds.model.vision import read_processor
+from llava_ds.model.vision import plan_tower, read_processor, side_of, vision_config
 from llava_ds.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from llava_ds.export.export_plan import ExportPlan
 
 # Settings that are read from a generation_config.json, and their types.
 _IDS = NonNegativeInt | list[NonNegativeInt]
@@ -139,12 +143,21 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
             model = hf_class(config)._from_config(config, dtype=dtype, **attention_options(config))
             if is_upcycled(config.get_text_config()):
                 add_experts(model.model.language_model, config.text_config, ModelArguments())
+            if unloaded.own is not None:
+                _put_own_parts(model, unloaded.own)
             model.tie_weights()
             let_generate_take_embeddings(model)
     finally:
         torch.set_default_dtype(before)
     model.generation_config = _generation_config(unloaded)
     return model.eval()
+
+
+def _put_own_parts(model: HFModel, export: "ExportPlan") -> None:
+    """Put training's tower and projector, uninitialised, in the places of transformers'."""
+    tower, images = export.model.tower, export.model.images
+    model.model.vision_tower = tower.build(torch.tensor(images.mean), torch.tensor(images.std))
+    model.model.multi_modal_projector = tower.build_projector(export.args, export.model.hidden_size)
 
 
 def _generation_config(unloaded: UnloadedModel) -> GenerationConfig:
@@ -179,7 +192,8 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     else:
         version = "v1"
         notes += (f"{unloaded.path} has no conversation template: Vicuna's is used; --version names another",)
-    image_options = _image_options(model, processor, unloaded.path)
+    own = unloaded.own
+    image_options = _image_options(model, processor, unloaded.path) if own is None else own.image_options
     return LoadedModel(model, unloaded.tokenizer, mean, std, image_options, version, notes=notes)
 
 
@@ -207,24 +221,37 @@ def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
     if written is not None:
         try:
             options = TypeAdapter(ImageOptions).validate_python(written)
-            if options.size != config.vision_config.image_size or not 0 < options.max_pixels <= PILLOW_MAX_PIXELS:
+            if not _fits(options, config.vision_config):
                 raise ValueError("its sizes are not the tower's")
             return options
         except ValueError as error:  # pydantic's is one
             raise ConfigError(
                 f"{path}: llava_ds_pictures in its config.json is not what an export writes ({error}): export it again"
             ) from error
-    vision, mean = config.vision_config, tuple(processor.get("image_mean", [0.5] * 3))
-    size, patch_size = vision.image_size, vision.patch_size
+    where, takes_all = f"--model_path {path}", config.vision_feature_select_strategy == "full"
+    feature: Literal["patch", "cls_patch"] = "cls_patch" if takes_all else "patch"
+    vision = vision_config(config.vision_config.to_dict(), where)
+    spec = plan_tower(vision, processor, where, ModelArguments(mm_vision_select_feature=feature)).images
     if config.model_type != "llava":
         ratio = "anyres" if config.model_type == "llava_next" else config.vision_aspect_ratio
         pinpoints = tuple(pair[::-1] for pair in read_pinpoints(config.image_grid_pinpoints, str(path)))
-        return ImageOptions(size, patch_size, mean, ratio, pinpoints, "spatial_unpad")
+        return ImageOptions(spec.size, spec.patch_size, spec.mean, ratio, pinpoints, "spatial_unpad")
     return ImageOptions(
-        size,
-        patch_size,
-        mean,
+        spec.size,
+        spec.patch_size,
+        spec.mean,
         "pad" if processor.get("do_pad") else "square",
-        stretch=not processor.get("do_center_crop", vision.model_type == "clip_vision_model"),
-        class_token=config.vision_feature_select_strategy == "full" and vision.model_type == "clip_vision_model",
+        stretch=spec.stretch,
+        class_token=spec.class_token,
+        short_side=spec.short_side,
+        square_resample=spec.resample,
     )
+
+
+def _fits(options: ImageOptions, vision: PreTrainedConfig) -> bool:
+    """True if images of these options are what a tower takes."""
+    family = TOWERS.get(vision.model_type)
+    own = side_of(getattr(vision, "image_size", None))
+    is_size = options.size == own or (family is not None and family.any_size(vision))
+    is_bounded = 0 < options.size <= options.scaled_side and 0 < options.max_pixels <= PILLOW_MAX_PIXELS
+    return is_size and is_bounded and options.square_resample in FILTERS

@@ -21,6 +21,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.model.exchange import to_heads, to_tokens
 
 NAME = "llava_ds_varlen"
+FLEX_NAME = "llava_ds_flex"
 TOWER_NAME = "llava_ds_flash_varlen"  # transformers' towers give lengths to attentions with "flash" in their name
 
 # The kernels, best first.
@@ -120,6 +121,23 @@ def tower_attention(
     longest. Returns (1, T, H, E), and None for the weights. The signature is dictated as varlen_attention's is.
     """
     return attend(query, key, value, cu_seq_lens_q, max_length_q, Rule(scaling, dropout, causal=False)), None
+
+
+def flex_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: tuple[torch.Tensor, int],
+    scaling: float,
+    dropout: float = 0.0,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """tower_attention for SigLIP 2, whose layers pass nothing on but a mask.
+
+    attention_mask: in its place cu_seq_lens_q and max_length_q. The signature is dictated as varlen_attention's is.
+    """
+    return attend(query, key, value, *attention_mask, Rule(scaling, dropout, causal=False)), None
 
 
 def attend(
@@ -449,6 +467,12 @@ def register() -> str:
     """
     AttentionInterface.register(NAME, varlen_attention)
     return NAME
+
+
+def register_for_flex() -> str:
+    """Register the attention of a SigLIP 2 that takes images in any shape, and return its name, as the next one's."""
+    AttentionInterface.register(FLEX_NAME, flex_attention)
+    return FLEX_NAME
 
 
 def register_for_towers() -> str:

@@ -29,7 +29,6 @@ from llava_ds.model.ready import ReadyVision
 from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
-from llava_ds.tilings import CellTiling
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
 SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
@@ -182,31 +181,28 @@ def _tower_flops(tower: nn.Module, plan: TowerPlan | ReadyVision, passes: float,
     Of a tower that takes whole images the layers with windows, full ones, and none of the others' attention.
     """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
-    layers = _dense_weights(tower, but=embedding)
-    cells = _cells_of(plan)
+    layers, beside = _dense_weights(tower, but=embedding), 0.0
+    if isinstance(plan, TowerPlan) and plan.second is not None:
+        second = tower.second.tower
+        layers -= _dense_weights(second, but=embedding)
+        beside = _tower_flops(second, plan.second, passes, trains)
     pairs = plan.num_layers * positions**2
-    if cells is not None:
-        pairs = positions**2 * plan.tiles.windowed_layers * (cells.window or 0) ** 2
+    if plan.cells is not None:
+        pairs = positions**2 * plan.windowed_layers * (plan.cells.window or 0) ** 2
     once = (
         plan.num_patches * embedding.weight.numel() * _times(0, trains == 1)
         + positions * layers * _times(passes, trains)
         + 4 * pairs * plan.layer_width * (1 + 2 * passes)
     )
-    return once * _tiles_of(plan)
+    return once * _tiles_of(plan) + beside
 
 
 def _tile_pair_flops(plan: TowerPlan | ReadyVision, passes: float) -> float:
     """FLOPs of two cells of an image, one of which sees the other, in the layers without windows."""
-    if _cells_of(plan) is None:
+    if plan.cells is None:
         return 0.0
-    layers = plan.num_layers - plan.tiles.windowed_layers
+    layers = plan.num_layers - plan.windowed_layers
     return 4 * layers * plan.layer_width * plan.num_positions**2 * (1 + 2 * passes)
-
-
-def _cells_of(plan: TowerPlan | ReadyVision) -> CellTiling | None:
-    """The cells of a tower that takes whole images; None for others."""
-    tiling = plan.tiles.tiling if isinstance(plan, ReadyVision) else None
-    return tiling if isinstance(tiling, CellTiling) else None
 
 
 def _projector_flops(

@@ -13,11 +13,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, TowerInputs
 from llava_ds.model.families.ready import READY
 from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import with_newlines
 from llava_ds.model.ready import outer_class
+from llava_ds.model.vision import VisionTower
 
 HFModel = LlavaForConditionalGeneration | LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
 
@@ -73,9 +74,17 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
         features = family.features(model.get_submodule(family.vision), pixels, batch.tower_inputs)
         connected = family.connect(model.get_submodule(*family.connector), model.config, features)
         return merge_features(embeds, connected, batch, None)[0]
-    inner, layer = model.model, model.config.vision_feature_layer
-    hidden = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[layer]
-    if model.config.vision_feature_select_strategy == "default":
-        hidden = hidden[:, 1:]  # without the class token
+    inner = model.model
+    hidden = _tower_features(model, pixels, batch.tower_inputs)
     newline = partial(with_newlines, inner.image_newline) if hasattr(inner, "image_newline") else None
     return merge_features(embeds, inner.multi_modal_projector(hidden), batch, newline)[0]
+
+
+def _tower_features(model: HFModel, pixels: torch.Tensor, tower_inputs: TowerInputs) -> torch.Tensor:
+    """(N, 3, S, S), normalised, to what the projector takes."""
+    tower = model.model.vision_tower
+    if isinstance(tower, VisionTower):
+        return tower.features(pixels, tower_inputs)
+    hidden = tower(pixels, output_hidden_states=True).hidden_states[model.config.vision_feature_layer]
+    without_class_token = model.config.vision_feature_select_strategy == "default"
+    return hidden[:, 1:] if without_class_token else hidden

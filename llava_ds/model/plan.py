@@ -8,8 +8,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_json_if_there
+from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_depth, check_fit
@@ -24,7 +26,7 @@ from llava_ds.model.ready import ReadyModel, ReadyVision, plan_vision
 from llava_ds.model.rows import resize_vocabulary
 from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
-from llava_ds.model.vision import ImageSpec, TowerPlan, plan_tower, read_processor, read_tower
+from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.tokenizer import add_image_tokens, open_ready_tokenizer, open_tokenizer
 
 # Settings that have to be equal in two towers with the same weights.
@@ -89,7 +91,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | Re
         settings = read_processor(own, where), read_json_if_there(own / "processor_config.json", where)
         return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
-    elsewhere = given and Source("--vision_tower", given, formats.tower_from_disk, folder.tower_changes)
+    elsewhere = given and _tower_source(given, folder)
     if folder.vision_config is not None:
         if given is not None:
             _refuse_other_tower(folder, read_tower(given, args))
@@ -112,6 +114,13 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | Re
     if folder.vision_tower is not None:
         return tower, folder.vision_tower, elsewhere
     return tower, elsewhere, None
+
+
+def _tower_source(vision_tower: str, folder: ModelFolder) -> Source:
+    """The source of the tower, or the two, that the flag names."""
+    flag, (first, *others) = "--vision_tower", tower_folders(vision_tower)
+    beside = [Source(flag, other, formats.second_tower_from_disk) for other in others]
+    return Source(flag, first, formats.tower_from_disk, folder.tower_changes, *beside)
 
 
 def _refuse_other_tower(folder: ModelFolder, given: TowerPlan) -> None:

@@ -1,5 +1,5 @@
 # N image tiles, P patches per tile, C tower width, D language-model width,
-# F features that are placed
+# F features that are placed, K patches along a square that becomes one feature
 """The projector from the tower's features to the language model's embedding space, and the newline after image rows."""
 
 import math
@@ -14,7 +14,7 @@ from llava_ds.constants import ConfigError
 class Projector(nn.Module):
     """Projector of any kind; its layers are named as LLaVA's behind "mm_projector.".
 
-    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, a quarter of P.
+    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, and "..._psK" of each K x K, a part of P.
     Source: LLaVA-NeXT's build_vision_projector.
     """
 
@@ -76,6 +76,28 @@ class Pooler(nn.Module):
         return self.proj(self.conv_pool(grid).flatten(2).transpose(1, 2))
 
 
+class Shuffled(nn.Sequential):
+    """Layers behind a pixel shuffle, (N, P, C) to (N, P / K**2, D); they have the names that they have without it."""
+
+    def __init__(self, stride: int, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.stride = stride
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return super().forward(space_to_depth(features, self.stride))
+
+
+def space_to_depth(features: torch.Tensor, stride: int) -> torch.Tensor:
+    """(N, P, C) to (N, P / K**2, K**2 * C): each square of K x K patches, row by row, as one feature.
+
+    Source: transformers' Idefics3Connector.pixel_shuffle.
+    """
+    n, patches, width = features.shape
+    side = math.isqrt(patches) // stride  # squares in a row
+    squares = features.reshape(n, side, stride, side, stride, width).transpose(2, 3)
+    return squares.reshape(n, side**2, stride**2 * width)
+
+
 def build_projector(kind: str, tower_width: int, width: int) -> Projector:
     """A projector with torch's default initialisation. Raises ConfigError for one that can't be."""
     if kind == "identity" and tower_width != width:
@@ -85,25 +107,35 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
         )
     if kind in SIMPLE:
         return Projector(SIMPLE[kind](tower_width, width))
-    found = re.fullmatch(r"mlp([1-9]\d?)x(?:_res([1-9]\d?)x)?_gelu", kind)
+    found = _MLP.fullmatch(kind)
     if found is None:
         raise ConfigError(f"--mm_projector_type {kind} is unknown: give {PROJECTOR_KINDS}")
-    layers: list[nn.Module] = [nn.Linear(tower_width, width)]
+    stride = shuffle_stride(kind)
+    layers: list[nn.Module] = [nn.Linear(stride**2 * tower_width, width)]
     for _ in range(1, int(found[1])):
         layers += [nn.GELU(), nn.Linear(width, width)]
     layers += [ResBlock(width) for _ in range(int(found[2] or 0))]
-    return Projector(nn.Sequential(*layers))
+    return Projector(nn.Sequential(*layers) if stride == 1 else Shuffled(stride, *layers))
 
 
-def pooled_patch_size(kind: str, patch_size: int) -> int:
-    """Side in pixels of what one projected feature stands for, of what one of the tower's does."""
-    return patch_size * POOLER_STRIDE if kind == "pooler" else patch_size
+def shuffle_stride(kind: str) -> int:
+    """K of a projector with a pixel shuffle; 1 for any other."""
+    found = _MLP.fullmatch(kind)
+    return 1 if found is None else int(found[3] or 1)
 
 
+def feature_stride(kind: str) -> int:
+    """Patches along the square that one projected feature stands for."""
+    return POOLER_STRIDE if kind == "pooler" else shuffle_stride(kind)
+
+
+_MLP = re.compile(r"mlp([1-9]\d?)x(?:_res([1-9]\d?)x)?_gelu(?:_ps([2-9]))?")
 POOLER_STRIDE = 2
 SIMPLE = {
     "linear": lambda tower_width, width: nn.Sequential(nn.Linear(tower_width, width)),
     "identity": lambda tower_width, width: nn.Identity(),
     "pooler": Pooler,
 }
-PROJECTOR_KINDS = "linear, mlpNx_gelu, mlpNx_resMx_gelu, pooler or identity, with numbers for N and M"
+PROJECTOR_KINDS = (
+    "linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK behind it, pooler or identity, with numbers for N, M and K"
+)

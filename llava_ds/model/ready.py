@@ -12,9 +12,8 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.geometry import ReadyImageOptions
+from llava_ds.geometry import ImageSpec, ReadyImageOptions
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
-from llava_ds.model.vision import ImageSpec
 from llava_ds.tilings import CellTiling, Tiling
 
 
@@ -78,6 +77,21 @@ class ReadyVision:
     def num_patches(self) -> int:
         """Patches of a tile."""
         return self.tiles.patches
+
+    @property
+    def cells(self) -> CellTiling | None:
+        """The cells of a vision model that takes whole images in any shape; None for others."""
+        return self.tiles.tiling if isinstance(self.tiles.tiling, CellTiling) else None
+
+    @property
+    def windowed_layers(self) -> int:
+        """Layers whose attention sees a window of an image."""
+        return self.tiles.windowed_layers
+
+    @property
+    def patches_per_feature(self) -> int:
+        """Patches that one feature of the language model is made of."""
+        return self.tiles.patches // self.tiles.features
 
     def runs(self, name: str) -> bool:
         """True for parameters of layers that run: all."""

@@ -1,89 +1,62 @@
 # N images, S side of their square, C tower width, P features per image
-"""The vision tower: CLIP, SigLIP or SigLIP 2 up to the selected layer, on uint8 images."""
+"""The vision tower, of any family in families/towers.py, up to the selected layer, on uint8 images."""
 
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    PreTrainedConfig,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
+from transformers import PreTrainedConfig
 
-from llava_ds.config.arguments import Arguments, ModelArguments
+from llava_ds.batch import TowerInputs
+from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, shown
-from llava_ds.geometry import ImageOptions, image_options
-from llava_ds.model.open.names import runs_in_tower
-from llava_ds.model.projector import Projector, build_projector, pooled_patch_size
+from llava_ds.geometry import BICUBIC, FILTERS, ImageOptions, ImageSpec, image_options, native_options
+from llava_ds.model import attention
+from llava_ds.model.families.towers import PAIRS, TOWERS, tower_family
+from llava_ds.model.flex_tower import flex_features, patches_of
+from llava_ds.model.open.names import SECOND_TOWER, runs_in_tower
+from llava_ds.model.projector import Projector, build_projector, feature_stride, shuffle_stride
+from llava_ds.tilings import FlexTiling
 
-# By model_type of a vision model's own configuration.
-TOWERS = {
-    "clip_vision_model": (CLIPVisionConfig, CLIPVisionModel),
-    "siglip_vision_model": (SiglipVisionConfig, SiglipVisionModel),
-    "siglip2_vision_model": (Siglip2VisionConfig, Siglip2VisionModel),
-}
-# Models of images and texts, of which the vision model is used.
-PAIRS = {"clip": "clip_vision_model", "siglip": "siglip_vision_model", "siglip2": "siglip2_vision_model"}
-
-
-@dataclass(frozen=True)
-class ImageSpec:
-    """A tower's input, and its number of features.
-
-    size: side of the square in pixels; patch_size: side of what one projected feature stands for; mean, std: per
-    channel, in [0, 1]; stretch: its own processor makes an image square by stretching, not by a center crop;
-    class_token: a feature of the whole image comes before those of its patches.
-    """
-
-    size: int
-    patch_size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    stretch: bool = False
-    class_token: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Features per image."""
-        return (self.size // self.patch_size) ** 2 + self.class_token
+MAX_SIDE = 4096  # pixels of a tower's square that its image processor chooses
+FLEX_PATCHES = 256  # of an image of a SigLIP 2 of any shape, where its image processor's files don't say it
 
 
 @dataclass(frozen=True)
 class TowerPlan:
-    """A tower before it is built. config: of all its layers; scales: sides in pixels of S2's, rising, () without."""
+    """A tower before it is built.
+
+    config: of all its layers; scales: sides in pixels of S2's, rising, () without; stride: patches along the square
+    that one projected feature stands for; cells: of images in their own shape, which are tiles then, None without;
+    second: a tower that sees the same images, whose features are laid beside this one's.
+    """
 
     config: PreTrainedConfig
     images: ImageSpec
     select_layer: int
     scales: tuple[int, ...] = ()
+    stride: int = 1
+    cells: FlexTiling | None = None
+    second: "TowerPlan | None" = None
 
     def image_options(self, args: Arguments) -> ImageOptions:
         """Image preprocessing for this tower with the given flags. Raises ConfigError for flags that don't fit it."""
-        spec = self.images
-        return image_options(
-            args.model,
-            args.data,
-            spec.size,
-            spec.patch_size,
-            spec.mean,
-            stretch=spec.stretch,
-            class_token=spec.class_token,
-        )
+        if self.cells is not None:
+            return native_options(args, self.images, self.cells)
+        return image_options(args.model, args.data, self.images)
 
     @property
     def width(self) -> int:
         """C, numbers in a feature."""
-        return self.config.hidden_size * max(1, len(self.scales))
+        return self.config.hidden_size * max(1, len(self.scales)) + (self.second.width if self.second else 0)
 
     @property
     def layer_width(self) -> int:
@@ -93,7 +66,7 @@ class TowerPlan:
     @property
     def mlp_width(self) -> int:
         """Width of the MLPs in them."""
-        return self.config.intermediate_size
+        return tower_family(self.config).mlp_width(self.config)
 
     @property
     def num_layers(self) -> int:
@@ -101,24 +74,40 @@ class TowerPlan:
         return num_running_layers(self.config.num_hidden_layers, self.select_layer)
 
     @property
-    def has_class_token(self) -> bool:
-        """True if the tower computes a class token, used or not."""
-        return self.config.model_type == "clip_vision_model"
+    def num_first_tokens(self) -> int:
+        """Positions before the patches: a class token and registers, used or not."""
+        return tower_family(self.config).first_tokens(self.config)
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+        return side_of(self.config.patch_size)
 
     @property
     def num_patches(self) -> int:
         """Patches of a tile."""
-        if self.config.model_type == "siglip2_vision_model":
-            return self.config.num_patches
-        return (self.config.image_size // self.config.patch_size) ** 2
+        side = self.scales[0] if self.scales else self.images.size
+        return (side // self.patch_size) ** 2
 
     @property
     def num_positions(self) -> int:
         """Positions of a tile in the tower."""
-        return self.num_patches + self.has_class_token
+        return self.num_patches + self.num_first_tokens
+
+    @property
+    def windowed_layers(self) -> int:
+        """Layers whose attention sees a window of an image: none."""
+        return 0
+
+    @property
+    def patches_per_feature(self) -> int:
+        """Patches that one projected feature is made of."""
+        return self.stride**2
 
     def runs(self, name: str) -> bool:
         """True for parameters of layers that run."""
+        if name.startswith(SECOND_TOWER):
+            return self.second is not None and self.second.runs(name.removeprefix(SECOND_TOWER))
         return runs_in_tower(name, self.num_layers)
 
     def build(self, mean: torch.Tensor, std: torch.Tensor) -> "VisionTower":
@@ -131,13 +120,46 @@ class TowerPlan:
 
     def patch_embedding(self, tower: nn.Module) -> nn.Module:
         """The first layer of a tower."""
-        return tower.embeddings.patch_embedding
+        return tower.get_submodule(tower_family(self.config).patch_embedding)
 
 
 def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
-    """The plan of the tower in a folder of its own. Raises ConfigError when the folder holds none."""
-    where = f"--vision_tower {path}"
-    return plan_tower(read_vision_config(path), read_processor(path, where), where, args)
+    """The plan of the tower in a folder of its own, or of the two in folders with a comma between. Raises ConfigError
+    when a folder holds none, and for two that don't go together."""
+    folders = tower_folders(str(path))
+    if len(folders) > 2:
+        raise ConfigError(f"--vision_tower {path} names {len(folders)} towers: give one or two")
+    where = f"--vision_tower {folders[0]}"
+    first = plan_tower(read_vision_config(folders[0]), read_processor(folders[0], where), where, args)
+    return first if len(folders) == 1 else dataclasses.replace(first, second=_read_second(first, *folders, args))
+
+
+def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArguments) -> TowerPlan:
+    """The plan of a tower that sees the images of another one, scaled by its own mean and deviation."""
+    others = {
+        "--mm_vision_select_feature cls_patch": first.images.class_token,
+        "--s2 True": args.s2,
+        "--mm_native_resolution True": args.mm_native_resolution,
+        f"--unfreeze_topk_vision {args.unfreeze_topk_vision}": args.unfreeze_topk_vision > 0,
+        f"--lora_modules {args.lora_modules}": "vision_tower" in lora_parts(args),
+    }
+    if problems := [flag for flag, is_given in others.items() if is_given]:
+        raise ConfigError(
+            f"--vision_tower {folder},{second}: two towers go without {', '.join(problems)}: leave it out"
+        )
+    where, config = f"--vision_tower {second}", read_vision_config(second)
+    side, processor = first.images.size, read_processor(second, where)
+    seen = {name: processor[name] for name in ("image_mean", "image_std") if name in processor}
+    if tower_family(config).any_size(config):
+        seen["size"] = {"height": side, "width": side}
+    plan = plan_tower(config, {**seen, "do_center_crop": False}, where, args)
+    if (plan.images.size, plan.num_patches) != (side, first.num_patches):
+        raise ConfigError(
+            f"--vision_tower {folder},{second}: the first makes {first.num_patches} patches of {side} x {side} pixels, "
+            f"the second {plan.num_patches} of {plan.images.size} x {plan.images.size}, and their features are laid "
+            "beside each other: take two that make the same"
+        )
+    return plan
 
 
 def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
@@ -147,17 +169,25 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
         raise ConfigError(
             f"--mm_vision_select_layer {select_layer}: the tower has {layers} layers, give -{layers} to {layers}"
         )
-    size, patch_size = _image_size(config, where), config.patch_size
+    family = tower_family(config)
+    if problem := family.problem(config):
+        raise ConfigError(f"{where} can't be used here: {problem}: take another tower")
+    if args.mm_native_resolution:
+        return _plan_in_any_shape(config, processor, where, args)
+    stretch = not processor.get("do_center_crop", family.crops)
+    size, patch_size = _image_size(config, processor, stretch, where), side_of(config.patch_size)
     if patch_size > size:
         raise ConfigError(f"{where}: config.json says patch_size {patch_size} and image_size {size}: copy it again")
-    stretch = not processor.get("do_center_crop", config.model_type == "clip_vision_model")
-    shown = processor.get("size" if stretch else "crop_size")
-    shown = shown.get("height") if isinstance(shown, dict) else shown
-    if shown is not None and shown != size and config.model_type != "siglip2_vision_model":
-        raise ConfigError(f"{where}: its image processor makes images of {shown} pixels, but the tower takes {size}")
-    class_token = args.mm_vision_select_feature == "cls_patch" and config.model_type == "clip_vision_model"
-    if class_token and args.mm_projector_type == "pooler":
-        raise ConfigError("--mm_projector_type pooler needs --mm_vision_select_feature patch: it pools a grid")
+    short_side = None if stretch else _short_side(processor, size, where)
+    class_token = args.mm_vision_select_feature == "cls_patch" and family.first_tokens(config) > 0
+    stride = feature_stride(args.mm_projector_type)
+    if class_token and stride > 1:
+        raise ConfigError(
+            f"--mm_projector_type {args.mm_projector_type} needs --mm_vision_select_feature patch: it takes squares of "
+            "a grid"
+        )
+    if (size // patch_size) % shuffle_stride(args.mm_projector_type):
+        raise ConfigError(_uneven(args.mm_projector_type, size // patch_size, where))
     scales = _scales(args)
     if scales:
         if scales[0] != size or any(scale % size for scale in scales):
@@ -169,10 +199,43 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
         if args.mm_patch_merge_type != "flat":
             raise ConfigError("--s2 True needs --mm_patch_merge_type flat: it makes tiles of its own")
         size, patch_size = scales[-1], patch_size * (scales[-1] // scales[0])
+    colours, resample = _colours(processor), _resample(processor, where)
+    images = ImageSpec(size, patch_size * stride, *colours, stretch, class_token, short_side, resample)
+    return TowerPlan(config, images, select_layer, scales, stride)
+
+
+def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
+    """The plan of a tower that sees images in their own shape, whose cells are tiles."""
+    if not tower_family(config).any_shape or args.s2:
+        problem = (
+            "--s2 True, which is for squares" if args.s2 else f"{where}, a {config.model_type}, which sees squares"
+        )
+        raise ConfigError(
+            f"--mm_native_resolution True with {problem}: leave one out, or take a SigLIP 2 of any shape (NaFlex)"
+        )
+    stride, most = feature_stride(args.mm_projector_type), processor.get("max_num_patches", FLEX_PATCHES)
+    if type(most) is not int or not stride**2 <= most <= MAX_SIDE**2:
+        raise ConfigError(f"{where}: its image processor says max_num_patches {shown(most)}: copy it again")
+    side = config.patch_size * stride
+    images = ImageSpec(side, side, *_colours(processor), resample=_resample(processor, where))
+    cells = FlexTiling(side, stride, most // stride**2)
+    return TowerPlan(config, images, args.mm_vision_select_layer, stride=stride, cells=cells)
+
+
+def _colours(processor: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation, per channel."""
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
-    patch_size = pooled_patch_size(args.mm_projector_type, patch_size)
-    images = ImageSpec(size, patch_size, mean, std, stretch, class_token)
-    return TowerPlan(config, images, select_layer, scales)
+    return mean, std
+
+
+def _uneven(kind: str, side: int, where: str) -> str:
+    """A message about a pixel shuffle that leaves patches over. side: patches in a row."""
+    fitting = [stride for stride in range(2, 10) if side % stride == 0]
+    instead = f"give _ps{fitting[0]}" if fitting else "leave the pixel shuffle out"
+    return (
+        f"--mm_projector_type {kind}: {where} gives {side} x {side} patches, which squares of "
+        f"{shuffle_stride(kind)} x {shuffle_stride(kind)} don't fill: {instead}, or take another tower"
+    )
 
 
 def _scales(args: ModelArguments) -> tuple[int, ...]:
@@ -201,12 +264,19 @@ def vision_config(config: dict, where: str) -> PreTrainedConfig:
         known = ", ".join([*PAIRS, *TOWERS])
         raise ConfigError(f"{where}: model_type is {shown(kind)}, expected one of {known}")
     with library_errors(where, "config.json is not what transformers expects"):
-        tower = TOWERS[kind][0].from_dict({**config, "model_type": kind})
+        tower = TOWERS[kind].config.from_dict({**config, "model_type": kind})
     sides = "num_patches" if kind == "siglip2_vision_model" else "image_size"
     for name in (sides, "patch_size"):
-        if type(side := getattr(tower, name)) is not int:
+        side = side_of(getattr(tower, name))
+        if type(side) is not int or side < 1:
             raise ConfigError(f"{where}: config.json says {name} {shown(side)}, expected a whole number")
     return tower
+
+
+def side_of(sides: object) -> object:
+    """The side of a square that a configuration gives as a number, or as two equal ones; all else as it is."""
+    is_pair = isinstance(sides, (list, tuple)) and len(sides) == 2 and sides[0] == sides[1]
+    return sides[0] if is_pair else sides
 
 
 def read_processor(path: str | Path, where: str) -> dict:
@@ -235,14 +305,48 @@ def _processor_problem(settings: dict) -> str | None:
     return None
 
 
-def _image_size(config: PreTrainedConfig, where: str) -> int:
-    """Side of the square in pixels; for a SigLIP 2 of any aspect ratio, the square that it was trained on."""
-    if config.model_type != "siglip2_vision_model":
-        return config.image_size
-    side = math.isqrt(config.num_patches)
-    if side**2 != config.num_patches:
-        raise ConfigError(f"{where}: {config.num_patches} patches are no square, but images are made square")
-    return side * config.patch_size
+def _image_size(config: PreTrainedConfig, processor: dict, stretch: bool, where: str) -> int:
+    """Side of the square in pixels: the image processor's, for a tower that takes any; for a SigLIP 2 of any aspect
+    ratio, the square that it was trained on."""
+    if config.model_type == "siglip2_vision_model":
+        side = math.isqrt(config.num_patches)
+        if side**2 != config.num_patches:
+            raise ConfigError(f"{where}: {config.num_patches} patches are no square, but images are made square")
+        return side * config.patch_size
+    own, made = side_of(config.image_size), processor.get("size" if stretch else "crop_size")
+    if isinstance(made, dict):
+        made = side_of([made.get("height"), made.get("width", made.get("height"))])
+    if made is None or made == own:
+        return own
+    if not tower_family(config).any_size(config):
+        raise ConfigError(f"{where}: its image processor makes images of {made} pixels, but the tower takes {own}")
+    if type(made) is not int or not 1 <= made <= MAX_SIDE:
+        raise ConfigError(
+            f"{where}: its image processor makes images of {shown(made)} pixels, expected a square of up to {MAX_SIDE}"
+        )
+    return made
+
+
+def _short_side(processor: dict, size: int, where: str) -> int | None:
+    """Pixels that the shorter side is scaled to before a square of so many is cropped; None for as many."""
+    scaled = processor.get("size")
+    scaled = scaled.get("shortest_edge") if isinstance(scaled, dict) else scaled
+    if scaled is None or scaled == size:
+        return None
+    if type(scaled) is not int or scaled < size:
+        raise ConfigError(
+            f"{where}: its image processor scales images to {shown(scaled)} pixels and crops {size} of them: expected "
+            "as many or more"
+        )
+    return scaled
+
+
+def _resample(processor: dict, where: str) -> int:
+    """Pillow's number of the image processor's filter."""
+    resample = processor.get("resample")
+    if resample not in (None, *FILTERS):
+        raise ConfigError(f"{where}: its image processor says resample {shown(resample)}, expected one of {FILTERS}")
+    return BICUBIC if resample is None else resample
 
 
 def num_running_layers(layers: int, select_layer: int) -> int:
@@ -263,35 +367,49 @@ class VisionTower(nn.Module):
         super().__init__()
         self.plan = plan
         config = copy.deepcopy(plan.config)
-        config.num_hidden_layers = plan.num_layers
-        config.vision_use_head = False
-        self.tower = TOWERS[config.model_type][1](config)
-        self.tower.post_layernorm = nn.Identity()  # the last hidden state is then the selected one
+        family = tower_family(config)
+        for name, value in {**family.settings, "num_hidden_layers": plan.num_layers}.items():
+            setattr(config, name, value)
+        self.tower = family.model(config)
+        setattr(self.tower, family.norm, nn.Identity())  # the last hidden state is then the selected one
+        if hasattr(self.tower.embeddings, "mask_token"):
+            self.tower.embeddings.mask_token = None  # of pretraining
+        if plan.cells is not None:
+            # transformers' own setter looks for such a name on the hub.
+            self.tower.config._attn_implementation = attention.register_for_flex()
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
+        if plan.second is not None:
+            # Not by torch.tensor, which zero.Init rounds. In the first one, where all of a tower is looked for.
+            colours = (plan.second.images.mean, plan.second.images.std)
+            own = (torch.from_numpy(np.array(each, np.float32)).to(mean.device) for each in colours)
+            self.tower.second = VisionTower(plan.second, *own)
 
-    def forward(self, pixel_values: torch.Tensor, tower_inputs: dict | None = None) -> torch.Tensor:
-        """(N, 3, S, S) uint8 to (N, P, C). tower_inputs: Batch's, of which it takes none."""
-        pixels = (pixel_values.float() / 255 - self.mean) / self.std
-        pixels = pixels.to(self.tower.embeddings.patch_embedding.weight.dtype)
-        return multiscale(self._features, pixels, self.plan.scales) if self.plan.scales else self._features(pixels)
+    def forward(self, pixel_values: torch.Tensor, tower_inputs: TowerInputs | None = None) -> torch.Tensor:
+        """(N, 3, S, S) uint8 to (N, P, C). tower_inputs: Batch's, for images in their own shape."""
+        return self.features((pixel_values.float() / 255 - self.mean) / self.std, tower_inputs)
+
+    def features(self, pixels: torch.Tensor, tower_inputs: TowerInputs | None = None) -> torch.Tensor:
+        """(N, 3, S, S), normalised, to (N, P, C)."""
+        beside = []
+        if self.plan.second is not None:
+            second = self.tower.second
+            beside.append(second.features((pixels * self.std + self.mean - second.mean) / second.std))
+        pixels = pixels.to(self.plan.patch_embedding(self.tower).weight.dtype)
+        if self.plan.cells is not None:
+            return flex_features(self.tower, pixels, tower_inputs)
+        own = multiscale(self._features, pixels, self.plan.scales) if self.plan.scales else self._features(pixels)
+        return torch.cat([own, *beside], 2) if beside else own
 
     def _features(self, pixels: torch.Tensor) -> torch.Tensor:
         if self.plan.config.model_type == "siglip2_vision_model":
-            patches, shapes = _patches(pixels, self.plan.config.patch_size)
+            patches = patches_of(pixels, self.plan.patch_size)
+            # On the CPU, where the model reads it without waiting for the device.
+            shapes = torch.tensor([[math.isqrt(patches.shape[1])] * 2] * len(pixels))
             return self.tower(patches, pixel_attention_mask=None, spatial_shapes=shapes).last_hidden_state
-        features = self.tower(pixels).last_hidden_state
-        drop_class_token = self.plan.has_class_token and not self.plan.images.class_token
-        return features[:, 1:] if drop_class_token else features
-
-
-def _patches(pixels: torch.Tensor, patch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, 3, S, S) to (N, P, 3 * patch_size**2), and (N, 2): patches down and across. Source: Siglip2ImageProcessor."""
-    n, channels, height, width = pixels.shape
-    down, across = height // patch_size, width // patch_size
-    cut = pixels.reshape(n, channels, down, patch_size, across, patch_size).permute(0, 2, 4, 3, 5, 1)
-    # On the CPU, where the model reads it without waiting for the device.
-    return cut.reshape(n, down * across, -1), torch.tensor([[down, across]] * n)
+        features = self.tower(pixels).last_hidden_state  # class token, registers, patches
+        patches = features[:, self.plan.num_first_tokens :]
+        return torch.cat([features[:, :1], patches], 1) if self.plan.images.class_token else patches
 
 
 def multiscale(features_of, pixels: torch.Tensor, scales: tuple[int, ...]) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The sizes of a vision tower and its connector, as far as memory depends on them."""
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,8 +19,8 @@ class TowerShape:
 
     num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
     class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
-    saved, saved_fp32: numbers of a position that one of its layers saves for backward where it trains, in the weights'
-    precision and in fp32; connector: numbers of a feature that the projector saves beside the tower's output.
+    saved, saved_fp32: numbers of a position that one of its layers saves for backward where it trains, on average, in the
+    weights' precision and in fp32; connector: numbers of a feature that the projector saves beside the tower's output.
     """
 
     hidden: int
@@ -44,7 +45,8 @@ class TowerShape:
 
 def tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Arguments) -> TowerShape:
     """Read the sizes off a model on the meta device."""
-    saved, saved_fp32 = _saved_by(repeated_layers(model.vision_tower.tower)[0], tower.layer_width, tower.mlp_width)
+    each = [_saved_by(layer) for layer in repeated_layers(model.vision_tower.tower)]  # of a second tower, too
+    saved, saved_fp32 = (math.ceil(sum(numbers) / tower.num_layers) for numbers in zip(*each))
     linears = [layer for layer in model.projector.modules() if isinstance(layer, nn.Linear)]
     # What lies between two matrices is saved before and behind its activation.
     between = [a.out_features for a, b in pairwise(linears) if a.out_features == b.in_features]
@@ -57,15 +59,15 @@ def tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Argumen
         projector_layers=len(linears),
         num_parameters=sum(p.numel() for p in model.vision_tower.parameters()),
         trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
-        shuffled=tower.tiles.patches // tower.tiles.features if isinstance(tower, ReadyVision) else 1,
-        class_tokens=tower.tiles.positions - tower.tiles.patches if isinstance(tower, ReadyVision) else 1,
+        shuffled=tower.patches_per_feature,
+        class_tokens=tower.num_positions - tower.images.num_tokens * tower.patches_per_feature,
         saved=saved,
         saved_fp32=saved_fp32,
         connector=sum(layer.in_features for layer in linears) + sum(between),
     )
 
 
-def _saved_by(layer: nn.Module, hidden: int, intermediate: int) -> tuple[int, int]:
+def _saved_by(layer: nn.Module) -> tuple[int, int]:
     """Numbers that a layer saves of a position for backward: in the weights' precision, and in fp32.
 
     A LayerNorm's input and output; of a norm without means its input in fp32, normalised, and times its weight; query,
@@ -76,12 +78,14 @@ def _saved_by(layer: nn.Module, hidden: int, intermediate: int) -> tuple[int, in
     modules = dict(layer.named_modules())
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     in_attention = [name for name in linears if "attn" in name or "attention" in name]
+    in_mlp = [name for name in linears if name not in in_attention]
+    hidden, intermediate = modules[in_attention[0]].in_features, modules[in_mlp[0]].out_features
     norms = [m for n, m in modules.items() if "norm" in n.lower() and getattr(m, "weight", None) is not None]
     block_norms = [norm for norm in norms if norm.weight.numel() == hidden]
     layer_norms = sum(isinstance(norm, nn.LayerNorm) for norm in block_norms)
     other_norms = len(block_norms) - layer_norms
     scales = sum(p.numel() == hidden and "lambda" in name for name, p in layer.named_parameters())
-    has_gate = len(linears) - len(in_attention) > 2
+    has_gate = len(in_mlp) > 2
     is_quick = any("QuickGELU" in type(module).__name__ for module in modules.values())
     between = 4 if has_gate else 3 if is_quick else 2
     attention = 4 if len(in_attention) > 2 else 6

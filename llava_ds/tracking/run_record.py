@@ -149,9 +149,10 @@ def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
     then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
     names = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
     values = {name: getattr(args.model, name) for name in names}
-    return args.replaced(
-        **{name: str(_lies_now(value, started, then, now)) for name, value in values.items() if value is not None}
-    )
+    found = {name: str(_lies_now(value, started, then, now)) for name, value in values.items() if value is not None}
+    if len(towers := (values["vision_tower"] or "").split(",")) > 1 and not Path(found["vision_tower"]).is_dir():
+        found["vision_tower"] = ",".join(str(_lies_now(each, started, then, now)) for each in towers)
+    return args.replaced(**found)
 
 
 def _lies_now(value: str, started: Path, then: Path, now: Path) -> Path:

@@ -16,6 +16,7 @@ from llava_ds.model import attention
 from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
+from llava_ds.model.projector import feature_stride
 
 pytestmark = pytest.mark.cuda
 
@@ -97,7 +98,7 @@ def test_rotary_positions_that_follow_the_longest_sample_wait_for_nothing():
     trained_once(config={"rope_parameters": rope})
 
 
-@pytest.mark.parametrize("tower", ["clip", *rest("siglip", "siglip2")])
+@pytest.mark.parametrize("tower", ["clip", "siglip+dinov3_vit", *rest("siglip", "siglip2", *toys.TOWERS)])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_towers(tower, trained):
     parts = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"} if trained else {}
@@ -105,15 +106,21 @@ def test_towers(tower, trained):
     assert any(p.grad is not None for p in model.vision_tower.parameters()) == trained
 
 
+def test_images_in_their_own_shape():
+    flags = {"mm_native_resolution": True, "mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter"}
+    args = arguments(**flags)
+    trained_once(tower="siglip2", options=tower_plan("siglip2", args).image_options(args), **flags)
+
+
 def test_a_tower_at_several_scales():
     options = toys.image_options(size=48, patch_size=16)
     trained_once(tower="clip", options=options, s2=True, s2_scales="24,48")
 
 
-@pytest.mark.parametrize("projector", ["mlp2x_gelu", *rest("linear", "mlp2x_res2x_gelu", "pooler")])
+@pytest.mark.parametrize("projector", ["mlp2x_gelu", *rest("linear", "mlp2x_res2x_gelu", "pooler", "mlp2x_gelu_ps3")])
 @pytest.mark.parametrize("family", ["llama", *rest("qwen2")])
 def test_the_projector_alone(projector, family):
-    options = toys.image_options(patch_size=16) if projector == "pooler" else OPTIONS
+    options = toys.image_options(patch_size=8 * feature_stride(projector))
     trained_once(family, options=options, tune_mm_mlp_adapter=True, mm_projector_type=projector)
 
 

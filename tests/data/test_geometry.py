@@ -15,6 +15,7 @@ from llava_ds.config.arguments import DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import (
     ImageOptions,
+    ImageSpec,
     MediaLayout,
     best_pinpoint,
     even_frames,
@@ -43,7 +44,8 @@ def merged(layout: MediaLayout) -> np.ndarray:
 def golden_layout(case: dict) -> MediaLayout:
     names = ("mm_newline_position", "mm_spatial_pool_mode", "mm_spatial_pool_stride", "image_aspect_ratio")
     data = DataArguments(image_grid_pinpoints=case["image_grid_pinpoints"], **{name: case[name] for name in names})
-    options = image_options(ModelArguments(mm_patch_merge_type=case["mm_patch_merge_type"]), data, *case["tower"], MEAN)
+    spec = ImageSpec(*case["tower"], MEAN, MEAN)
+    options = image_options(ModelArguments(mm_patch_merge_type=case["mm_patch_merge_type"]), data, spec)
     size = tuple(case["size"])
     if case["frames"] is None:
         return media_layout("image", (size,), 1, options)
@@ -137,11 +139,11 @@ def test_pinpoints():
 @pytest.mark.parametrize("stride", [0, 25])
 def test_a_stride_that_does_not_fit_the_tower_is_refused(stride):
     with pytest.raises(ConfigError, match=rf"--mm_spatial_pool_stride is {stride}: give a value from 1 to 24"):
-        image_options(ModelArguments(), DataArguments(mm_spatial_pool_stride=stride), 336, 14, MEAN)
+        image_options(ModelArguments(), DataArguments(mm_spatial_pool_stride=stride), ImageSpec(336, 14, MEAN, MEAN))
 
 
 def test_the_defaults_are_those_of_the_flags():
-    found = image_options(ModelArguments(), DataArguments(), 24, 8, MEAN)
+    found = image_options(ModelArguments(), DataArguments(), ImageSpec(24, 8, MEAN, MEAN))
     assert found == ImageOptions(24, 8, MEAN) and found.newline_position == "grid"
     assert found.anyres_sizes == parse_pinpoints(None, 24)
     assert replace(found, pinpoints=((24, 48),)).anyres_sizes == ((24, 48),)
@@ -160,7 +162,7 @@ def test_every_flag_of_images_is_read():
         mm_newline_position="frame",
         force_sample=True,
     )
-    found = image_options(ModelArguments(mm_patch_merge_type="spatial"), data, 24, 8, MEAN)
+    found = image_options(ModelArguments(mm_patch_merge_type="spatial"), data, ImageSpec(24, 8, MEAN, MEAN))
     pinpoints = ((24, 24), (24, 48), (48, 24), (48, 48))
     expected = (24, 8, MEAN, "anyres_max_4", pinpoints, "spatial", 7, True, 2, 5, 3, "average", "frame", True)
     assert found == ImageOptions(*expected) and found.max_tiles == 4

@@ -48,17 +48,6 @@ def sizes() -> list[tuple[int, int]]:
     return special + [tuple(map(int, rng.integers(2, 120, 2))) for _ in range(80)]
 
 
-@pytest.fixture
-def width_first(monkeypatch):
-    """Pillow up to 12, which always resized in width first, as LLaVA was trained."""
-    resize = Image.Image.resize
-
-    def in_two(picture, size, *args, **more):
-        return resize(resize(picture, (size[0], picture.height), *args, **more), size, *args, **more)
-
-    monkeypatch.setattr(Image.Image, "resize", in_two)
-
-
 @pytest.mark.parametrize("aspect_ratio", ["square", "pad", "stretch"])
 def test_pixels_equal_transformers_bit_for_bit(aspect_ratio, width_first):
     settings = {
@@ -75,7 +64,7 @@ def test_pixels_equal_transformers_bit_for_bit(aspect_ratio, width_first):
         processor = SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}, do_rescale=False, do_normalize=False)
     for i, (width, height) in enumerate(sizes()):
         picture = noise(width, height, i)
-        ours = to_tile(picture, SIZE, aspect_ratio, MEAN)
+        ours = to_tile(picture, aspect_ratio, SQUARE)
         assert ours.dtype == torch.uint8 and ours.shape == (3, SIZE, SIZE) and ours.is_contiguous()
         theirs = torch.as_tensor(np.asarray(processor(picture)["pixel_values"][0]))
         assert torch.equal(ours.to(theirs.dtype), theirs), (width, height)
@@ -84,8 +73,8 @@ def test_pixels_equal_transformers_bit_for_bit(aspect_ratio, width_first):
 def test_pad_keeps_everything_and_square_cuts_the_sides():
     picture = Image.new("RGB", (72, 24), "red")
     picture.paste((0, 0, 255), (0, 0, 12, 24))
-    assert (to_tile(picture, SIZE, "square", MEAN)[2] == 0).all()
-    padded = to_tile(picture, SIZE, "pad", MEAN)
+    assert (to_tile(picture, "square", SQUARE)[2] == 0).all()
+    padded = to_tile(picture, "pad", SQUARE)
     assert padded[:, 12, 1].tolist() == [0, 0, 255]
     assert padded[:, 0, 0].tolist() == [int(value * 255) for value in MEAN]
 
@@ -259,11 +248,11 @@ def test_tiles_are_llavas_with_any_pillow(tmp_path):
 def test_several_images_of_an_anyres_sample_are_padded(tmp_path):
     noise(70, 30).save(tmp_path / "a.png")
     _, tiles = loaded(media_of(tmp_path / "a.png"), ANYRES, num_media=2)
-    assert torch.equal(tiles[0], to_tile(noise(70, 30), SIZE, "pad", MEAN))
+    assert torch.equal(tiles[0], to_tile(noise(70, 30), "pad", SQUARE))
 
 
 def test_original_is_what_the_towers_processor_does():
-    assert torch.equal(to_tile(noise(70, 30), SIZE, "original", MEAN), to_tile(noise(70, 30), SIZE, "square", MEAN))
+    assert torch.equal(to_tile(noise(70, 30), "original", SQUARE), to_tile(noise(70, 30), "square", SQUARE))
 
 
 def test_frames_are_squares_taken_evenly(tmp_path):
@@ -274,16 +263,16 @@ def test_frames_are_squares_taken_evenly(tmp_path):
     found, tiles = loaded(media_of(*paths, kind="frames"), options)
     assert found == ((40, 30), (42, 30), (44, 30))
     for tile, i in zip(tiles, (0, 2, 4)):
-        assert torch.equal(tile, to_tile(noise(40 + i, 30, i), SIZE, "square", MEAN))
+        assert torch.equal(tile, to_tile(noise(40 + i, 30, i), "square", SQUARE))
 
 
 def test_padding_band_by_band_changes_no_pixel(monkeypatch):
     pictures = [noise(*size) for size in [(50, 31), (31, 50), (1, 90), (90, 1), (200, 7), (24, 24)]]
-    whole = [to_tile(picture, SIZE, "pad", MEAN) for picture in pictures]
+    whole = [to_tile(picture, "pad", SQUARE) for picture in pictures]
     see_through = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 4), dtype=np.uint8))
     on_white = to_rgb(see_through)
     monkeypatch.setattr(resize_module, "_BAND_PIXELS", 100)
-    assert all(torch.equal(to_tile(p, SIZE, "pad", MEAN), expected) for p, expected in zip(pictures, whole))
+    assert all(torch.equal(to_tile(p, "pad", SQUARE), expected) for p, expected in zip(pictures, whole))
     assert to_rgb(see_through).tobytes() == on_white.tobytes()
 
 
@@ -370,7 +359,7 @@ def test_the_first_frame_of_an_animation_is_shown(tmp_path, fmt):
 
 def test_the_name_of_a_file_does_not_matter_but_its_format_does(tmp_path):
     noise(30, 20).save(tmp_path / "a.jpg", format="PNG")
-    assert torch.equal(loaded(media_of(tmp_path / "a.jpg"), SQUARE)[1][0], to_tile(noise(30, 20), SIZE, "square", MEAN))
+    assert torch.equal(loaded(media_of(tmp_path / "a.jpg"), SQUARE)[1][0], to_tile(noise(30, 20), "square", SQUARE))
     noise(30, 20).save(tmp_path / "b.png", format="EPS")
     noise(30, 20).save(tmp_path / "c.png", format="ICO")
     for name in ("b.png", "c.png"):

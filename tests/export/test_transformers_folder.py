@@ -140,10 +140,10 @@ def test_the_folder_says_what_others_need(exported):
     )
     assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     processor = json.loads((folder / "processor_config.json").read_text())
-    has_class_token = model.vision_tower.plan.has_class_token
+    num_first = model.vision_tower.plan.num_first_tokens
     if config["model_type"] == "llava_onevision":
-        assert processor["num_image_tokens"] == image_options.tokens_per_tile + has_class_token
+        assert processor["num_image_tokens"] == image_options.tokens_per_tile + num_first
         assert config["video_token_index"] == tokenizer.convert_tokens_to_ids("<video>")
     else:
-        assert processor["patch_size"] == 8 and processor["num_additional_image_tokens"] == has_class_token
+        assert processor["patch_size"] == 8 and processor["num_additional_image_tokens"] == num_first
     assert not [path for path in folder.rglob("*.json") if str(Path(folder).parent) in path.read_text()]

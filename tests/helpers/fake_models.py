@@ -3,6 +3,7 @@
 import functools
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ TOWERS = {
     "clip": CLIPVisionConfig(**toys.TOWER, **SQUARE),
     "siglip": SiglipVisionConfig(**toys.TOWER, **SQUARE),
     "siglip2": Siglip2VisionConfig(**toys.TOWER, num_patches=9, patch_size=toys.PATCH_SIZE),
+    **{kind: toys.tower_config(kind) for kind in toys.TOWERS},
 }
 
 
@@ -37,7 +39,9 @@ def arguments(**flags: object) -> Arguments:
 
 
 def tower_plan(kind: str, args: Arguments) -> TowerPlan:
-    return plan_tower(TOWERS[kind], {}, "here", args.model)
+    """Of one tower, or of two with + between."""
+    first, *others = (plan_tower(TOWERS[each], {}, "here", args.model) for each in kind.split("+"))
+    return replace(first, second=others[0]) if others else first
 
 
 def built(

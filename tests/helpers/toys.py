@@ -9,10 +9,13 @@ from PIL import Image
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    BitImageProcessorPil,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
     CLIPVisionModel,
+    GotOcr2ImageProcessorPil,
     PreTrainedConfig,
     Siglip2VisionConfig,
     Siglip2VisionModel,
@@ -29,6 +32,14 @@ from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 IMAGE_SIZE, PATCH_SIZE = 24, 8
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+# Further families of towers by model_type, and what they have of their own.
+TOWERS = {
+    "dinov2": {"mlp_ratio": 2},
+    "dinov2_with_registers": {"mlp_ratio": 2, "num_register_tokens": 3},
+    "dinov3_vit": {"num_register_tokens": 4, "use_gated_mlp": True},
+    "aimv2_vision_model": {"is_native": True},
+    "internvl_vision": {},
+}
 TEXTS = [
     "USER: What is it? ASSISTANT: It is a red cat.",
     "A chat between a curious user and an assistant.",
@@ -121,19 +132,52 @@ def write_language_model(folder: Path, family: str = "llama", **changed: object)
 def write_tower(folder: Path, kind: str = "clip", **changed: object) -> dict[str, str]:
     """Write a random tower with its image processor, as its makers would publish it; returns the flag that names it.
 
-    kind: clip, siglip or siglip2; all give 3 x 3 patches.
+    kind: clip, siglip, siglip2 or one of TOWERS; all give 3 x 3 patches.
     """
+    if kind in TOWERS:
+        return _write_other_tower(folder, kind, changed)
     square, options = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, {**TOWER, "patch_size": PATCH_SIZE, **changed}
     if kind == "clip":
-        CLIPVisionModel(CLIPVisionConfig(image_size=IMAGE_SIZE, **options)).save_pretrained(folder)
-        CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=square).save_pretrained(folder)
+        config = CLIPVisionConfig(**{"image_size": IMAGE_SIZE, **options})
+        CLIPVisionModel(config).save_pretrained(folder)
+        side = config.image_size
+        processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+        processor.save_pretrained(folder)
     elif kind == "siglip":
         SiglipVisionModel(SiglipVisionConfig(image_size=IMAGE_SIZE, **options)).save_pretrained(folder)
         SiglipImageProcessorPil(size=square).save_pretrained(folder)
     else:
         Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, **options)).save_pretrained(folder)
         means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-        (folder / "preprocessor_config.json").write_text(json.dumps(means))
+        settings = {"patch_size": PATCH_SIZE, "max_num_patches": 20, "resample": 2, **means}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return {"vision_tower": str(folder)}
+
+
+def tower_config(kind: str, **changed: object) -> PreTrainedConfig:
+    """The configuration of a tiny tower of one of TOWERS."""
+    options = {**TOWER, "image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE, **TOWERS[kind], **changed}
+    return AutoConfig.for_model(kind, **options)
+
+
+def _write_other_tower(folder: Path, kind: str, changed: dict[str, object]) -> dict[str, str]:
+    config = tower_config(kind, **changed)
+    model = AutoModel.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # some start as zeros or ones
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    square = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    if kind.startswith("dinov2"):
+        BitImageProcessorPil(size={"shortest_edge": IMAGE_SIZE + 5}, crop_size=square).save_pretrained(folder)
+    elif kind == "aimv2_vision_model":
+        CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIZE}, crop_size=square).save_pretrained(folder)
+    elif kind == "internvl_vision":
+        GotOcr2ImageProcessorPil(size=square).save_pretrained(folder)
+    else:  # whose class needs torchvision
+        means = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+        settings = {"image_processor_type": "DINOv3ViTImageProcessorFast", "size": square, "resample": 2, **means}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return {"vision_tower": str(folder)}
 
 

@@ -133,9 +133,8 @@ def test_a_wrong_export_is_noticed(built, data):
     model, plan, _, folder = built
     picture = load_image(read_samples(*data.values())[0].media[0].refs[0].path, 10**6)
     ids = torch.tensor([1, 5, *[-200] * plan.images.num_tokens, 9, 8])
-    spec = plan.images
     layout = media_layout("image", (picture.size,), 1, square(plan))
-    pixels = to_tile(picture, spec.size, "square", spec.mean)[None]
+    pixels = to_tile(picture, "square", square(plan))[None]
     batch = collate([LoadedSample(ids, ids, [(pixels, layout)])], square(plan))
     tower = model.vision_tower
     with torch.no_grad():

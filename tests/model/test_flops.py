@@ -1,5 +1,7 @@
 """FLOPs of training: the published model's figures, and torch's own count of what runs on tiny ones."""
 
+from dataclasses import replace
+
 import pytest
 import ready_models
 import torch
@@ -73,7 +75,27 @@ def test_torch_counts_the_same_products_whatever_trains(flags):
     assert counted == pytest.approx(flops, rel=1e-9)
 
 
-@pytest.mark.parametrize("flags", [{"mm_projector_type": "pooler"}, {"mm_vision_select_layer": -1}])
+@pytest.mark.parametrize("kind", toys.TOWERS)
+def test_torch_counts_the_same_products_in_every_tower(kind):
+    trained = {"unfreeze_mm_vision_tower": True, "mm_projector_type": "mlp2x_gelu_ps3"}
+    # torch computes matrices without biases batch by batch where nothing trains, as it computes attention.
+    for flags in (trained,) if kind == "aimv2_vision_model" else ({}, trained):
+        counted, flops = count(toys.language_model_config("llama"), flags, toys.tower_config(kind))
+        assert counted == pytest.approx(flops, rel=1e-9)
+
+
+def test_torch_counts_the_same_products_of_two_towers():
+    flags, text = {"unfreeze_mm_vision_tower": True}, toys.language_model_config("llama")
+    config = toys.tower_config("dinov3_vit")
+    second = plan_tower(toys.tower_config("dinov2", hidden_size=24), {}, "here", ModelArguments(**flags))
+    counted, flops = count(text, flags, config, second)
+    assert counted == pytest.approx(flops - 3 * 4 * second.num_layers * 24 * second.num_positions**2, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"mm_projector_type": "pooler"}, {"mm_projector_type": "mlp2x_gelu_ps2"}, {"mm_vision_select_layer": -1}],
+)
 def test_torch_counts_the_same_products_of_other_pictures(flags):
     config = CLIPVisionConfig(image_size=32, **toys.TOWER, patch_size=8)
     counted, flops = count(toys.language_model_config("llama"), flags, config)
@@ -83,11 +105,11 @@ def test_torch_counts_the_same_products_of_other_pictures(flags):
     assert counted == pytest.approx(flops, rel=1e-9)
 
 
-def count(text, flags: dict, vision=None) -> tuple[int, float]:
+def count(text, flags: dict, vision=None, second=None) -> tuple[int, float]:
     """FLOPs of a forward and backward over one sample with a picture, without attention's: torch's count, and ours."""
     args = ModelArguments(**flags)
     vision = vision or CLIPVisionConfig(image_size=toys.IMAGE_SIZE, **toys.TOWER, patch_size=toys.PATCH_SIZE)
-    tower = plan_tower(vision, {}, "here", args)
+    tower = replace(plan_tower(vision, {}, "here", args), second=second)
     torch.manual_seed(0)
     model = assemble(text, tower, args, torch.zeros(3), torch.ones(3))
     model.language_model.set_experts_implementation("eager")  # of products that torch counts
@@ -108,8 +130,8 @@ def count(text, flags: dict, vision=None) -> tuple[int, float]:
         model(batch).backward()
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items() if str(op).split(".")[-1] in PRODUCTS)
-    tile = model.vision_tower.tower.embeddings.num_patches + tower.has_class_token
-    attention = 4 * tower.num_layers * vision.hidden_size * tile**2 * (3 if args.unfreeze_mm_vision_tower else 1)
+    pairs = tower.num_layers * tower.num_positions**2
+    attention = 4 * vision.hidden_size * pairs * (3 if args.unfreeze_mm_vision_tower else 1)
     return products, model_flops(text, tower, args).of(LENGTH, 0, 1, TARGETS) - attention
 
 

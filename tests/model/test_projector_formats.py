@@ -12,6 +12,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
+from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
@@ -30,6 +31,11 @@ LLAVA_KEYS = {
     "linear": ["model.mm_projector.weight", "model.mm_projector.bias"],
     "mlp3x_gelu": [f"model.mm_projector.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")],
     "mlp2x_res1x_gelu": [
+        f"model.mm_projector.{layer}.{kind}"
+        for layer in ("0", "2", "3.pre_norm", "3.proj.0", "3.proj.2")
+        for kind in ("weight", "bias")
+    ],
+    "mlp2x_res1x_gelu_ps2": [
         f"model.mm_projector.{layer}.{kind}"
         for layer in ("0", "2", "3.pre_norm", "3.proj.0", "3.proj.2")
         for kind in ("weight", "bias")
@@ -111,6 +117,19 @@ def test_a_pooler_makes_one_feature_of_each_square_of_four():
     torch.testing.assert_close(projector(features), linear(torch.nn.functional.gelu(pooled)))
 
 
+def test_a_pixel_shuffle_is_that_of_transformers():
+    torch.manual_seed(0)
+    features = torch.randn(2, 36, 5)
+    for stride in (2, 3):
+        projector, plain = (build_projector(f"mlp2x_gelu{end}", *sizes) for end, *sizes in (
+            (f"_ps{stride}", 5, 7), ("", 5 * stride**2, 7)
+        ))  # fmt: skip
+        plain.load_state_dict(projector.state_dict())
+        theirs = Idefics3Connector.pixel_shuffle(None, features, stride)
+        torch.testing.assert_close(projector(features), plain(theirs), rtol=0, atol=0)
+        assert projector(features).shape == (2, 36 // stride**2, 7)
+
+
 def test_a_residual_block_adds_to_what_it_has_normalised():
     torch.manual_seed(0)
     projector = build_projector("mlp1x_res1x_gelu", 5, 7)
@@ -127,9 +146,11 @@ def test_identity_needs_equal_widths():
         build_projector("identity", 5, 7)
 
 
-@pytest.mark.parametrize("kind", ["mlp9", "mlp0x_gelu", "mlp2x_res0x_gelu", "mlp2x_gelu ", "mlp2x_relu", ""])
+@pytest.mark.parametrize(
+    "kind", ["mlp9", "mlp0x_gelu", "mlp2x_gelu_ps1", "linear_ps2", "mlp2x_res0x_gelu", "mlp2x_gelu ", "mlp2x_relu", ""]
+)
 def test_an_unknown_projector_names_the_known_ones(kind):
-    with pytest.raises(ConfigError, match=r"is unknown: give linear, mlpNx_gelu, mlpNx_resMx_gelu, pooler or identity"):
+    with pytest.raises(ConfigError, match=r"is unknown: give linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK"):
         build_projector(kind, 5, 7)
 
 

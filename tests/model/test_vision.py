@@ -6,8 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
+from towers import built, noise
 from transformers import (
+    AutoModel,
+    BitImageProcessorPil,
+    CLIPImageProcessorPil,
     CLIPVisionModel,
+    GotOcr2ImageProcessorPil,
     Siglip2Config,
     Siglip2Model,
     Siglip2VisionModel,
@@ -15,22 +20,19 @@ from transformers import (
 )
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.images.resize import to_tile
+from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import Source
 from llava_ds.model.vision import VisionTower, read_tower
 
 SIZES = toys.TOWER
-
-
-def built(folder, **flags: object) -> VisionTower:
-    plan = read_tower(folder, ModelArguments(vision_tower=str(folder), **flags))
-    tower = VisionTower(plan, torch.tensor(plan.images.mean), torch.tensor(plan.images.std)).eval()
-    files = Source("--vision_tower", str(folder), formats.tower_from_disk).open(
-        lambda name: formats.runs_in_tower(name, plan.num_layers)
-    )
-    tower.load_state_dict({name: read() for name, read in files.tensors()})
-    return tower
+# By kind, the tokens before those of patches.
+FIRST = {
+    "clip": 1, "siglip": 0, "siglip2": 0, "dinov2": 1, "dinov2_with_registers": 4, "dinov3_vit": 5,
+    "aimv2_vision_model": 0, "internvl_vision": 1,
+}  # fmt: skip
 
 
 def hidden_states(folder, kind: str, pixels: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -42,7 +44,7 @@ def hidden_states(folder, kind: str, pixels: torch.Tensor) -> tuple[torch.Tensor
         model = Siglip2VisionModel.from_pretrained(folder)
     else:
         inputs = {"pixel_values": pixels}
-        model = (CLIPVisionModel if kind == "clip" else SiglipVisionModel).from_pretrained(folder)
+        model = {"clip": CLIPVisionModel, "siglip": SiglipVisionModel}.get(kind, AutoModel).from_pretrained(folder)
     with torch.no_grad():
         return model.eval()(**inputs, output_hidden_states=True).hidden_states
 
@@ -54,27 +56,103 @@ def shown(tower: VisionTower) -> tuple[torch.Tensor, torch.Tensor]:
     return pixels, (pixels / 255 - tower.mean) / tower.std
 
 
-@pytest.mark.parametrize("layer", [-1, -2, 1])
-@pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2"])
-def test_features_are_the_selected_hidden_state(kind, layer, tmp_path):
+@pytest.mark.parametrize("kind", FIRST)
+def test_features_are_the_selected_hidden_state(kind, tmp_path):
     toys.write_tower(tmp_path, kind)
-    tower = built(tmp_path, mm_vision_select_layer=layer)
-    assert len(tower.tower.encoder.layers) == tower.plan.num_layers == {-1: 3, -2: 2, 1: 1}[layer]
-    pixels, normalised = shown(tower)
-    expected = hidden_states(tmp_path, kind, normalised)[layer]
-    with torch.no_grad():
-        torch.testing.assert_close(tower(pixels), expected[:, 1:] if kind == "clip" else expected)
-    assert tower.plan.images.num_tokens == 9 and tower.plan.images.stretch == (kind != "clip")
-
-
-def test_the_class_token_comes_first_where_there_is_one(tmp_path):
-    for kind, tokens in (("clip", 10), ("siglip", 9)):
-        toys.write_tower(tmp_path / kind, kind)
-        tower = built(tmp_path / kind, mm_vision_select_feature="cls_patch")
+    for layer, layers in ((-1, 3), (-2, 2), (1, 1)):
+        tower = built(tmp_path, mm_vision_select_layer=layer).train()  # without what pretraining does at random
+        assert len(repeated_layers(tower)) == tower.plan.num_layers == layers
         pixels, normalised = shown(tower)
+        expected = hidden_states(tmp_path, kind, normalised)[layer]
         with torch.no_grad():
-            torch.testing.assert_close(tower(pixels), hidden_states(tmp_path / kind, kind, normalised)[-2])
-        assert tower.plan.images.num_tokens == tokens
+            torch.testing.assert_close(tower(pixels), expected[:, FIRST[kind] :])
+    assert tower.plan.images.num_tokens == 9 and tower.plan.num_positions == 9 + FIRST[kind]
+    assert tower.plan.images.stretch == (kind in ("siglip", "siglip2", "dinov3_vit", "internvl_vision"))
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "dinov2", "dinov3_vit"])
+def test_the_class_token_comes_first_where_there_is_one_and_registers_never(kind, tmp_path):
+    toys.write_tower(tmp_path, kind)
+    tower = built(tmp_path, mm_vision_select_feature="cls_patch")
+    pixels, normalised = shown(tower)
+    expected = hidden_states(tmp_path, kind, normalised)[-2]
+    kept = [0, *range(FIRST[kind], 9 + FIRST[kind])] if FIRST[kind] else range(9)
+    with torch.no_grad():
+        torch.testing.assert_close(tower(pixels), expected[:, list(kept)])
+    assert tower.plan.images.num_tokens == len(kept)
+
+
+@pytest.mark.parametrize("kind", toys.TOWERS)
+def test_images_may_have_the_size_of_the_processor(kind, tmp_path):
+    toys.write_tower(tmp_path, kind, image_size=40)  # what the tower was trained with; its processor makes 24
+    tower = built(tmp_path)
+    assert tower.plan.images.size == 24 and tower.plan.num_patches == 9
+    pixels, normalised = shown(tower)
+    with torch.no_grad():
+        torch.testing.assert_close(tower(pixels), hidden_states(tmp_path, kind, normalised)[-2][:, FIRST[kind] :])
+
+
+@pytest.mark.parametrize(
+    ("kind", "processor"),
+    [
+        ("dinov2", BitImageProcessorPil),
+        ("aimv2_vision_model", CLIPImageProcessorPil),
+        ("internvl_vision", GotOcr2ImageProcessorPil),
+    ],
+)
+def test_pixels_are_those_of_the_towers_own_processor(kind, processor, width_first, tmp_path):
+    toys.write_tower(tmp_path, kind)
+    plan = read_tower(tmp_path, ModelArguments())
+    options = plan.image_options(Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset()))
+    own = processor.from_pretrained(tmp_path)
+    assert (plan.images.mean, plan.images.std) == (tuple(own.image_mean), tuple(own.image_std))
+    for i, size in enumerate([(70, 41), (33, 90), (24, 24), (29, 31)]):
+        image = noise(*size, i)
+        ours = to_tile(image, "stretch" if options.stretch else "square", options)
+        theirs = own(image, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"][0]
+        assert torch.equal(ours.to(theirs.dtype), theirs), size
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"crop_size": {"height": 24, "width": 16}}, "makes images of .*, expected a square of up to 4096"),
+        ({"crop_size": {"height": 10**6, "width": 10**6}}, "makes images of 1000000 pixels, expected a square of up"),
+        ({"size": {"shortest_edge": 20}}, "scales images to 20 pixels and crops 24 of them: expected as many or more"),
+        ({"resample": 1}, r"says resample 1, expected one of \(2, 3\)"),
+    ],
+)
+def test_processors_that_make_other_images_are_refused(settings, message, tmp_path):
+    toys.write_tower(tmp_path, "dinov2")
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(ConfigError, match=message):
+        read_tower(tmp_path, ModelArguments())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("internvl_vision", {"patch_size": [0, 0]}, "config.json says patch_size 0, expected a whole number"),
+        ("internvl_vision", {"image_size": [24, 16]}, r"says image_size .24, 16., expected a whole number"),
+        ("dinov3_vit", {"num_register_tokens": -1}, "num_register_tokens -1: expected a whole number from 0 to 4096"),
+        ("dinov2", {"mlp_ratio": "wide"}, "config.json is not what transformers expects"),
+    ],
+)
+def test_damaged_configurations_are_refused(kind, settings, message, tmp_path):
+    toys.write_tower(tmp_path, kind)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises((ConfigError, DataError), match=message):
+        read_tower(tmp_path, ModelArguments())
+
+
+def test_gates_of_the_largest_dinov2_are_refused(tmp_path):
+    toys.write_tower(tmp_path, "dinov2")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_swiglu_ffn": True}))
+    with pytest.raises(ConfigError, match=r"its MLPs have gates \(use_swiglu_ffn\), which are not supported: take an"):
+        read_tower(tmp_path, ModelArguments())
 
 
 def test_s2_lays_the_features_of_every_scale_beside_each_other(tmp_path):
@@ -131,6 +209,16 @@ def test_a_model_of_pictures_and_texts_gives_its_vision_half(tmp_path):
             {"mm_projector_type": "pooler", "mm_vision_select_feature": "cls_patch"},
             "--mm_projector_type pooler needs --mm_vision_select_feature patch",
         ),
+        (
+            "clip",
+            {"mm_projector_type": "mlp2x_gelu_ps3", "mm_vision_select_feature": "cls_patch"},
+            "--mm_projector_type mlp2x_gelu_ps3 needs --mm_vision_select_feature patch",
+        ),
+        (
+            "siglip",
+            {"mm_projector_type": "mlp2x_gelu_ps2"},
+            "--mm_projector_type mlp2x_gelu_ps2: .* 3 x 3 patches, which squares of 2 x 2 don't fill: give _ps3, or",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_the_tower_are_refused(kind, flags, message, tmp_path):
@@ -141,7 +229,7 @@ def test_flags_that_do_not_fit_the_tower_are_refused(kind, flags, message, tmp_p
 
 def test_other_models_are_no_towers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
-    with pytest.raises(ConfigError, match="model_type is 'vit', expected one of clip, siglip, siglip2, clip_vision"):
+    with pytest.raises(ConfigError, match="model_type is 'vit', expected one of clip, siglip, siglip2, aimv2, clip"):
         read_tower(tmp_path, ModelArguments())
 
 

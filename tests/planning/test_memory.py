@@ -235,7 +235,8 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = assemble(TEXT, VISION, args.model, torch.zeros(3), torch.ones(3))
+        tower = plan_tower(CLIP, {}, "here", args.model)
+        model = assemble(TEXT, tower, args.model, torch.zeros(3), torch.ones(3))
     finally:
         torch.set_default_dtype(before)
     if args.model.lora_enable:
@@ -256,7 +257,7 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
             if layer.gradient_checkpointing:  # such a layer keeps its input where no hook sees it
                 layer.register_forward_pre_hook(lambda _, inputs: [keep(x) for x in inputs] and None)
     lengths = [200, 120]
-    features = num_tiles * 9
+    features = num_tiles * tower.images.num_tokens
     batch = Batch(
         input_ids=torch.zeros(1, sum(lengths), dtype=torch.int64),
         position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
@@ -293,6 +294,16 @@ def test_activations_are_what_autograd_keeps(args, dtype, every):
     if args is DORA:  # matrices that measure rows, which are gone before the next layer
         expected += whole_layers * w * sum(i * i + i * 8 for _, i, _ in LINEAR)
     assert kept(args, dtype, every, 64, 8) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_pixel_shuffle_keeps_squares_of_patches():
+    args = arguments(tune_mm_mlp_adapter=True, mm_projector_type="mlp2x_gelu_ps3")
+    shape = shape_of(TEXT, plan_tower(CLIP, {}, "here", args.model), args)
+    assert (shape.tower.num_patches, shape.tower.shuffled, shape.tower.num_positions) == (1, 9, 10)
+    added = saved_bytes(shape, MicroBatch(320, 64, 300), 4) - saved_bytes(shape, MicroBatch(320, 64, 20), 4)
+    found = kept(args, torch.float32, 0, 64, 300) - kept(args, torch.float32, 0, 64, 20)
+    assert added == 280 * 4 * (9 * 48 + 2 * 64 + 48)
+    assert found == added + 280 * (4 * 64 + 2 * 8)  # not counted: each feature once more, and its two places
 
 
 class PeakBytes(TorchDispatchMode):

@@ -18,7 +18,7 @@ from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import ImageOptions, MediaLayout, ReadyImageOptions, Size
+from llava_ds.geometry import ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
 
 # Raster formats whose decoders run no program and open no other file. Not ICO, which hides images of other sizes.
 FORMATS = (
@@ -52,7 +52,7 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     for ref in used_files(media, options):
         with _opened(ref, options.max_pixels) as (_, _, size):
             sizes.append(size)
-        if isinstance(options, ReadyImageOptions):
+        if options.tiling is not None:
             _check_steps(ref, size, options)
         else:
             _check_resized(ref, size, _aspect_ratio(media, options), options)
@@ -77,15 +77,14 @@ def load_media(
     Raises DataError for a broken file, and FileChanged if the layout depends on a size that has changed.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
-    if isinstance(options, ReadyImageOptions):
-        tiles = _ready_tiles(media.refs[0], sizes[0], options)
+    if options.tiling is not None:
+        tiles = _tiles_by(media.refs[0], sizes[0], options)
         return tiles if wanted is None else tiles[list(wanted)]
-    size, mean, bound, fast = options.size, options.mean, options.max_pixels, options.fast_decoding
     if media.kind == "video":
         frames = video.frames(media.refs[0], sizes, options)
         ratio = _aspect_ratio(media, options)
         shown = [frame for i, frame in enumerate(frames) if wanted is None or i in wanted]
-        return torch.stack([to_tile(frame, size, ratio, mean, bound, fast) for frame in shown])
+        return torch.stack([to_tile(frame, ratio, options) for frame in shown])
     tiles = []
     aspect_ratio = _aspect_ratio(media, options)
     tiled = media.kind == "image" and layout.num_tiles > 1
@@ -93,17 +92,17 @@ def load_media(
         if not tiled and wanted is not None and i not in wanted:
             continue
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
-        image = _load(ref, bound, expected if tiled else None)
+        image = _load(ref, options.max_pixels, expected if tiled else None)
         if tiled:
-            tiles += cut_tiles(image, expected, pinpoint, size, fast)
+            tiles += cut_tiles(image, expected, pinpoint, options.size, options.fast_decoding)
         else:
             _check_resized(ref, image.size, aspect_ratio, options)  # it may have changed since it was probed
-            tiles.append(to_tile(image, size, aspect_ratio, mean, bound, fast))
+            tiles.append(to_tile(image, aspect_ratio, options))
     return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
 
 
-def _ready_tiles(ref: FileRef, size: Size, options: ReadyImageOptions) -> torch.Tensor:
-    """Tiles of an image as a ready model's own image processor makes them. size: from probe."""
+def _tiles_by(ref: FileRef, size: Size, options: ReadyImageOptions | NativeImageOptions) -> torch.Tensor:
+    """Tiles of an image as its tower's own image processor makes them. size: from probe."""
     return cut_by(_load(ref, options.max_pixels, size), options.tiling.cut(size), options.size, options.resample)
 
 
@@ -254,12 +253,12 @@ def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOp
             raise DataError(f"{ref.path}: an image of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
         return
     stretched = options.size, size[1]  # half-way, see resize.resized
-    resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.size)
+    resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.scaled_side)
     if resized[0] * resized[1] > options.max_pixels:
         raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
 
 
-def _check_steps(ref: FileRef, size: Size, options: ReadyImageOptions) -> None:
+def _check_steps(ref: FileRef, size: Size, options: ImageOptions) -> None:
     """Refuse an image that would be resized to more pixels than the bound, also halfway, by width alone."""
     steps = options.tiling.cut(size).steps
     before = (size, *steps)

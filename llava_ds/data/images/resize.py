@@ -1,5 +1,5 @@
 # h, w height and width of an image, S side of the tower's square
-"""Bicubic resizing of images to tiles: by Pillow, pixel for pixel LLaVA's, or by torch, several times as fast.
+"""Resizing of images to tiles: by Pillow, pixel for pixel LLaVA's, or by torch, several times as fast.
 
 Both resize the width first and then the height, and round to 8 bits in between, as any Pillow before 13 does. torch has
 weights of 16 bits where Pillow has 22: a pixel may differ by 1 after the first pass, and by 2 after the second, whose
@@ -15,39 +15,33 @@ import torch
 from PIL import Image
 
 from llava_ds import geometry
-from llava_ds.constants import MAX_IMAGE_PIXELS, DataError
-from llava_ds.geometry import Size
+from llava_ds.constants import DataError
+from llava_ds.geometry import BICUBIC, BILINEAR, ImageOptions, Size
 from llava_ds.tilings import Cut
 
 _BAND_PIXELS = 4_000_000  # converted or padded at a time, so that a large image is never copied whole
 
 
-def to_tile(
-    image: Image.Image,
-    size: int,
-    aspect_ratio: str,
-    mean: tuple[float, ...],
-    max_pixels: int = MAX_IMAGE_PIXELS,
-    fast: bool = False,
-) -> torch.Tensor:
+def to_tile(image: Image.Image, aspect_ratio: str, options: ImageOptions) -> torch.Tensor:
     """One tile of a whole image, (3, S, S) uint8.
 
     aspect_ratio: "pad" keeps everything, on the mean colour; "square" and "original" crop the centre; "stretch" changes
     the proportions.
 
-    size: S; fast: no value differs by more than 2. Raises DataError for an image so narrow that its resized form
+    With fast decoding no value differs by more than 2. Raises DataError for an image so narrow that its resized form
     would have more than max_pixels.
     Source: LLaVA's process_images and transformers' CLIPImageProcessor (PIL), up to rescaling and normalisation.
     """
+    size, fast, resample = options.size, options.fast_decoding, options.square_resample
     if aspect_ratio == "pad":
-        return padded(image, size, tuple(int(value * 255) for value in mean), fast).contiguous()
+        return padded(image, size, tuple(int(value * 255) for value in options.mean), fast, resample).contiguous()
     if aspect_ratio == "stretch":
-        return resized(image, (size, size), fast).contiguous()
-    width, height = geometry.resized_size(*image.size, size)
-    if width * height > max_pixels:
+        return resized(image, (size, size), fast, resample).contiguous()
+    width, height = geometry.resized_size(*image.size, options.scaled_side)
+    if width * height > options.max_pixels:
         raise DataError(too_narrow(image.size, (width, height)))
     left, top, right, bottom = geometry.centre_box(width, height, size)
-    return resized(image, (width, height), fast)[:, top:bottom, left:right].contiguous()
+    return resized(image, (width, height), fast, resample)[:, top:bottom, left:right].contiguous()
 
 
 def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: bool = False) -> list[torch.Tensor]:
@@ -90,34 +84,36 @@ def too_narrow(size: Size, resized_to: Size) -> str:
     )
 
 
-def resized(image: Image.Image, size: Size, fast: bool = False) -> torch.Tensor:
-    """Resize an RGB image: (3, h, w) uint8, a view of other strides.
+def resized(image: Image.Image, size: Size, fast: bool = False, resample: int = BICUBIC) -> torch.Tensor:
+    """Resize an RGB image: (3, h, w) uint8, a view of other strides. resample: Pillow's number of a filter.
 
     fast: no pixel differs by more than 2 of 255. Pillow 13 on its own begins with the height where that is less work,
     and rounds differently: by up to 15 of 255 in a stretched overview.
     """
     if fast:
-        return _by_torch(image, size, image.size, (0, 0), (0, 0, 0))
-    narrow = image.resize((size[0], image.height), Image.Resampling.BICUBIC)
-    return _planes(narrow.resize(size, Image.Resampling.BICUBIC))
+        return _by_torch(image, size, (image.size, (0, 0), (0, 0, 0)), resample)
+    narrow = image.resize((size[0], image.height), resample)
+    return _planes(narrow.resize(size, resample))
 
 
-def padded(image: Image.Image, size: int, colour: tuple[int, int, int], fast: bool = False) -> torch.Tensor:
-    """Pad an RGB image to a square of the colour and resize it: (3, size, size) uint8, a view.
+def padded(
+    image: Image.Image, size: int, colour: tuple[int, int, int], fast: bool = False, resample: int = BICUBIC
+) -> torch.Tensor:
+    """Pad an RGB image to a square of the colour and resize it: (3, size, size) uint8, a view. resample: as resized's.
 
     Source: LLaVA's expand2square.
     """
     side, left, top = geometry.square_padding(*image.size)
     if fast:
-        return _by_torch(image, (size, size), (side, side), (left, top), colour)
+        return _by_torch(image, (size, size), ((side, side), (left, top), colour), resample)
     # One band at a time, which changes no pixel; and all rows of padding are one row.
-    row = Image.new("RGB", (side, 1), colour).resize((size, 1), Image.Resampling.BICUBIC)
+    row = Image.new("RGB", (side, 1), colour).resize((size, 1), resample)
     narrow = row.resize((size, side), Image.Resampling.NEAREST)
     for first, last in bands(side, image.height):
         band = Image.new("RGB", (side, last - first), colour)
         band.paste(image, (left, -first))
-        narrow.paste(band.resize((size, last - first), Image.Resampling.BICUBIC), (0, top + first))
-    return _planes(narrow.resize((size, size), Image.Resampling.BICUBIC))
+        narrow.paste(band.resize((size, last - first), resample), (0, top + first))
+    return _planes(narrow.resize((size, size), resample))
 
 
 def bands(width: int, height: int) -> Iterator[tuple[int, int]]:
@@ -132,15 +128,16 @@ def _planes(image: Image.Image) -> torch.Tensor:
 
 
 def _by_torch(
-    image: Image.Image, size: Size, canvas: Size, corner: tuple[int, int], colour: tuple[int, int, int]
+    image: Image.Image, size: Size, ground: tuple[Size, tuple[int, int], tuple[int, int, int]], resample: int
 ) -> torch.Tensor:
-    """Resize a canvas of the colour with the image at a corner.
+    """Resize a canvas with the image on it. ground: the canvas, the place of the image's corner, and its colour.
 
     A pixel is an int32 of four bytes in Pillow's own memory: copies would take a third of a small image's time.
     """
+    canvas, corner, colour = ground
     parts = list(bands(canvas[0], image.height))
     if len(parts) == 1 and canvas == image.size:
-        return _planes_of(_interpolated(_packed(image), size))
+        return _planes_of(_interpolated(_packed(image), size, resample))
     filler = int.from_bytes(bytes((*colour, 255)), sys.byteorder, signed=True)
     narrow = torch.full((canvas[1], size[0]), filler, dtype=torch.int32)
     for first, last in parts:
@@ -148,8 +145,8 @@ def _by_torch(
         if canvas[0] > image.width:
             pixels, band = band, torch.full((last - first, canvas[0]), filler, dtype=torch.int32)
             band[:, corner[0] : corner[0] + image.width] = pixels
-        narrow[corner[1] + first : corner[1] + last] = _interpolated(band, (size[0], last - first))
-    return _planes_of(_interpolated(narrow, size))
+        narrow[corner[1] + first : corner[1] + last] = _interpolated(band, (size[0], last - first), resample)
+    return _planes_of(_interpolated(narrow, size, resample))
 
 
 def _packed(image: Image.Image) -> torch.Tensor:
@@ -170,7 +167,8 @@ def _unpacked(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.view(torch.uint8).view(1, *pixels.shape, 4).permute(0, 3, 1, 2)
 
 
-def _interpolated(pixels: torch.Tensor, size: Size) -> torch.Tensor:
+def _interpolated(pixels: torch.Tensor, size: Size, resample: int) -> torch.Tensor:
     """Resize (h, w) int32 pixels to a size, width and height."""
-    found = torch.nn.functional.interpolate(_unpacked(pixels), size=size[::-1], mode="bicubic", antialias=True)
+    mode = {BILINEAR: "bilinear", BICUBIC: "bicubic"}[resample]
+    found = torch.nn.functional.interpolate(_unpacked(pixels), size=size[::-1], mode=mode, antialias=True)
     return found.permute(0, 2, 3, 1).contiguous().view(torch.int32)[0, ..., 0]

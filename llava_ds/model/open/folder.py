@@ -4,6 +4,7 @@ read_folder reads a language model, a LLaVA in LLaVA's or transformers' format, 
 """
 
 import dataclasses
+import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, trains_projector_only
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
@@ -28,6 +30,7 @@ from llava_ds.model.families.language import (
     trunk_name,
 )
 from llava_ds.model.families.ready import NOT_YET, READY
+from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk
 from llava_ds.model.open.merged_adapters import (
@@ -60,6 +63,7 @@ LLAVA_FLAGS = {
     "mm_use_im_start_end": False,
     "mm_use_im_patch_token": None,
     "split_special_tokens": None,
+    "mm_native_resolution": False,
     "s2": False,
     "s2_scales": None,
     "mm_newline_position": None,
@@ -78,6 +82,7 @@ IMAGE_OPTION_FLAGS = {
 # Flags of LLaVA's own composition and templates, which a ready model's files decide.
 COMPOSING_FLAGS = (
     "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
+    "mm_native_resolution",
     "pretrain_mm_mlp_adapter", "version", "mm_use_im_start_end", "mm_use_im_patch_token", "split_special_tokens",
     "mm_patch_merge_type", "image_aspect_ratio", "image_grid_pinpoints", "fast_image_decoding",
 )  # fmt: skip
@@ -377,17 +382,20 @@ def _flags_of_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[
     if config.projector_hidden_act != "gelu" or not getattr(config, "multimodal_projector_bias", True):
         problems.append("its projector is not two layers with biases around a GELU")
     layer, strategy = config.vision_feature_layer, config.vision_feature_select_strategy
-    has_class_token = config.vision_config.model_type == "clip_vision_model"
+    family = TOWERS.get(config.vision_config.model_type)
+    num_first = 0 if family is None else family.first_tokens(config.vision_config)
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer is {layer}, several layers at once")
-    if strategy == "default" and not has_class_token:
+    if strategy == "default" and not num_first:
         problems.append("it drops the first patch, because its tower has no class token to drop")
+    if num_first > 1:
+        problems.append("its tower's registers would be features of the image")
     if problems:
         raise ConfigError(f"{where} can't be trained here: {'; '.join(problems)}")
     values = {
         "mm_projector_type": "mlp2x_gelu",
         "mm_vision_select_layer": layer,
-        "mm_vision_select_feature": "cls_patch" if strategy == "full" and has_class_token else "patch",
+        "mm_vision_select_feature": "cls_patch" if strategy == "full" and num_first else "patch",
         "mm_use_im_start_end": getattr(config, "mm_use_im_start_end", None),
         "split_special_tokens": getattr(config, "split_special_tokens", None),
         "version": getattr(config, "llava_ds_version", None),
@@ -524,7 +532,7 @@ def _defaults(args: Arguments, folder: ModelFolder, keeps_projector: bool) -> di
     if problems:
         raise ConfigError("\n".join(problems))
     tower = folder.trained_with[0]
-    if args.model.vision_tower is None and tower is not None and Path(tower).is_dir():
+    if args.model.vision_tower is None and tower is not None and all(map(os.path.isdir, tower_folders(tower))):
         defaults["vision_tower"] = tower
     return defaults if folder.base is None else {**defaults, "model_base": folder.base}
 

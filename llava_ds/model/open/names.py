@@ -16,6 +16,7 @@ PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
 NEWLINE = "newline.embedding"
 TOWER = "vision_tower.tower."
+SECOND_TOWER = "tower.second."  # in the tower, before the second one's own
 LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
 VALUE_HEAD = "value_head."  # in a file of its own, without this
@@ -116,13 +117,45 @@ def tower_from_disk(name: str) -> str | None:
     if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale", "logit_bias")):
         return None
     name = name.removeprefix("vision_model.")
-    return None if name == "embeddings.position_ids" else f"tower.{name}"
+    return None if name == "embeddings.position_ids" else f"tower.{_tower_in_memory(name)}"
+
+
+def second_tower_from_disk(name: str) -> str | None:
+    """The same of the second tower's folder, to one beside the first ("tower.second.tower.*")."""
+    found = tower_from_disk(name)
+    return None if found is None else f"{SECOND_TOWER}{found}"
+
+
+def _tower_in_memory(name: str) -> str:
+    for on_disk, in_memory in _RENAMED_IN_TOWERS:
+        name = on_disk.sub(in_memory, name)
+    return name
+
+
+# Of DINOv2 and DINOv3, which transformers renames as it reads them. Source: its conversion_mapping.py.
+_RENAMED_IN_TOWERS = (
+    (re.compile(r"\.attention\.attention\.(?:(q)uery|(k)ey|(v)alue)\."), r".attention.\1\2\3_proj."),
+    (re.compile(r"\.attention\.output\.dense\."), ".attention.o_proj."),
+    (re.compile(r"^layer\."), "model.layer."),
+)
+
+
+def tower_to_disk(name: str, kind: str) -> str:
+    """The way back, for a tower's model_type."""
+    if kind.startswith("dinov2"):
+        words = {"q_proj": "attention.query", "k_proj": "attention.key", "v_proj": "attention.value",
+                 "o_proj": "output.dense"}  # fmt: skip
+        return re.sub(r"(?<=\.attention\.)[qkvo]_proj(?=\.)", lambda found: words[found[0]], name)
+    return name.replace("tower.model.layer.", "tower.layer.") if kind == "dinov3_vit" else name
 
 
 def runs_in_tower(name: str, num_layers: int) -> bool:
-    """True for parameters of a tower of num_layers layers: no later layer, final norm or pooling head."""
-    layer = re.match(r"tower\.encoder\.layers\.(\d+)\.", name)
-    return not name.startswith(("tower.post_layernorm.", "tower.head.")) and not (layer and int(layer[1]) >= num_layers)
+    """True for parameters of a tower of num_layers layers: no later layer, final norm, pooling head, or what
+    pretraining masks patches with."""
+    layer = re.match(r"tower\.(?:encoder\.layers?|model\.layer)\.(\d+)\.", name)
+    never = ("tower.post_layernorm.", "tower.layernorm.", "tower.norm.", "tower.rms_norm.", "tower.head.")
+    is_used = not name.startswith(never) and name != "tower.embeddings.mask_token"
+    return is_used and not (layer and int(layer[1]) >= num_layers)
 
 
 def unused_group(name: str) -> str:
@@ -134,10 +167,18 @@ def unused_group(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0] or name)
 
 
-def to_hf(name: str) -> str:
-    """A parameter's name here to its name on disk in a llava-hf folder, which every version reads."""
-    if name.startswith("vision_tower.tower."):
-        return "vision_tower.vision_model." + name.removeprefix("vision_tower.tower.")
+def to_own_parts(name: str) -> str:
+    """A parameter's name here to its name in transformers' Llava whose tower and projector are this package's."""
+    return "multi_modal_projector." + name.removeprefix("projector.") if name.startswith(PROJECTOR) else name
+
+
+def to_hf(name: str, tower: str = "clip_vision_model", in_hf: str = "vision_model.") -> str:
+    """A parameter's name here to its name on disk in a llava-hf folder, which every version reads.
+
+    tower: the tower's model_type; in_hf: what its family has before its names there.
+    """
+    if name.startswith(TOWER):
+        return f"vision_tower.{in_hf}" + tower_to_disk(name, tower).removeprefix(TOWER)
     if name.startswith(PROJECTOR):
         layer, _, rest = name.removeprefix(PROJECTOR).partition(".")
         return f"multi_modal_projector.linear_{ {'0': 1, '2': 2}[layer] }.{rest}"
@@ -156,7 +197,9 @@ def to_transformers(name: str) -> str:
         return name.removeprefix("language_model.")
     if name.startswith("language_model.model."):
         return "model.language_model." + name.removeprefix("language_model.model.")
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    name = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    part, prefix, rest = name.partition("model.vision_tower.")
+    return f"{prefix}{_tower_in_memory(rest)}" if prefix and not part else name
 
 
 def to_llava(name: str, kind: str) -> str:

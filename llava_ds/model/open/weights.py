@@ -238,22 +238,24 @@ class Source:
     """Source of a part's weights: the flag that names it, a folder or file, and the names of its tensors there.
 
     rename: a name on disk to the part's, None for tensors of other parts; changes: functions from weights to weights,
-    applied in order (adapters, overlays, new rows).
+    applied in order (adapters, overlays, new rows); beside: the rest of the part, in a folder of its own.
     """
 
     flag: str
     path: str
     rename: Callable[[str], str | None]
     changes: tuple[Callable[[Weights], Weights], ...] = ()
+    beside: "Source | None" = None
 
-    def files(self, wanted: Callable[[str], bool] = lambda name: True) -> WeightFiles:
+    def files(self, wanted: Callable[[str], bool] = lambda name: True) -> "WeightFiles | Joined":
         """The part's tensors on disk whose names are wanted."""
 
         def rename(on_disk: str) -> str | None:
             name = self.rename(on_disk)
             return name if name is not None and wanted(name) else None
 
-        return WeightFiles(self.path, rename)
+        own = WeightFiles(self.path, rename)
+        return own if self.beside is None else Joined(own, self.beside.files(wanted))
 
     def open(self, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
         """The part's tensors with the changes applied."""
@@ -286,6 +288,19 @@ class Sources:
         """All of the tower on disk, with layers that never run and are not built."""
         tower = self.vision_tower.open()
         return tower if self.rest_of_tower is None else Overlaid(self.rest_of_tower.open(), tower)
+
+
+class Joined:
+    """The tensors of one folder, then those of another."""
+
+    def __init__(self, first: WeightFiles, second: WeightFiles) -> None:
+        self._both = first, second
+        self.path, self.notes = f"{first.path} and {second.path}", (*first.notes, *second.notes)
+        self.shapes, self.unused = {**first.shapes, **second.shapes}, [*first.unused, *second.unused]
+
+    def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        for files in self._both:
+            yield from files.tensors()
 
 
 class Overlaid:
