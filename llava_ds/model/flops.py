@@ -157,7 +157,8 @@ def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module
         mixture = Mixture.of(text)
         copies = sum(p.numel() for name, p in llm.named_parameters() if expert_of(name) and p.ndim == 2)
         return dense - copies * (1 - mixture.top_k / mixture.num_experts)
-    experts = sum(p.numel() for p in llm.parameters() if p.ndim == 3)  # one matrix per expert
+    others = (m for m in llm.modules() if not isinstance(m, MATRICES))
+    experts = sum(p.numel() for m in others for p in m.parameters(recurse=False) if p.ndim == 3)  # a matrix per expert
     if not experts:
         return dense
     count = getattr(text, "num_local_experts", None) or text.num_experts
