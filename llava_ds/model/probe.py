@@ -162,8 +162,8 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     }
     if key_heads is not None:
         changes["num_key_value_heads"] = max(1, num_heads * key_heads // heads)
-    if has_state(config):
-        times = max(1, config.linear_num_value_heads // config.linear_num_key_heads)
+    if state_heads := getattr(config, "linear_num_key_heads", None):
+        times = max(1, config.linear_num_value_heads // state_heads)
         changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * times}
     changes["word_embed_proj_dim"] = changes["hidden_size"]
     for name, value in changes.items():

@@ -18,7 +18,9 @@ w (C + 2D). Logits are not saved; while the loss and its gradients are computed,
 bf16, once more, and beside it the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the
 end, V D w too. What the last layer saves at positions that are not supervised is not subtracted. With MLPs that take
 some tokens at a time (--mlp_tile_tokens), what they save and need meanwhile is that of so many tokens. With
-checkpointing a layer saves its input, T w D, and is recomputed in backward. A stage of a pipeline has some of the
+checkpointing a layer saves its input, T w D, and is recomputed in backward. A layer with a state saves T (2 w C +
+(12 + 3 w) V), C the width of what it convolves and V of its values, whose norm and gate are computed in fp32; that is
+with kernels, for sample by sample in torch it is more. A stage of a pipeline has some of the
 layers, and beside them, for each micro-batch that it has begun, T w D of what came in and of what went out.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
@@ -107,7 +109,8 @@ def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool
     # Frozen matrices save no input, but what computes them once more does.
     mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
     lora = w * text.lora_rank + (w + 1) * text.lora_dropped + 2 * w * text.lora_scaled
-    return num_tokens * (norms + attention + mlp + lora)
+    states = 2 * w * text.convolved + (12 + 3 * w) * text.gated
+    return num_tokens * (norms + attention + mlp + lora + states)
 
 
 def _mlp_bytes(text: TextShape, weight_bytes: int) -> int:

@@ -15,7 +15,7 @@ from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.tensor_parallel import num_divided
-from llava_ds.model.families.language import is_mixture, is_upcycled, mlp_width
+from llava_ds.model.families.language import has_state, is_mixture, is_upcycled, mlp_width, num_attention_layers
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
@@ -99,7 +99,9 @@ class TextShape:
     to an expert in all layers of an upcycled model; is_llamas: whether its layers have
     Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
     inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
-    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding.
+    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding;
+    convolved, gated: of a layer with a state, what its convolution takes, and its values and their gate, on average
+    over all layers.
     """
 
     hidden: int
@@ -118,6 +120,8 @@ class TextShape:
     lora_read: int = 0
     routed: bool = False
     expert_rows: int = 0
+    convolved: int = 0
+    gated: int = 0
 
 
 @dataclass(frozen=True)
@@ -335,7 +339,17 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         lora_read=max((layer.base_layer.weight.numel() for layer in layers), default=0) if args.model.use_dora else 0,
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
+        **_state_widths(text),
     )
+
+
+def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
+    if not has_state(text):
+        return {}
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    share = 1 - num_attention_layers(text) / text.num_hidden_layers
+    return {"convolved": int(share * (2 * keys + values)), "gated": int(share * values)}
 
 
 def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:

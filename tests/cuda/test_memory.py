@@ -3,10 +3,11 @@
 import pytest
 import toys
 from fake_gpu import gpu
-from fake_models import arguments, built, on_gpu, sample
+from fake_models import arguments, built, delta_net_kernels, on_gpu, sample
 from transformers import AutoConfig, CLIPVisionConfig
 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.model.families.ready import register_text_models
 from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes
@@ -46,6 +47,11 @@ MIXTURES = {
         "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
     },
 }  # fmt: skip
+QWEN35_2B = {
+    "model_type": "qwen3_5_text", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16,
+    "vocab_size": 248320, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @pytest.mark.full
@@ -56,6 +62,16 @@ def test_the_peak_of_a_mixture_is_not_above_the_estimate(name, trained, recomput
     """Of activations alone, for weights are most of it; four layers of each."""
     found, weights, expected = peak_of(AutoConfig.for_model(**MIXTURES[name]), trained, recomputes)
     assert 0.7 * expected < found - weights < 1.03 * expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_peak_of_layers_with_a_state(monkeypatch, recomputes):
+    """Of eight layers as Qwen3.5-2B has them, with kernels."""
+    register_text_models()
+    delta_net_kernels(monkeypatch)
+    found, weights, expected = peak_of(AutoConfig.for_model(**QWEN35_2B), "both", recomputes, short=False)
+    assert found == pytest.approx(weights + expected, rel=0.1)
 
 
 @pytest.mark.parametrize(("name", "trained", "recomputes"), CASES)
@@ -77,7 +93,9 @@ def test_mlps_that_take_some_tokens_at_a_time_keep_their_input_alone(trained, re
     assert found == pytest.approx(weights + expected, rel=0.02)
 
 
-def peak_of(text, trained: str, recomputes: bool, mlp_tokens: int | None = None) -> tuple[int, int, int]:
+def peak_of(
+    text, trained: str, recomputes: bool, mlp_tokens: int | None = None, short: bool = True
+) -> tuple[int, int, int]:
     """Bytes alive at the peak of a micro-batch, those of the weights, and what the estimate says beside them.
 
     Gradients, which are model states, are let go as they come.
@@ -89,7 +107,7 @@ def peak_of(text, trained: str, recomputes: bool, mlp_tokens: int | None = None)
     samples = [sample(options, length, [("image", ((336, 336),))]) for _ in range(IMAGES)]
     with gpu(tracks=True) as rules:
         with rules.building():
-            model = built(text, tower, args, short=True)
+            model = built(text, tower, args, short=short)
             if trained == "critic":
                 args = args.replaced(objective="ppo")
                 model.critic = built(text, tower, args, short=True, value_head=True)

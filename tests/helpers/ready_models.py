@@ -35,9 +35,10 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
     "patch_size": PATCH, "initializer_range": 0.2,
 }  # fmt: skip
+# With heads of 8, whose vectors are normalised, a plain loop that adds a step's samples in reverse differs by 1e-4.
 DELTA_NET = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 
 # The templates that Hugging Face's and OpenGVLab's folders have.

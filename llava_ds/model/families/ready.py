@@ -27,7 +27,8 @@ NOT_YET = {
 
 
 def register_text_models() -> None:
-    """Let transformers build the language models of ready models alone where it has no class for them."""
+    """Let transformers build the language models of ready models alone where it has no class for them, or none that
+    keeps samples apart."""
     for family in FAMILIES:
         for model in family.text_models:
             AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
