@@ -36,7 +36,8 @@ class Batch:
 
     input_ids (1, T) int64, 0 at image positions; position_ids (1, T) int64, from 0 in every sample, or (3, 1, T) for
     language models whose positions have three axes;
-    cu_seqlens (samples + 1,) int32, where samples start, and T; max_seqlen, length of the longest sample;
+    cu_seqlens (samples + 1,) int32, where samples start, and T; max_seqlen, length of the longest sample; lengths, of
+    each, on the host;
     sources (samples,) int64, the number of each sample's data source;
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
     target_samples (S,) int64, the sample of the micro-batch that each belongs to;
@@ -80,6 +81,7 @@ class Batch:
     reference: torch.Tensor | None = None
     margins: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    lengths: tuple[int, ...] = ()
     tower_inputs: TowerInputs = dataclasses.field(default_factory=dict)
     image_blocks: ImageBlocks | None = None
 

@@ -128,6 +128,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
         reference=_references(samples),
         margins=_margins(samples),
+        lengths=tuple(lengths.tolist()),
         tower_inputs=_tower_inputs(list(layouts.values()), options),
         image_blocks=image_blocks(is_image, cu_seqlens) if options.has_image_blocks else None,
     )

@@ -4,7 +4,8 @@
 A matrix costs 2 FLOPs per weight and token forward; backward costs 2 for the gradient of its input, if something
 trains in it or before it, and 2 for its own, if it trains. Attention costs 4 times the width of all heads per layer and
 pair of tokens of which one sees the other, L (L + 1) / 2 in a sample, and twice that backward. Where tokens of an image
-see each other, its P tokens are P (P - 1) / 2 more pairs.
+see each other, its P tokens are P (P - 1) / 2 more pairs. A layer with a state (the delta rule) has no pairs: for each
+token it costs 6 times the numbers in its states, which are read twice and changed once, and twice that backward.
 
 Only what the maths of a step needs is counted: no padding, no recomputation, no blank images; every layer at every
 token, windows as full attention; the output layer at supervised positions only. Norms, activations and the optimizer
@@ -21,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts, trains_new_rows
-from llava_ds.model.families.language import is_upcycled
+from llava_ds.model.families.language import has_state, is_upcycled, num_attention_layers
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import LoraLayout, lora_layout
@@ -30,7 +31,7 @@ from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
 
-MATRICES = (nn.Linear, Conv1D, nn.Conv2d)
+MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)  # a convolution in a layer with a state is depthwise
 SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
 
 
@@ -111,13 +112,14 @@ def flops_of_model(
     output = llm.get_output_embeddings()
     layers = _weights_per_token(llm, text, output)
     own = adapters.get("language_model", 0)
-    forward_per_pair = 4 * text.num_hidden_layers * _heads_width(text)
+    forward_per_pair = 4 * num_attention_layers(text) * _heads_width(text)
+    states = _state_flops(text)
     per_pair = forward_per_pair * (1 + 2 * reaches_layers)
     in_blocks = tower.images.num_tokens if ready is not None and ready.family.has_image_blocks else 0
     tied = output.weight is llm.get_input_embeddings().weight
     trains_output = (trains_layers == 1 and not top_llm) or ("output_layer" in parts and not tied)
     return ModelFlops(
-        per_token=layers * _times(reaches_layers, trains_layers) + own * 6,
+        per_token=layers * _times(reaches_layers, trains_layers) + own * 6 + states * (1 + 2 * reaches_layers),
         per_pair=per_pair,
         per_tile=_tower_flops(model.vision_tower.tower, tower, passes_tower, trains_tower)
         + 6 * adapters.get("vision_tower", 0) * tower.num_positions * _tiles_of(tower)
@@ -125,7 +127,7 @@ def flops_of_model(
         + 6 * adapters.get("projector", 0) * tower.images.num_tokens
         + per_pair * in_blocks * (in_blocks - 1) / 2,
         per_target=output.weight.numel() * _times(reaches_layers > 0, trains_output),
-        forward_per_token=2 * (layers + own),
+        forward_per_token=2 * (layers + own) + states,
         forward_per_pair=forward_per_pair,
         per_tile_pair=_tile_pair_flops(tower, passes_tower),
     )
@@ -154,7 +156,8 @@ def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module
         mixture = Mixture.of(text)
         copies = sum(p.numel() for name, p in llm.named_parameters() if expert_of(name) and p.ndim == 2)
         return dense - copies * (1 - mixture.top_k / mixture.num_experts)
-    experts = sum(p.numel() for p in llm.parameters() if p.ndim == 3)  # one matrix per expert
+    others = (m for m in llm.modules() if not isinstance(m, MATRICES))
+    experts = sum(p.numel() for m in others for p in m.parameters(recurse=False) if p.ndim == 3)  # a matrix per expert
     if not experts:
         return dense
     count = getattr(text, "num_local_experts", None) or text.num_experts
@@ -166,6 +169,14 @@ def _heads_width(text: PreTrainedConfig) -> int:
     """The width of all query heads together."""
     heads = text.num_attention_heads
     return heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+
+def _state_flops(text: PreTrainedConfig) -> int:
+    """FLOPs of a token's forward through the states of all layers that have one."""
+    if not has_state(text):
+        return 0
+    numbers = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim
+    return 6 * numbers * (text.num_hidden_layers - num_attention_layers(text))
 
 
 def _tiles_of(plan: TowerPlan | ReadyVision) -> int:

@@ -4,18 +4,16 @@ Its linear cross-entropy is not used: it counts targets on the host, which waits
 and output_loss.py does the same without.
 """
 
-import copy
 import importlib.util
 import sys
 import types
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError
-from llava_ds.model import attention
-from llava_ds.model.probe import VOCABULARY, random_copy, random_inputs
+from llava_ds.model.probe import VOCABULARY, random_copy, random_inputs, rebuilt
 from llava_ds.runtime.tf32 import exact_fp32
 
 FLAG = "--use_liger_kernel"
@@ -99,7 +97,7 @@ def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn = random_copy(config)
-        plain, fused = (_build(drawn, dtype).to(device) for _ in range(2))
+        plain, fused = (rebuilt(drawn, dtype).to(device) for _ in range(2))
         inputs = random_inputs(plain)
         targets = torch.randint(0, VOCABULARY, inputs["position_ids"].shape[1:]).to(device)
     replace_kernels(fused)
@@ -117,12 +115,3 @@ def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: t
     }
     where = max(differences, key=lambda name: (differences[name] != differences[name], differences[name]))
     return differences[where], where
-
-
-def _build(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same model in another precision, built anew: a cast would round rotary frequencies, too."""
-    model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(drawn.config), attn_implementation=attention.register(), dtype=dtype
-    )
-    model.load_state_dict(drawn.state_dict())
-    return model.eval()

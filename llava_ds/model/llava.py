@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
-from llava_ds.model.families.language import final_logits, hold_rotary_angles, is_upcycled, logits_divisor
+from llava_ds.model.families.language import final_logits, has_state, hold_rotary_angles, is_upcycled, logits_divisor
 from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
 from llava_ds.model.stages import Stage, is_last
@@ -42,6 +42,7 @@ class LlavaModel(nn.Module):
             self.value_head = value_head
         self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
         self._divisor = logits_divisor(language_model.config)
+        self._has_state = has_state(language_model.config)
         self._short_last_layer = False
         self.sequence_group: torch.distributed.ProcessGroup | None = None  # set by share_tokens
         self.stage: Stage | None = None  # set by keep_stage
@@ -82,6 +83,8 @@ class LlavaModel(nn.Module):
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
         options = {} if batch.image_blocks is None else {"image_blocks": batch.image_blocks}
+        if self._has_state:
+            options["lengths"] = batch.lengths
         if batch.parts > 1:
             options["sequence_group"] = self.sequence_group
         elif self._short_last_layer and logits_at is None and is_last(self):

@@ -15,10 +15,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelFo
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention, last_layer
-from llava_ds.model.families.language import EXPERT_WIDTHS, MLP_WIDTHS, final_logits
+from llava_ds.model.families.language import EXPERT_WIDTHS, MLP_WIDTHS, final_logits, has_state
 
 LENGTHS = (3, 11, 7)  # of the samples
 WINDOW, CAP = 4, 2.0  # sliding windows and soft caps of the copy: so small that they matter
+DECAY = ".A_log"  # a parameter by which a state fades: exp(-exp(A_log)) a token and less
 WIDTH, VOCABULARY = 64, 48  # of its MLPs, and its tokens
 NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
 MAX_COPY_BYTES = 2**30  # of the copy; those of published models take some megabytes
@@ -93,9 +94,7 @@ def _config_problem(config: PreTrainedConfig) -> str | None:
 def random_copy(config: PreTrainedConfig) -> nn.Module:
     """A small copy of a language model with random weights and this package's attention, float32, on the CPU."""
     model = _build(small_copy(config), attention.register())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            draw(parameter)
+    draw(model)
     return model
 
 
@@ -104,13 +103,39 @@ def random_inputs(model: nn.Module) -> dict[str, object]:
     embedding = model.get_input_embeddings()
     ids = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)))
     embeds = embedding(ids.to(embedding.weight.device)).detach()  # (1, T, D)
+    return _packed(model, embeds, LENGTHS)
+
+
+def _packed(model: nn.Module, embeds: torch.Tensor, lengths: tuple[int, ...]) -> dict[str, object]:
     return {
         "inputs_embeds": embeds,
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None].to(embeds.device),
-        "cu_seqlens": torch.tensor((0, *LENGTHS)).cumsum(0).int().to(embeds.device),
-        "max_seqlen": max(LENGTHS),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None].to(embeds.device),
+        "cu_seqlens": torch.tensor((0, *lengths)).cumsum(0).int().to(embeds.device),
+        "max_seqlen": max(lengths),
         "use_cache": False,
+        **({"lengths": lengths} if has_state(model.config) else {}),
     }
+
+
+def rebuilt(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A random_copy in another precision, built anew: a cast would round rotary frequencies, too."""
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(drawn.config), attn_implementation=attention.register(), dtype=dtype
+    )
+    model.load_state_dict(drawn.state_dict())
+    return model.eval()
+
+
+@torch.no_grad()
+def difference_of_a_pack(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> float:
+    """The difference of a small copy's logits on a device, packed and one by one, relative to the largest."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = rebuilt(random_copy(config), dtype).to(device)
+        inputs = random_inputs(model)
+    parts = inputs["inputs_embeds"].split(LENGTHS, 1)
+    alone = [model(**_packed(model, part, (part.shape[1],))).logits[0] for part in parts]
+    return _distance(model(**inputs).logits[0].float(), torch.cat(alone).float())
 
 
 def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -137,6 +162,9 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     }
     if key_heads is not None:
         changes["num_key_value_heads"] = max(1, num_heads * key_heads // heads)
+    if state_heads := getattr(config, "linear_num_key_heads", None):
+        times = max(1, config.linear_num_value_heads // state_heads)
+        changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * times}
     changes["word_embed_proj_dim"] = changes["hidden_size"]
     for name, value in changes.items():
         if getattr(config, name, None) is not None:
@@ -166,12 +194,16 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
 
 
-def draw(parameter: nn.Parameter) -> None:
-    """Random numbers so large that every part of a layer changes the logits."""
-    if parameter.ndim > 1:
-        parameter.normal_(0, parameter.shape[-1] ** -0.5)
-    else:
-        parameter.add_(torch.randn_like(parameter) / 4)
+@torch.no_grad()
+def draw(model: nn.Module) -> None:
+    """Give all parameters random numbers so large that every part of a layer changes the logits."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(DECAY):
+            parameter.normal_(-3, 1)  # as initialised, most states would be gone before the next sample begins
+        elif parameter.ndim > 1:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(torch.randn_like(parameter) / 4)
 
 
 def _end_problem(model: nn.Module) -> str | None:

@@ -21,7 +21,9 @@ N P w (C + 2D). Logits are not saved; while the loss and its gradients are compu
 in bf16, once more, and beside it the gradient of the output layer: V D w from one chunk, from several V D 4 and, at the
 end, V D w too. What the last layer saves at positions that are not supervised is not subtracted. With MLPs that take
 some tokens at a time (--mlp_tile_tokens), what they save and need meanwhile is that of so many tokens. With
-checkpointing a layer saves its input, T w D, and is recomputed in backward. A stage of a pipeline has some of the
+checkpointing a layer saves its input, T w D, and is recomputed in backward. A layer with a state saves T (2 w C +
+(12 + 3 w) V), C the width of what it convolves and V of its values, whose norm and gate are computed in fp32; that is
+with kernels, for sample by sample in torch it is more. A stage of a pipeline has some of the
 layers, and beside them, for each micro-batch that it has begun, T w D of what came in and of what went out.
 
 Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
@@ -95,11 +97,11 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     again = batch.num_recomputed
     layers = (text.num_layers - again) * layer_bytes(text, tokens, w, batch.has_tiled_mlps)
     layers += again * tokens * w * text.hidden
-    pictures = _picture_bytes(tower, batch, again / text.num_layers, w) if shape.is_first else 0
+    images = _image_bytes(tower, batch, again / text.num_layers, w) if shape.is_first else 0
     rotary = 2 * tokens * w * text.query // text.num_heads
     passed_on = tokens * w * text.hidden * ((not shape.is_first) + (not shape.is_last))
     head = head_bytes(text, batch, w) if shape.is_last else 0
-    return (layers + pictures + rotary + passed_on) * (2 if shape.has_critic else 1) + head
+    return (layers + images + rotary + passed_on) * (2 if shape.has_critic else 1) + head
 
 
 def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool = False) -> int:
@@ -114,7 +116,8 @@ def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool
     # Frozen matrices save no input, but what computes them once more does.
     mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
     lora = w * text.lora_rank + (w + 1) * text.lora_dropped + 2 * w * text.lora_scaled
-    return num_tokens * (norms + attention + mlp + lora)
+    states = 2 * w * text.convolved + (12 + 3 * w) * text.gated
+    return num_tokens * (norms + attention + mlp + lora + states)
 
 
 def _mlp_bytes(text: TextShape, weight_bytes: int) -> int:
@@ -142,7 +145,7 @@ def loss_bytes(text: TextShape, num_supervised: int, weight_bytes: int) -> int:
     return 4 * gradients + max(softmax, w * gradients if w < 4 else 0)
 
 
-def _picture_bytes(tower: TowerShape, batch: MicroBatch, recomputed: float, weight_bytes: int) -> int:
+def _image_bytes(tower: TowerShape, batch: MicroBatch, recomputed: float, weight_bytes: int) -> int:
     """Bytes that the projector saves, and the tower where it trains. recomputed: share of its layers."""
     features = batch.num_tiles * (tower.num_patches * tower.connector + tower.hidden) * weight_bytes
     if not tower.trained:
@@ -165,5 +168,5 @@ def _in_the_tower(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> in
     own = pixels + w * positions * (3 * tower.hidden + 3 * tower.intermediate)
     if not tower.trained:
         return own
-    own += _picture_bytes(tower, batch, batch.num_recomputed / shape.text.num_layers, w)
+    own += _image_bytes(tower, batch, batch.num_recomputed / shape.text.num_layers, w)
     return own + (_tower_layer_bytes(tower, positions, w) if batch.num_recomputed else 0)

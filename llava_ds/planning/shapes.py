@@ -16,7 +16,7 @@ from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.tensor_parallel import num_divided
-from llava_ds.model.families.language import is_mixture, is_upcycled, mlp_width
+from llava_ds.model.families.language import has_state, is_mixture, is_upcycled, mlp_width, num_attention_layers
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
@@ -104,7 +104,8 @@ class TextShape:
     lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding;
     norms: of the hidden states in a layer; has_head_norms: whether query and key are normalised, too; fp32_norms:
     whether norms are multiplied by their weights in fp32, as Gemma's are; has_image_blocks: whether the tokens of one
-    image see each other, which attention computes apart.
+    image see each other, which attention computes apart; convolved, gated: of a layer with a state, what its
+    convolution takes, and its values and their gate, on average over all layers.
     """
 
     hidden: int
@@ -127,6 +128,8 @@ class TextShape:
     has_head_norms: bool = False
     fp32_norms: bool = False
     has_image_blocks: bool = False
+    convolved: int = 0
+    gated: int = 0
 
 
 @dataclass(frozen=True)
@@ -324,6 +327,7 @@ def _text_shape(
         expert_rows=_expert_rows(text),
         **_norms(language_model, hidden),
         has_image_blocks=has_image_blocks,
+        **_state_widths(text),
     )
 
 
@@ -338,6 +342,15 @@ def _norms(language_model: nn.Module, hidden: int) -> dict[str, object]:
         "has_head_norms": of_hidden < len(norms),
         "fp32_norms": any(type(norm).__name__.startswith("Gemma") for norm in norms),
     }
+
+
+def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
+    if not has_state(text):
+        return {}
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    share = 1 - num_attention_layers(text) / text.num_hidden_layers
+    return {"convolved": int(share * (2 * keys + values)), "gated": int(share * values)}
 
 
 def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:

@@ -216,9 +216,7 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     )
     outer.tie_weights()
     outer.eval()
-    with torch.no_grad():
-        for parameter in outer.parameters():
-            draw(parameter)
+    draw(outer)
     vision = dataclasses.replace(plan.tower, ready=ready)
     mean, std = (torch.tensor(values) for values in (vision.images.mean, vision.images.std))
     model = assemble(text, vision, ModelArguments(), mean, std).eval()

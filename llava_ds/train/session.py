@@ -33,6 +33,7 @@ from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, wa
 from llava_ds.export.final_export import export_averages, export_model, write_model
 from llava_ds.export.trial import try_export
 from llava_ds.model.attention import attention_report
+from llava_ds.model.delta_net import delta_net_report
 from llava_ds.model.families.language import is_mixture, is_upcycled
 from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel, has_critic
@@ -229,7 +230,9 @@ def _build_engine(
     if point is not None and changes_base(args.model):
         model_plan = replace(model_plan, lora=replace(model_plan.lora, start=read_lora_start(point)))
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
-    print_first(attention_report(text_config, ranks.device, resolved.compute_dtype), plan.model.last_layer_note())
+    computed = text_config, ranks.device, resolved.compute_dtype
+    lines = attention_report(*computed), delta_net_report(*computed), plan.model.last_layer_note()
+    print_first(*filter(None, lines))
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
     model.share_tokens(mesh.sp_group)

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 import toys
 from fake_gpu import gpu
-from fake_models import arguments, built, on_gpu, sample
+from fake_models import arguments, built, delta_net_kernels, on_gpu, sample
 from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig
 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.model.families.ready import register_text_models
 from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
@@ -59,6 +60,11 @@ MIXTURES = {
         "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
     },
 }  # fmt: skip
+QWEN35_2B = {
+    "model_type": "qwen3_5_text", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_value_heads": 16,
+    "vocab_size": 248320, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @pytest.mark.full
@@ -69,6 +75,16 @@ def test_the_peak_of_a_mixture_is_not_above_the_estimate(name, trained, recomput
     """Of activations alone, for weights are most of it; four layers of each."""
     found, weights, expected = peak_of(AutoConfig.for_model(**MIXTURES[name]), trained, recomputes)
     assert 0.7 * expected < found - weights < 1.03 * expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_peak_of_layers_with_a_state(monkeypatch, recomputes):
+    """Of eight layers as Qwen3.5-2B has them, with kernels."""
+    register_text_models()
+    delta_net_kernels(monkeypatch)
+    found, weights, expected = peak_of(AutoConfig.for_model(**QWEN35_2B), "both", recomputes, short=False)
+    assert found == pytest.approx(weights + expected, rel=0.1)
 
 
 @pytest.mark.parametrize(("name", "trained", "recomputes"), CASES)
@@ -104,24 +120,28 @@ def fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
 
-def peak_of(text, trained: str, recomputes: bool, mlp_tokens: int | None = None) -> tuple[int, int, int]:
+def peak_of(
+    text, trained: str, recomputes: bool, mlp_tokens: int | None = None, short: bool = True
+) -> tuple[int, int, int]:
     """Bytes alive at the peak of a micro-batch, those of the weights, and what the estimate says beside them."""
     args = arguments(mm_vision_select_layer=-2, **PARTS[trained])
     tower = plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "here", args.model)
     options = toys.image_options(size=336, patch_size=14)
     length = TOKENS // IMAGES - 576 - 1
     samples = [sample(options, length, [("image", ((336, 336),))]) for _ in range(IMAGES)]
-    return counted(text, tower, args, samples, options, recomputes, trained == "critic", mlp_tokens)
+    return counted(text, tower, args, samples, options, recomputes, trained == "critic", mlp_tokens, short)
 
 
-def counted(text, tower, args, samples, options, recomputes, has_critic=False, mlp_tokens=None) -> tuple[int, int, int]:
+def counted(
+    text, tower, args, samples, options, recomputes, has_critic=False, mlp_tokens=None, short=True
+) -> tuple[int, int, int]:
     """Run forward and backward of one micro-batch of all samples; returns as peak_of.
 
     Gradients, which are model states, are let go as they come.
     """
     with gpu(tracks=True) as rules:
         with rules.building():
-            model = built(text, tower, args, short=True)
+            model = built(text, tower, args, short=short)
             if has_critic:
                 args = args.replaced(objective="ppo")
                 model.critic = built(text, tower, args, short=True, value_head=True)
@@ -167,7 +187,8 @@ def test_the_peak_of_a_ready_model_is_as_estimated(family, trained, recomputes, 
     plan = plan_model(args.model, 8192)
     options = plan.tower.image_options(args)
     samples = [sample(options, 40, [("image", ((64, 64),))]) for _ in range(60)]
-    found, weights, expected = counted(plan.text_config, plan.tower, args, samples, options, recomputes)
+    short = plan.whole_last_layer is None
+    found, weights, expected = counted(plan.text_config, plan.tower, args, samples, options, recomputes, short=short)
     # The last layer saves less where nothing is supervised, and is one of twelve here.
     assert 0.9 * expected < found - weights < 1.08 * expected
 

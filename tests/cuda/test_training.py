@@ -8,7 +8,18 @@ import ready_models
 import torch
 import toys
 from fake_gpu import HostWait, gpu
-from fake_models import arguments, backward, built, flash_attn_2, flash_attn_3, liger, on_gpu, sample, tower_plan
+from fake_models import (
+    arguments,
+    backward,
+    built,
+    delta_net_kernels,
+    flash_attn_2,
+    flash_attn_3,
+    liger,
+    on_gpu,
+    sample,
+    tower_plan,
+)
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
@@ -249,6 +260,13 @@ def test_images_that_see_each_other_with_flash_attn(monkeypatch, tmp_path, packa
     monkeypatch.setitem(sys.modules, module.__name__, module)
     ready_model_trained_once("gemma3", tmp_path, capability=capability, checkpointed=checkpointed)
     assert module.calls == 2 * 2 * (1 + checkpointed)  # of each layer once for all tokens, once for images
+
+
+@pytest.mark.parametrize("checkpointed", [True, *rest(False)])
+def test_states_of_a_pack_with_kernels(monkeypatch, tmp_path, checkpointed):
+    calls = delta_net_kernels(monkeypatch)
+    ready_model_trained_once("qwen3_5", tmp_path, checkpointed=checkpointed)
+    assert calls == dict.fromkeys(calls, 2 * (1 + checkpointed))  # of each of two layers
 
 
 def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0), checkpointed=False):

@@ -1,6 +1,7 @@
 """Models, micro-batches and an engine on a fake GPU (fake_gpu.py), made by the project's own code."""
 
 import functools
+import inspect
 import sys
 import types
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 import toys
 from fake_gpu import CUDA, stand_in
 from transformers import CLIPVisionConfig, PreTrainedConfig, Siglip2VisionConfig, SiglipVisionConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -18,6 +20,7 @@ from llava_ds.data.loader import MicroBatch, micro_batches
 from llava_ds.engine.construct import construction
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.model import delta_net
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import add_lora, linear_names, lora_layout
 from llava_ds.model.quantize import BLOCK, quantize_layers
@@ -223,6 +226,43 @@ def _counting(module: types.ModuleType, function) -> types.ModuleType:
 
     module.calls, module.flash_attn_varlen_func = 0, counted
     return module
+
+
+class _DeltaRule(torch.autograd.Function):
+    """flash-linear-attention's chunks: what they save beside their arguments, and what they return."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, g, beta):
+        inverses = key.new_empty(*value.shape[:3], 64)  # a triangular matrix of each chunk of 64 tokens
+        ctx.save_for_backward(query, key, value, torch.empty_like(g), beta, inverses)
+        return torch.empty_like(value)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:5])
+
+
+def delta_net_kernels(patch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Let flash-linear-attention and causal-conv1d seem installed. Returns how often each is called."""
+    calls = {"rule": 0, "convolution": 0}
+
+    def rule(query, key, value, g, beta, cu_seqlens, cu_seqlens_cpu, **_):
+        calls["rule"] += 1
+        assert query.dtype == key.dtype == value.dtype == torch.bfloat16 and g.dtype == torch.float32
+        assert cu_seqlens.is_cuda and cu_seqlens.dtype == torch.int32 and cu_seqlens_cpu.device.type == "cpu"
+        return _DeltaRule.apply(query, key, value, g, beta), None
+
+    def convolution(hidden_states, weight, bias, activation, seq_idx, **_):
+        calls["convolution"] += 1
+        assert hidden_states.stride(1) == 1 and bias is None and activation == "silu"  # it takes seq_idx in this layout
+        assert seq_idx.is_cuda and seq_idx.dtype == torch.int32 and seq_idx.shape == (1, hidden_states.shape[2])
+        return _Fused.apply(hidden_states, weight)
+
+    for name, kernel in (("torch_chunk_gated_delta_rule", rule), ("causal_conv1d_fn", convolution)):
+        kernel.__wrapped__ = inspect.unwrap(getattr(modeling_qwen3_5, name))  # on the CPU, trials need it
+        patch.setattr(modeling_qwen3_5, name, delta_net.by_device(kernel))
+    patch.setattr(delta_net, "missing_kernels", lambda: None)
+    return calls
 
 
 class _Fused(torch.autograd.Function):

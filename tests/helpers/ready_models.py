@@ -35,6 +35,11 @@ VISION = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": SIDE,
     "patch_size": PATCH, "initializer_range": 0.2,
 }  # fmt: skip
+# With heads of 8, whose vectors are normalised, a plain loop that adds a step's samples in reverse differs by 1e-4.
+DELTA_NET = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 
 # The templates that Hugging Face's and OpenGVLab's folders have.
 SMOLVLM_TEMPLATE = (
@@ -59,6 +64,15 @@ QWEN_TEMPLATE = (
 QWEN3_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}" + QWEN_PARTS + "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Qwen3.5's writes an empty thought before the last answer, where a record has none.
+QWEN35_TEMPLATE = (
+    "{% set turns = namespace(last=0) %}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{% set turns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' and loop.index0 > turns.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    + QWEN_PARTS
+    + "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
 )
 INTERNVL_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
@@ -109,12 +123,12 @@ GEMMA_MARKED = GEMMA_TEMPLATE.replace(
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
     "gemma3": GEMMA_TEMPLATE, "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
-    "qwen3_vl_moe": QWEN3_TEMPLATE,
+    "qwen3_vl_moe": QWEN3_TEMPLATE, "qwen3_5": QWEN35_TEMPLATE,
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
     "gemma3": GEMMA_MARKED,
-    **{name: TEMPLATES[name].replace(*QWEN_MARKS) for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")},
+    **{name: text.replace(*QWEN_MARKS) for name, text in TEMPLATES.items() if name.startswith("qwen")},
 }  # fmt: skip
 
 SMOLVLM_TOKENS = [
@@ -130,14 +144,16 @@ GEMMA_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
     "<image_soft_token>",
 ]  # fmt: skip
-FAMILIES = ("idefics3", "smolvlm", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = (
+    "idefics3", "smolvlm", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+)  # fmt: skip
 GEMMA_IDS = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
 SAID_FEATURES = {"internvl": "image_seq_length", "gemma3": "image_seq_length"}  # in processor_config.json
 SEEDS = {"gemma3": 5}  # random weights whose answers are not empty
 ENDS = {"gemma3": "<end_of_turn>"}  # of answers, where texts have another end
 QWEN_PROCESSORS = {
     "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
-    "qwen3_vl_moe": Qwen3VLProcessor,
+    "qwen3_vl_moe": Qwen3VLProcessor, "qwen3_5": Qwen3VLProcessor,
 }  # fmt: skip
 
 
@@ -319,6 +335,10 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
         vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 1], "depth": 3}
         text |= {"head_dim": 16, "num_hidden_layers": 3}
         rope["mrope_interleaved"] = True
+    if family == "qwen3_5":
+        vision |= {"num_position_embeddings": 36}
+        text |= {"head_dim": 16, "num_hidden_layers": 3, **DELTA_NET}
+        rope |= {"mrope_interleaved": True, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     tied = text.pop("tie_word_embeddings", False)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from ready_models import FAMILIES, turn_experts, write_ready
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments, trained_parts
@@ -64,6 +64,18 @@ def test_experts_are_read_in_either_order_of_their_axes(tmp_path):
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path).model.language_model.state_dict()
     for tensors in found:
         assert all(torch.equal(tensors[f"model.{name}"], tensor) for name, tensor in theirs.items())
+
+
+def test_heads_for_several_tokens_are_left_out(tmp_path):
+    """Which published folders of Qwen3.5 have, and transformers' class has not."""
+    given = write_ready(tmp_path, "qwen3_5")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["mtp.fc.weight"] = torch.zeros(32, 64)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    read = read_folder(str(tmp_path))
+    known = names_in_folder(ReadyNames(read.ready, read.text_config), tensors)
+    assert set(tensors) - set(known.values()) == {"mtp.fc.weight"}
+    plan_model(ModelArguments(**given, version="processor"), 512)
 
 
 def test_the_folder_gives_the_template(folder):

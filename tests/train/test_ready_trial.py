@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data import collate
-from llava_ds.model import attention
+from llava_ds.model import attention, delta_net
 from llava_ds.model.families import ready_family
 from llava_ds.model.plan import plan_model
 from llava_ds.train import ready_trial
@@ -117,6 +117,15 @@ def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
 
     monkeypatch.setattr(attention, "tower_attention", leaking)
     with pytest.raises(ConfigError, match="logits of a pack differ"):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+
+
+@pytest.mark.parametrize("planned", ["qwen3_5"], indirect=True)
+def test_states_that_reach_the_next_sample_are_refused(planned, monkeypatch, tmp_path):
+    """As of a trainer that tells attention alone where samples begin."""
+    plan, images, folder = planned
+    monkeypatch.setattr(delta_net, "one_by_one", lambda forward, hidden_states, lengths: forward(hidden_states))
+    with pytest.raises(ConfigError, match=r"be trained here: logits of a pack differ from one by one by [01]\.\d"):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 

@@ -72,6 +72,8 @@ EXPERTS = {
 # attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
+STATEFUL = "linear_attention"  # in layer_types: a layer that carries a state from token to token
+
 # Kinds of rotary angles that follow the longest sample of a forward, and with it the angles of all others in a pack.
 FOLLOWING_ROPE = ("longrope", "dynamic")
 
@@ -93,6 +95,16 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 def is_upcycled(config: PreTrainedConfig) -> bool:
     """True for a dense family some of whose MLPs are mixtures of experts (model/upcycling.py)."""
     return isinstance(getattr(config, UPCYCLED, None), dict)
+
+
+def has_state(config: PreTrainedConfig) -> bool:
+    """True if some layers carry a state from token to token, which attention's boundaries don't stop."""
+    return STATEFUL in (getattr(config, "layer_types", None) or ())
+
+
+def num_attention_layers(config: PreTrainedConfig) -> int:
+    """Layers in which tokens see others: all but those with a state."""
+    return config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count(STATEFUL)
 
 
 def read_text_config(path: str | Path) -> PreTrainedConfig:

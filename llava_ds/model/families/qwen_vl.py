@@ -1,6 +1,6 @@
 # N cells of all images, of M x M patches each, T frames of a patch, C width of the tower, D of the language model,
 # K features of a cell: the first for its place in the sequence, the others for layers behind it
-"""What Qwen2-VL, Qwen2.5-VL and Qwen3-VL share: images at their own size through a tower that sees whole images.
+"""What Qwen-VL and Qwen3.5 share: images at their own size through a tower that sees whole images.
 
 A tile is a cell of M x M patches, which the connector (Qwen's merger) makes one feature of. transformers' tower has the
 connector in it; here a module that lays a cell's patches side by side is in its place.

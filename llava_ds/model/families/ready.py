@@ -7,12 +7,12 @@ docs/ready_models.md.
 
 from transformers import AutoModelForCausalLM
 
-from llava_ds.model.families import gemma3, idefics3, internvl, qwen2_5_vl, qwen2_vl, qwen3_vl
+from llava_ds.model.families import gemma3, idefics3, internvl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from llava_ds.model.families.ready_family import ReadyFamily
 
 FAMILIES = (
     idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY, qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY,
-    qwen3_vl.MIXTURE,
+    qwen3_vl.MIXTURE, qwen3_5.FAMILY,
 )  # fmt: skip
 READY: dict[str, ReadyFamily] = {kind: family for family in FAMILIES for kind in family.model_types}
 
@@ -21,13 +21,14 @@ NOT_YET = {
     **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),
     **dict.fromkeys(("gemma3n", "gemma4"), "its layers may share keys and take embeddings of their own"),
     "paligemma": "its prompts see all of themselves",
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "its language model has a state across tokens"),
+    "qwen3_5_moe": "its experts are not tried beside layers with a state across tokens",
     "mllama": "its images are not in the sequence",
 }
 
 
 def register_text_models() -> None:
-    """Let transformers build the language models of ready models alone where it has no class for them."""
+    """Let transformers build the language models of ready models alone where it has no class for them, or none that
+    keeps samples apart."""
     for family in FAMILIES:
         for model in family.text_models:
             AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)

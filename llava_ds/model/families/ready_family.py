@@ -65,8 +65,9 @@ class ReadyFamily:
     cells of their images, and (B, T) bool, True at features, to the arguments of transformers' forward; resample:
     Pillow's number of the filter, where its files don't say it.
 
-    build_tower: from the vision model's configuration; text_models: classes of language models that transformers has
-    no causal language model for; has_image_blocks: True if tokens of one image see each other (ImageBlocks);
+    build_tower: from the vision model's configuration; text_models: classes of language models for which transformers
+    has no causal language model, or none that keeps samples apart; has_image_blocks: True if tokens of one image see
+    each other (ImageBlocks);
     prompt_mask: the attention_mask of transformers' language model for prompts; is_flat: True if config.json may hold
     the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do.
     """

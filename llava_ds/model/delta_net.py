@@ -1,0 +1,163 @@
+# T tokens of all samples laid end to end, D width of the language model
+"""Layers with a state across tokens (Gated DeltaNet) over samples laid end to end: no state reaches the next sample.
+
+A short convolution and the delta rule carry a state from token to token. Kernels for CUDA take the boundaries of
+samples; where they are missing, such a layer computes sample by sample, and all others compute the pack at once.
+"""
+
+import functools
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType, ModuleType
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from llava_ds.constants import ConfigError, in_short
+from llava_ds.model.attention import HALF
+from llava_ds.model.families.language import has_state
+from llava_ds.model.probe import difference_of_a_pack
+
+# Module and function of each package, which transformers looks for when it is imported.
+KERNELS = {
+    "flash-linear-attention": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "causal-conv1d": ("causal_conv1d", "causal_conv1d_fn"),
+}
+FUNCTIONS = (
+    "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update",
+)  # fmt: skip
+
+TOLERANCE = 5e-2  # of the largest logit, in half precision; where states mix, they differ by far more
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Where samples of a pack lie. lengths: of each, on the host, which never waits for it; cu_seqlens (samples + 1,)
+    int32, where they start, and T, cu_seqlens_cpu the same on the host; seq_idx (1, T) int32, each token's sample."""
+
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    cu_seqlens_cpu: torch.Tensor
+    seq_idx: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], cu_seqlens: torch.Tensor) -> "Samples":
+        """From what a Batch has."""
+        places = torch.arange(sum(lengths), dtype=torch.int32, device=cu_seqlens.device)
+        seq_idx = torch.searchsorted(cu_seqlens[1:], places, right=True, out_int32=True)[None]  # (1, T)
+        starts = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+        return cls(lengths, cu_seqlens, starts, seq_idx)
+
+
+def keep_samples_apart(trunk: nn.Module) -> None:
+    """Let the layers of a language model that have a state take `samples`, and leave it out of the others."""
+    for layer in trunk.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.forward = MethodType(_forward, layer.linear_attn)
+
+
+@torch.compiler.disable  # every number of samples and every length would be compiled again
+def _forward(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    *,
+    samples: Samples | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    **options: object,
+) -> torch.Tensor:
+    """(1, T, D) to (1, T, D); without samples (B, L, D) as transformers computes them."""
+    forward = functools.partial(type(self).forward, self)
+    if samples is None:
+        assert cu_seqlens is None, "a pack of samples without their lengths: their states would mix"
+        return forward(hidden_states, **options)
+    if kernel_problem(hidden_states.device, _precision(hidden_states)) is None:
+        return forward(
+            hidden_states,
+            cu_seq_lens_q=samples.cu_seqlens,
+            cu_seqlens_cpu=samples.cu_seqlens_cpu,  # or flash-linear-attention waits for the device
+            seq_idx=samples.seq_idx,  # obligatory: without it the convolution reaches across samples
+        )
+    return one_by_one(forward, hidden_states, samples.lengths)
+
+
+def one_by_one(
+    forward: Callable[[torch.Tensor], torch.Tensor], hidden_states: torch.Tensor, lengths: tuple[int, ...]
+) -> torch.Tensor:
+    """A forward of (1, T, D), sample by sample."""
+    return torch.cat([forward(sample) for sample in hidden_states.split(lengths, 1)], 1)
+
+
+def _precision(tensor: torch.Tensor) -> torch.dtype:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why a layer with a state computes sample by sample there; None where kernels take the boundaries."""
+    if device.type != "cuda":
+        return f"kernels need a CUDA device, this is {device.type}"
+    if dtype not in HALF:
+        return f"kernels compute in half precision only, not in {str(dtype).removeprefix('torch.')}"
+    return missing_kernels()
+
+
+@functools.cache
+def missing_kernels() -> str | None:
+    """Packages that transformers can't import, with the reason; None if it has all of KERNELS."""
+    problems = []
+    for package, (module, function) in KERNELS.items():
+        try:
+            getattr(importlib.import_module(module), function)
+        except Exception as error:  # transformers computes without the package after any
+            absent = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+            why = "not installed" if absent else f"can't be imported: {in_short(f'{type(error).__name__}: {error}')}"
+            problems.append(f"{package} {why}")
+    return "; ".join(problems) or None
+
+
+def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """A line about how a language model's layers with a state compute a pack; None for models without.
+
+    Where kernels do, a small random copy is computed on the device, packed and one by one. Raises ConfigError if they
+    mix samples there.
+    """
+    if not has_state(config):
+        return None
+    if (problem := kernel_problem(device, dtype)) is not None:
+        return f"Gated DeltaNet: sample by sample, all else packed ({problem})"
+    if not (difference := difference_of_a_pack(config, device, dtype)) <= TOLERANCE:
+        raise ConfigError(
+            f"{' and '.join(KERNELS)} do not keep the samples of a pack apart on this device: on a small copy of "
+            f"{config.model_type}, a pack differs from one by one by {difference:.1e} of the largest logit: install "
+            "other versions, or none, and Gated DeltaNet is computed sample by sample"
+        )
+    return f"Gated DeltaNet: the pack at once, by {' and '.join(KERNELS)}"
+
+
+@functools.cache
+def let_the_cpu_compute(modeling: ModuleType) -> None:
+    """Let the functions of a file of transformers' compute in torch what kernels for CUDA don't take.
+
+    transformers 5.23 chooses by what is installed alone: with the packages, models on a CPU, as those of trials are, or
+    in float32 would fail.
+    """
+    for name in FUNCTIONS:
+        setattr(modeling, name, by_device(getattr(modeling, name)))
+
+
+def by_device(function: Callable) -> Callable:
+    """One of FUNCTIONS, or what is in torch in its place where the device or the precision is not a kernel's."""
+    in_torch = inspect.unwrap(function)  # which would ignore boundaries silently
+
+    @functools.wraps(function)
+    def chosen(first: torch.Tensor, *args: object, **options: object):
+        has_boundaries = options.get("cu_seqlens") is not None or options.get("seq_idx") is not None
+        takes_kernel = first.is_cuda and first.dtype in HALF
+        return (function if takes_kernel or has_boundaries else in_torch)(first, *args, **options)
+
+    return chosen
