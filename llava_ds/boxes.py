@@ -46,12 +46,17 @@ LLAVA_BOXES = BoxFormat("norm1")
 THOUSANDTHS = BoxFormat("norm1000")
 
 
+def units_of(bbox_type: BboxType, size: tuple[int, int]) -> tuple[int, int]:
+    """Units along the width and the height of an image with this size in pixels."""
+    return {"real": size, "norm1": (1, 1), "norm1000": (1000, 1000)}[bbox_type]
+
+
 @dataclass(frozen=True)
 class CoordinateFrame:
-    """The rectangle in which coordinates on an image count, width and height or x and y in every pair.
+    """The rectangle that coordinates count from and to. Pairs are of width and height, or of x and y.
 
-    corner: its left top corner in pixels of the image; size: in pixels; units: along its sides; decimals: of
-    BoxFormat.
+    corner: its left top corner in pixels of the image; size: in pixels of the image; units: along its sides; decimals:
+    of a number, None for whole numbers.
     """
 
     corner: tuple[float, float]

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame
+from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, units_of
 from llava_ds.config.arguments import DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
 from llava_ds.tilings import CellTiling, Tiling
@@ -233,21 +233,18 @@ def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> Coord
 
     Raises DataError where the image is cropped, so that boxes may lie where the model sees nothing.
     """
-    corner, frame = (0, 0), size
-    if not isinstance(options, ReadyImageOptions):
-        if options.aspect_ratio == "pad" or (options.is_anyres and num_media > 1):
-            side, left, top = square_padding(*size)
-            corner, frame = (-left, -top), (side, side)
-        elif not options.is_anyres and not options.stretch and size[0] != size[1]:
-            raise DataError(
-                f"has a box on an image of {size[0]} x {size[1]} pixels, which --image_aspect_ratio "
-                f"{options.aspect_ratio} crops to its centre: give --image_aspect_ratio pad"
-            )
-    form = options.boxes
-    units = {"real": size, "norm1": (1, 1), "norm1000": (1000, 1000)}[form.bbox_type]
-    if form.bbox_type == "real" and options.tiling is not None:
-        units = options.tiling.cut(size).steps[-1]
-    return CoordinateFrame(corner, frame, units, form.decimals)
+    corner, whole, resized = (0, 0), size, size
+    if options.tiling is not None:
+        resized = options.tiling.cut(size).steps[-1]
+    elif options.aspect_ratio == "pad" or (options.is_anyres and num_media > 1):
+        side, left, top = square_padding(*size)
+        corner, whole = (-left, -top), (side, side)
+    elif not options.is_anyres and not options.stretch and size[0] != size[1]:
+        raise DataError(
+            f"has a box on an image of {size[0]} x {size[1]} pixels, which --image_aspect_ratio "
+            f"{options.aspect_ratio} crops to its centre: give --image_aspect_ratio pad"
+        )
+    return CoordinateFrame(corner, whole, units_of(options.boxes.bbox_type, resized), options.boxes.decimals)
 
 
 def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:

@@ -108,8 +108,8 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; index:
     their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person;
-    are_pairs: True for preferences; reference (records, 2) float64: log-probabilities of their answers under the
-    reference model, NaN where there is none, which the run sets.
+    are_pairs: True for preferences; has_boxes: True if boxes or points are on its images; reference (records, 2)
+    float64: log-probabilities of their answers under the reference model, NaN where there is none, which the run sets.
     """
 
     def __init__(

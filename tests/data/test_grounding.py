@@ -1,6 +1,7 @@
 """Boxes and points of records: in the model's coordinates, on the right image, or refused with the reason."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import toys
+from launching import ROOT
 from PIL import Image, ImageDraw
 from ready_models import FAMILIES, image_processor_of, write_ready
 
@@ -201,17 +203,17 @@ def test_the_option_and_the_record_say_the_coordinates(tmp_path, tokenizer):
     options = toys.image_options(aspect_ratio="pad")
     same = {"real": [10, 35, 30, 70], "norm1": [0.25, 0.5, 0.75, 1], "norm1000": [250, 500, 750, 1000]}
     answer = "At <bbox>."
-    prints = {}
+    prints = set()
     for kind, box in same.items():
         path = write(tmp_path / kind, [record(answer=answer, ref=["cat"], bbox=[box])])
         [(_, supervised)] = texts(opened(path, tokenizer, options, bbox_type=kind), tokenizer)
         assert "At [0.36, 0.5, 0.64, 1.0]." in supervised
-        path = write(tmp_path / f"{kind}2", [record(answer=answer, ref=["cat"], bbox=[box], bbox_type=kind)])
-        for other in same:
-            again = opened(path, tokenizer, options, bbox_type=other)
-            assert texts(again, tokenizer)[0][1] == supervised
-            prints[kind, other] = again.fingerprint
-    assert len({prints["norm1", other] for other in same}) == 3
+    path = write(tmp_path / "said", [record(answer=answer, ref=["cat"], bbox=[same["norm1"]], bbox_type="norm1")])
+    for other in same:
+        dataset = opened(path, tokenizer, options, bbox_type=other)
+        assert texts(dataset, tokenizer)[0][1] == supervised
+        prints.add(dataset.fingerprint)
+    assert len(prints) == 3
 
 
 def test_a_mixtures_entries_have_coordinates_of_their_own(tmp_path, tokenizer):
@@ -235,6 +237,30 @@ def test_parquet_has_objects_too(tmp_path, tokenizer):
     pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
     dataset = opened(str(tmp_path / "data.parquet"), tokenizer, toys.image_options(aspect_ratio="pad"))
     assert "It is at [0.36, 0.5, 0.64, 1.0], its middle [0.5, 0.5]." in texts(dataset, tokenizer)[0][1]
+
+
+def test_the_pages_program_turns_llavas_data_into_objects(tmp_path, tokenizer, monkeypatch):
+    """A LLaVA that pads is told the same afterwards, but for rounding at the image's edges."""
+    [program] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "grounding.md").read_text(), re.S | re.M)
+    boxes = ["[0.21, 0.0, 0.5, 0.5]", "[0.3, 0.25, 0.79, 1.0]"]
+    talk = [f"<image>\nWhat is in {boxes[0]}?", "A cat.", "And what else?", f"A dog: {boxes[1]}, not [1, 2, 3, 4]."]
+    turns = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(talk)]
+    before = {"image": "0.png", "conversations": turns}
+    write(tmp_path / "images", [])
+    (tmp_path / "llava.json").write_text(json.dumps([before]))
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    [after] = json.loads(Path("boxes.json").read_text())
+    assert after["objects"]["bbox"] == [
+        pytest.approx([0, 0, 20, 35], abs=0.5),
+        pytest.approx([6, 17.5, 40, 70], abs=0.5),
+    ]
+    options = toys.image_options(aspect_ratio="pad")
+    found = [
+        texts(opened(write(tmp_path / "images" / name, [each]), tokenizer, options), tokenizer)
+        for name, each in (("before", before), ("after", after))
+    ]
+    assert found[0] == found[1] and boxes[1] in found[1][0][1]
 
 
 def test_without_marks_the_field_may_be_anything(tmp_path, tokenizer):
@@ -269,6 +295,7 @@ BAD = [
     ({"bbox": [[1, 2, 30, 9], [5, 72]]}, "[5, 72] (real)"),
     ({"bbox": [[30, 2, 1, 9], [5, 5]]}, "expected left, top, right, bottom, with left < right and top < bottom"),
     ({"bbox": [[1, 9, 30, 2], [5, 5]]}, "with left < right and top < bottom"),
+    ({"bbox": [[-0.8, 2, -0.1, 9], [5, 5]]}, "with left < right and top < bottom"),
     ({"bbox": [[1, 2, 1, 9], [5, 5]]}, "with left < right and top < bottom"),
     ({"bbox": [[0.1, 0.2, 0.5, 0.6], [5, 5]]}, "less than a pixel of it: fractions are norm1 (--bbox_type)"),
     ({"bbox": GOOD, "bbox_type": "norm1"}, "is --bbox_type right"),
