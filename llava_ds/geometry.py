@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, units_of
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
 from llava_ds.tilings import CellTiling, FlexTiling, Tiling
@@ -99,6 +100,11 @@ class ImageOptions:
         return self.size if self.short_side is None else self.short_side
 
     @property
+    def boxes(self) -> BoxFormat:
+        """How boxes and points are written."""
+        return LLAVA_BOXES
+
+    @property
     def side(self) -> int:
         """Features in a row, and in a column, of a tile."""
         return self.size // self.patch_size
@@ -144,11 +150,13 @@ class ImageOptions:
 class ReadyImageOptions(ImageOptions):
     """The same of a ready model, whose own image processor decides. size: side of a tile; patch_size: side of what one
     feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter;
-    has_image_blocks: the tokens of an image see each other."""
+    has_image_blocks: the tokens of an image see each other; boxes: how boxes and points are written, which data without
+    any don't depend on."""
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
     has_image_blocks: bool = False
+    boxes: BoxFormat = dataclasses.field(default=THOUSANDTHS, repr=False)
 
 
 @dataclass(frozen=True)
@@ -283,6 +291,25 @@ def square_padding(width: int, height: int) -> tuple[int, int, int]:
     """
     side = max(width, height)
     return side, (side - width) // 2, (side - height) // 2
+
+
+def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> CoordinateFrame:
+    """The frame of coordinates on an image of a sample with num_media images and videos: the image, or LLaVA's square.
+
+    Raises DataError where the image is cropped, so that boxes may lie where the model sees nothing.
+    """
+    corner, whole, resized = (0, 0), size, size
+    if options.tiling is not None:
+        resized = options.tiling.cut(size).steps[-1]
+    elif options.aspect_ratio == "pad" or (options.is_anyres and num_media > 1):
+        side, left, top = square_padding(*size)
+        corner, whole = (-left, -top), (side, side)
+    elif not (options.is_anyres or options.stretch or size[0] == size[1] and options.scaled_side == options.size):
+        raise DataError(
+            f"has a box on an image of {size[0]} x {size[1]} pixels, which --image_aspect_ratio "
+            f"{options.aspect_ratio} crops to its centre: give --image_aspect_ratio pad"
+        )
+    return CoordinateFrame(corner, whole, units_of(options.boxes.bbox_type, resized), options.boxes.decimals)
 
 
 def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:

@@ -36,7 +36,7 @@ from llava_ds.evaluation.answers_identity import identity_of, model_digest
 from llava_ds.evaluation.asking import Answering, ask, ask_each, open_batches, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.llava_questions import TURNS
-from llava_ds.evaluation.question import Question, digest, with_blank_image, without_image
+from llava_ds.evaluation.question import Question, digest, with_blank_image, with_resized_sizes, without_image
 from llava_ds.evaluation.score_table import as_json, interval_lines, legend, table
 from llava_ds.evaluation.scores import Scored, metric_of
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
@@ -76,6 +76,8 @@ def main() -> None:
         inputs = [path for path in (given.data_path, given.annotations) if path is not None]
         store, attempt = open_store(args.output, identity, inputs, ranks)
     asked = open_model(args, options, ranks)
+    if isinstance(asked, LoadedModel):
+        questions = with_resized_sizes(questions, asked.image_options)
     columns = {MAIN_COLUMN: questions}
     if args.compare_blank_image:
         columns[BLANK_IMAGE] = [with_blank_image(question) for question in questions]

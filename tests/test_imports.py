@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # From left to right; what stands on one level does not import each other.
 LEVELS = [
     {"constants"},
-    {"files"},
+    {"boxes", "files"},
     {"config"},
     {"runtime"},
     {"tilings"},

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from llava_ds.boxes import BboxType
 from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartBelowOne, Positive, Workers
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
@@ -132,6 +133,12 @@ class DataArguments:
         "Treatment of a record with images and no <image> mark in its text. prepend: insert the images before its "
         "first question; refuse: count it as a bad sample; text: train on its text alone, as LLaVA does. text also "
         "accepts a record with marks and no image, which is a bad sample for the other two.",
+    )
+    bbox_type: BboxType = _data(
+        "real",
+        "Coordinates of boxes and points under objects of a record (docs/grounding.md) that don't say it themselves: "
+        "real, in pixels of the image; norm1, from 0 to 1 of its width and height; norm1000, from 0 to 1000. They are "
+        "rescaled to what the model's family expects.",
     )
     on_bad_sample: Literal["skip", "stop"] = _data_free(
         "skip", "Treatment of records and images that can't be used: skip them, or end the run at the first."

@@ -24,6 +24,7 @@ from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
+    box_parts,
     digest_of,
     file_digest,
     file_stamp,
@@ -57,8 +58,8 @@ from llava_ds.files.places import real_path
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 4  # raise it when the same records would give other rows
-ROWS_FORMAT = "shards 2"  # of the files; another one is another cache, and no other data
-PAIR_ROWS_FORMAT = "pairs 2"  # the same of preferences
+ROWS_FORMAT = "shards 3"  # of the files; another one is another cache, and no other data
+PAIR_ROWS_FORMAT = "pairs 3"  # the same of preferences
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
@@ -107,8 +108,8 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; index:
     their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person;
-    are_pairs: True for preferences; reference (records, 2) float64: log-probabilities of their answers under the
-    reference model, NaN where there is none, which the run sets.
+    are_pairs: True for preferences; has_boxes: True if boxes or points are on its images; reference (records, 2)
+    float64: log-probabilities of their answers under the reference model, NaN where there is none, which the run sets.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         self.image_options = image_options
         self.fingerprint = fingerprint
         self.are_pairs = "chosen_length" in self.table.column_names
+        self.has_boxes = index.has_boxes
         self.reference: np.ndarray | None = None
 
     @property
@@ -297,6 +299,7 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
             lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
+            lines += [self.image_options.boxes.describe()] * self.has_boxes
         if self.num_rejected:
             rows = list(self.rejections())
             lines += [
@@ -345,6 +348,7 @@ def data_spec(
         video_folder=data.video_folder,
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
+        bbox_type=data.bbox_type,
         are_preferences=args.training.objective in PAIR_OBJECTIVES,
     )
     return DataSpec.of(
@@ -424,6 +428,7 @@ class DataSpec:
             repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image))
             for source in sources
         ]
+        common += [f"{i} {source.bbox_type}" for i, source in enumerate(sources) if source.bbox_type != "real"]
         # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
         paths = [path for s in sources for path in (s.image_root, s.video_root, s.path) if path is not None]
         roots = [real_path(path) for path in paths]
@@ -432,7 +437,8 @@ class DataSpec:
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
-        folder = cache_dir / "encoded" / digest_of([form, *common, options_part(image_options), *stamps, *roots])
+        images = [options_part(image_options), *box_parts(image_options)]
+        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots])
         return cls(checker, options, folder, common, contents)
 
     @property
@@ -488,7 +494,8 @@ class DataSpec:
             index = index_of(rows.table, rows.folder)
             _refuse_if_bad(rows.table, index.rejected, self.options, rows.folder)
         used = options_that_matter(self.image_options, index.has_videos)
-        parts = [*self.common, options_part(used), *self.contents, *index.outcome, index.contents]
+        boxes = box_parts(used) if index.has_boxes else []
+        parts = [*self.common, options_part(used), *boxes, *self.contents, *index.outcome, index.contents]
         return EncodedDataset(rows, index, self.names, self.descriptions, self.image_options, digest_of(parts))
 
 

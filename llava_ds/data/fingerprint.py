@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
+from llava_ds.boxes import LLAVA_BOXES
 from llava_ds.constants import DataError
 from llava_ds.data.file_slices import read_errors, write_errors
 from llava_ds.data.sources.source import Source
@@ -52,6 +53,16 @@ def has_videos(media: pa.ChunkedArray) -> bool:
     # A path may hold these words too, but not these quotes: JSON escapes them.
     found = [pa.compute.any(pa.compute.match_substring(media, f'["{kind}", [')) for kind in ("frames", "video")]
     return any(each.as_py() for each in found)
+
+
+def has_boxes(media: pa.ChunkedArray) -> bool:
+    """True if a table's column of media has boxes or points."""
+    return bool(pa.compute.any(pa.compute.match_substring(media, '{"boxes": [')).as_py())
+
+
+def box_parts(options: ImageOptions) -> list[str]:
+    """How boxes are written, of models that don't write them as LLaVA does."""
+    return [] if options.boxes == LLAVA_BOXES else [repr(options.boxes)]
 
 
 def options_that_matter(image_options: ImageOptions, videos: bool) -> ImageOptions:

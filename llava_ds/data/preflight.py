@@ -4,17 +4,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from llava_ds import geometry
+from llava_ds.boxes import Numbers
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data import token_runs
 from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
+from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import probe
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
@@ -74,10 +76,14 @@ PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("
 
 @dataclass(frozen=True)
 class SizedMedia:
-    """An image or video with the upright size in pixels of each image or sampled frame."""
+    """An image or video with the upright size in pixels of each image or sampled frame.
+
+    boxes: the numbers of the boxes and points on it, as they are in the sample's text.
+    """
 
     media: Media
     sizes: tuple[tuple[int, int], ...]
+    boxes: tuple[Numbers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,9 @@ class Checker:
         media = tuple(sized for sized, _ in found)
         seen = [file for _, files in found for file in files]
         try:
+            if sample.refs or sample.boxes:
+                sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
+                media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
         except DataError as error:
             return _rejected(sample.id, error)
@@ -242,14 +251,24 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
     """Write media as the JSON that the table has."""
     if not media:
         return "[]"
-    return json.dumps([[m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes] for m in media])
+    return json.dumps(
+        [
+            [m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes]
+            + [{"boxes": m.boxes}] * bool(m.boxes)
+            for m in media
+        ]
+    )
 
 
 def media_from_text(text: str) -> tuple[SizedMedia, ...]:
     """Read what media_to_text wrote."""
     return tuple(
-        SizedMedia(Media(kind, tuple(FileRef(*ref) for ref in refs)), tuple(tuple(size) for size in sizes))
-        for kind, refs, sizes in json.loads(text)
+        SizedMedia(
+            Media(kind, tuple(FileRef(*ref) for ref in refs)),
+            tuple(tuple(size) for size in sizes),
+            tuple(tuple(numbers) for more in rest for numbers in more["boxes"]),
+        )
+        for kind, refs, sizes, *rest in json.loads(text)
     )
 
 

@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from llava_ds.boxes import BboxType, Numbers
+
+# Marks in a text for a box or point, and for the name of an object.
+BOX_MARK, REF_MARK = "<bbox>", "<ref-object>"
+
 
 @dataclass(frozen=True)
 class Message:
@@ -29,6 +34,15 @@ class Media:
     refs: tuple[FileRef, ...]
 
 
+@dataclass(frozen=True)
+class Box:
+    """A box or a point on one of a sample's images, which are counted from 0. numbers: as bbox_type has them."""
+
+    image: int
+    numbers: Numbers
+    bbox_type: BboxType
+
+
 # Outcomes of --on_unmarked_image for images without marks and marks without images, with their texts.
 IMAGE_PREPENDED, IMAGE_LEFT_OUT, MARK_AS_TEXT = "image prepended", "image left out", "mark as text"
 UNMARKED_TEXTS = {
@@ -43,7 +57,7 @@ class Sample:
     """One record. Paths are real and inside the given folders; media are in the order of the marks.
 
     rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages; margin:
-    by how much the chosen one is better.
+    by how much the chosen one is better; refs, boxes: what stands for the marks of names and boxes in a conversation.
     """
 
     id: str
@@ -53,3 +67,5 @@ class Sample:
     unmarked: str = ""  # one of the outcomes above
     rejected: tuple[Message, ...] = ()
     margin: float = 0.0
+    refs: tuple[str, ...] = ()
+    boxes: tuple[Box, ...] = ()

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from llava_ds.data.cache import RowTable
-from llava_ds.data.fingerprint import digest_of, has_videos
+from llava_ds.data.fingerprint import digest_of, has_boxes, has_videos
 from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
@@ -70,6 +70,7 @@ class TableIndex:
     outcome: tuple[str, str]
     contents: str
     has_videos: bool
+    has_boxes: bool
 
 
 _COLUMNS = ("rows", "lengths", "num_targets", "words", "words_next", "num_images")
@@ -81,7 +82,12 @@ def index_of(table: RowTable, generation: Path) -> TableIndex:
     found = mapped(folder, lambda: _made(table))
     facts = found.facts
     return TableIndex(
-        _index(folder, found), found.arrays["rejected"], tuple(facts["outcome"]), facts["contents"], facts["has_videos"]
+        _index(folder, found),
+        found.arrays["rejected"],
+        tuple(facts["outcome"]),
+        facts["contents"],
+        facts["has_videos"],
+        facts["has_boxes"],
     )
 
 
@@ -108,6 +114,7 @@ def _made(table: RowTable) -> Mapped:
         "outcome": [_sha256(accepted), _sha256(lengths)],
         "contents": contents_digest(table),
         "has_videos": has_videos(table.column("media")),
+        "has_boxes": has_boxes(table.column("media")),
     }
     return Mapped(arrays, _sums(arrays, table) | facts)
 

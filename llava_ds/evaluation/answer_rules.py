@@ -259,12 +259,19 @@ def _unpadded(box: Box, size: tuple[float, float]) -> Box:
     return (box[0] * side - left, box[1] * side - top, box[2] * side - left, box[3] * side - top)
 
 
-# Units that models give boxes in; each turns one into pixels of an image of a size (width, height).
-BOX_UNITS: dict[str, Callable[[Box, tuple[float, float]], Box]] = {
-    "0_to_1": lambda box, size: _scaled(box, 1, size),
-    "0_to_1_padded": _unpadded,  # of the padded square, as LLaVA was trained
-    "0_to_1000": lambda box, size: _scaled(box, 1 / 1000, size),
-    "pixels": lambda box, size: box,
+def _unresized(box: Box, size: tuple[float, float], resized: tuple[float, float]) -> Box:
+    """A box in pixels of an image after its resize, in those before it."""
+    return _scaled((box[0] / resized[0], box[1] / resized[1], box[2] / resized[0], box[3] / resized[1]), 1, size)
+
+
+# Units that models give boxes in; each turns one into pixels of an image, of whose (width, height) there are those
+# before and after the model's own resize.
+BOX_UNITS: dict[str, Callable[[Box, tuple[float, float], tuple[float, float]], Box]] = {
+    "0_to_1": lambda box, size, _: _scaled(box, 1, size),
+    "0_to_1_padded": lambda box, size, _: _unpadded(box, size),  # of the padded square, as LLaVA was trained
+    "0_to_1000": lambda box, size, _: _scaled(box, 1 / 1000, size),
+    "pixels": lambda box, size, _: box,
+    "resized_pixels": _unresized,  # as Qwen2.5-VL was trained
 }
 
 

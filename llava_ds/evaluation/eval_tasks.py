@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from llava_ds.data.encode import EncodingOptions, end_markers
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.engine.twin import twin_of, whole_weights
 from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.question import Question, with_resized_sizes
 from llava_ds.evaluation.scores import Scored, metric_of
 from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
 from llava_ds.infer.generate import decode_media, media_of
@@ -157,7 +157,8 @@ class EvalTasks:
 
     def __init__(self, model: LlavaModel, tasks: tuple[EvalTask, ...], plan: Plan, ranks: Ranks) -> None:
         """All ranks call it together, before the engine is started, which changes the model's modules."""
-        self._twin, self._tasks, self._ranks, self._images = twin_of(model), tasks, ranks, plan.images
+        self._twin, self._ranks, self._images = twin_of(model), ranks, plan.images
+        self._tasks = [replace(task, questions=with_resized_sizes(task.questions, plan.images)) for task in tasks]
         self._tokenizer, args = plan.model.tokenizer, plan.args.model
         options = EncodingOptions(
             args.version, UNBOUNDED, args.mm_use_im_start_end, split_special_tokens=args.split_special_tokens

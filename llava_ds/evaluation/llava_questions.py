@@ -41,7 +41,7 @@ def llava(given: Given) -> list[Question]:
         for record in source.read():
             total += 1
             try:
-                sample = to_sample(record.text, source, record.index)
+                sample = _sample(record, source)
                 questions += _questions_of(sample, _scoring(record, source), given)
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
@@ -60,7 +60,7 @@ def preferences(given: Given) -> list[Question]:
         for record in source.read():
             total += 1
             try:
-                sample = to_sample(record.text, source, record.index)
+                sample = _sample(record, source)
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
                 continue
@@ -78,6 +78,17 @@ def preferences(given: Given) -> list[Question]:
     if problems:
         raise DataError(f"{given.data_path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
     return questions
+
+
+def _sample(record: RawRecord, source: Source) -> Sample:
+    """Raises DataError for a record that can't be asked about."""
+    sample = to_sample(record.text, source, record.index)
+    if sample.boxes or sample.refs:
+        raise DataError(
+            "has boxes under 'objects', which are written for a model when it is trained: score boxes with --task "
+            "refcoco, and leave these records out"
+        )
+    return sample
 
 
 @dataclass(frozen=True)

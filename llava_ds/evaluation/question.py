@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.sample import Message
+from llava_ds.geometry import ImageOptions, coordinate_frame
 from llava_ds.infer.generate import Prompt
 
 
@@ -43,6 +44,18 @@ def without_image(question: Question) -> Question:
 def with_blank_image(question: Question) -> Question:
     """The same question with a blank image in the place of each."""
     return replace(question, prompt=replace(question.prompt, blank=True))
+
+
+def with_resized_sizes(questions: list[Question], options: ImageOptions) -> list[Question]:
+    """The questions, with the sizes that the model resizes their images to where it answers with boxes in them."""
+    if options.boxes.bbox_type != "real":
+        return questions
+    return [
+        replace(q, reference={**q.reference, "resized": coordinate_frame(tuple(q.reference["size"]), 1, options).units})
+        if isinstance(q.reference, dict) and "size" in q.reference
+        else q
+        for q in questions
+    ]
 
 
 def digest(questions: list[Question]) -> str:

@@ -230,7 +230,8 @@ def mme(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def grounding(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: {"answer": box in pixels, "size": (width, height)}; right from an IoU of 0.5 on.
+    """reference: {"answer": box in pixels, "size": (width, height), "resized": the same after the model's own resize,
+    where that is known}; right from an IoU of 0.5 on.
 
     All answers are taken in the one unit in which most of them are right.
     """
@@ -239,7 +240,8 @@ def grounding(questions: list[Question], answers: list[str]) -> Scored:
     for i, (question, box) in enumerate(zip(questions, boxes, strict=True)):
         true, size = question.reference["answer"], question.reference["size"]
         if box is not None:
-            ious[i] = [box_iou(in_pixels(box, size), true) for in_pixels in BOX_UNITS.values()]
+            resized = question.reference.get("resized", size)
+            ious[i] = [box_iou(in_pixels(box, size, resized), true) for in_pixels in BOX_UNITS.values()]
     hits = ious >= LEAST_IOU
     unit = hits.sum(axis=0).argmax()
     columns = np.column_stack([hits[:, unit], ious[:, unit], hits]).astype(np.float64)

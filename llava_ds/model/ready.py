@@ -108,6 +108,7 @@ class ReadyVision:
             tiling=_within(self.tiles.tiling, data),
             resample=self.resample,
             has_image_blocks=self.ready.family.has_image_blocks,
+            boxes=self.ready.family.boxes,
         )
 
     def build(self, mean: torch.Tensor, std: torch.Tensor) -> "ReadyTower":

@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from llava_ds.boxes import Numbers
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.images.decode import load_images
-from llava_ds.data.preflight import media_from_text, place_of
-from llava_ds.tracking.data_page import Run, ShownSample, runs_of
+from llava_ds.data.preflight import SizedMedia, media_from_text, place_of
+from llava_ds.geometry import ImageOptions, coordinate_frame
+from llava_ds.tracking.data_page import Run, ShownSample, draw_boxes, runs_of
 
 
 def shown_sample(
@@ -20,8 +23,10 @@ def shown_sample(
     images = []
     if with_images:
         try:
-            for one in media_from_text(row["media"]):
-                images += load_images(one.media, one.sizes, dataset.image_options)
+            media = media_from_text(row["media"])
+            for one in media:
+                shown = load_images(one.media, one.sizes, dataset.image_options)
+                images += [draw_boxes(image, _on(image, one, len(media), dataset.image_options)) for image in shown]
         except DataError as error:
             note += f"; {error}"
     return ShownSample(
@@ -30,6 +35,14 @@ def shown_sample(
         runs=_runs(row, tokenizer),
         images=tuple(images),
     )
+
+
+def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptions) -> list[Numbers]:
+    """The boxes and points that the text of a sample tells, in pixels of the image."""
+    if not one.boxes:
+        return []
+    frame = coordinate_frame(image.size, num_media, options)
+    return [frame.pixels(numbers) for numbers in one.boxes]
 
 
 def _runs(row: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:

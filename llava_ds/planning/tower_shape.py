@@ -20,7 +20,8 @@ class TowerShape:
     num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
     class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
     saved, saved_fp32: numbers of a position that one of its layers saves for backward where it trains, in the weights'
-    precision and in fp32, on average; connector: numbers of a feature that the projector saves beside the tower's output.
+    precision and in fp32, on average; connector: numbers of a feature that the projector saves beside what
+    the tower gives.
     """
 
     hidden: int

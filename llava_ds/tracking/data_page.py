@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageDraw
 from transformers import PreTrainedTokenizerBase
 
+from llava_ds.boxes import Numbers
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.preflight import place_of
 from llava_ds.runtime.ranks import printable
@@ -15,6 +16,7 @@ from llava_ds.tracking.blocks import note, pre, render, table
 from llava_ds.tracking.sampled import data_uri
 
 THUMBNAIL = 224  # pixels of the longer side of an image on the page
+BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # of the boxes on an image, in turn
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample as a person sees it. images: as they are, before they become tiles; title: its place in the data."""
+    """A sample as a person sees it. images: before they become tiles, with boxes; title: its place in the data."""
 
     title: str
     note: str
@@ -51,6 +53,18 @@ def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokeni
             runs.append(Run(kind, length, text.removeprefix(text_before)))
             text_before = text
     return tuple(runs)
+
+
+def draw_boxes(image: Image.Image, boxes: Iterable[Numbers]) -> Image.Image:
+    """A copy of an image with boxes and points, in its pixels, in lines that the page's size leaves visible."""
+    image = image.copy()
+    draw, line = ImageDraw.Draw(image), max(1, round(2 * max(image.size) / THUMBNAIL))
+    for colour, box in zip(itertools.cycle(BOX_COLOURS), boxes):
+        if len(box) == 4:
+            draw.rectangle(box, outline=colour, width=line)
+        else:
+            draw.circle(box, 2 * line, fill=colour)
+    return image
 
 
 def supervised_text(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> str:

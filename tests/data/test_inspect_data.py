@@ -1,6 +1,8 @@
 """run/inspect_data.py shows what training would see, and every record exactly once."""
 
+import base64
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -8,9 +10,12 @@ import sys
 from pathlib import Path
 
 import llavas
+import numpy as np
 import pytest
 import toys
 from launching import ROOT
+from PIL import Image, ImageDraw
+from ready_models import write_ready
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError
 
@@ -77,6 +82,39 @@ def test_the_page_shows_images_and_what_was_left_out(inspect_data, tmp_path, toy
     text = page.read_text()
     assert text.count("data:image/png;base64,") == 1 and "<mark>" in text
     assert "left out" in text and "2.png" in text
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl"])
+def test_boxes_are_drawn_on_the_objects(inspect_data, tmp_path, toy_base, family):
+    """They come from the numbers in the text: fractions of a padded square, pixels of a resized image, thousandths."""
+    flags = {**toy_base, "image_aspect_ratio": "pad"}
+    if family != "llava":
+        flags = write_ready(tmp_path / "model", family)
+    scene, box = Image.new("RGB", (300, 180), "grey"), (60, 30, 150, 120)
+    ImageDraw.Draw(scene).rectangle(box, fill="yellow")
+    scene.save(tmp_path / "0.png")
+    talk = [{"from": "human", "value": "<image>\nWhere is it?"}, {"from": "gpt", "value": "<bbox> <bbox>"}]
+    record = {"image": "0.png", "conversations": talk, "objects": {"bbox": [box, [240, 150]]}}
+    (tmp_path / "data.json").write_text(json.dumps([record]))
+    page = tmp_path / "page.html"
+    data = {"data_path": str(tmp_path / "data.json"), "image_folder": str(tmp_path)}
+    run(inspect_data, tmp_path, {**flags, **data}, "--html", str(page), "--num_samples", "0")
+    [png] = re.findall(r"data:image/png;base64,([^\"]+)", page.read_text())
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))).astype(int)
+    scale = shown.shape[1] / 300
+
+    def place(mask) -> np.ndarray:
+        rows, columns = np.nonzero(mask)
+        return np.array([columns.min(), rows.min(), columns.max(), rows.max()]) / scale
+
+    red, green, blue = shown[..., 0], shown[..., 1], shown[..., 2]
+    outline = (red > 200) & (green < 100) & (blue < 100)  # the first colour of boxes
+    assert np.abs(place(outline) - box).max() <= 4
+    object_inside = (red > 200) & (green > 200) & (blue < 100)
+    assert np.abs(place(object_inside) - (np.array(box) + [3, 3, -3, -3])).max() <= 4
+    point = place((green > 200) & (red < 100) & (blue < 100))
+    assert np.abs((point[:2] + point[2:]) / 2 - [240, 150]).max() <= 3
+    assert "boxes are written as " in page.read_text()
 
 
 def test_the_tokenizer_alone_is_enough(inspect_data, tmp_path, toy_base, capsys):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from launching import ROOT
 
+from llava_ds.boxes import THOUSANDTHS, BoxFormat
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.evaluation.answer_rules import BOX_UNITS, mmmu_letter
 from llava_ds.evaluation.benchmarks import BENCHMARKS
@@ -16,10 +17,12 @@ from llava_ds.evaluation.bootstrap import estimates
 from llava_ds.evaluation.caption_words import caption_words
 from llava_ds.evaluation.normalise import evalai_answer, vqa_answer
 from llava_ds.evaluation.option_letters import matched_letter, named_letter, says_yes
-from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.question import Question, with_resized_sizes
 from llava_ds.evaluation.score_table import as_json
 from llava_ds.evaluation.scores import METRICS, metric_of, reference_for
+from llava_ds.geometry import ReadyImageOptions
 from llava_ds.infer.generate import Prompt
+from llava_ds.tilings import CellTiling
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -164,7 +167,23 @@ def test_mmes_sums_are_the_official_ones():
         assert found[category][ability] == pytest.approx(expected[category], rel=1e-12)
 
 
-@pytest.mark.parametrize("unit", BOX_UNITS)
+def test_boxes_in_pixels_of_the_resized_image_are_those_of_the_image():
+    """As Qwen2.5-VL answers, whose sizes come from its processor's rule."""
+    tiling = CellTiling(28, 2, 56 * 56, 28 * 28 * 64, "<i>")
+    options = ReadyImageOptions(28, 28, (0.5,) * 3, tiling=tiling, boxes=BoxFormat("real"))
+    sizes = [(640, 480), (300, 500)]
+    references = [{"answer": [0.25 * w, 0.5 * h, 0.75 * w, h], "size": [w, h]} for w, h in sizes]
+    questions = with_resized_sizes(asked(references), options)
+    assert [q.reference["resized"] for q in questions] == [(252, 168), (168, 280)]
+    answers = ['```json\n[{"bbox_2d": [63, 84, 189, 168], "label": "cat 2"}]\n```', "(42,140),(126,280)"]
+    found = figures(METRICS["grounding"](questions, answers))
+    assert found["accuracy"] == found["accuracy_resized_pixels"] == 1 > found["accuracy_pixels"]
+    assert found["mean_iou"] == pytest.approx(1)
+    assert with_resized_sizes(questions, replace(options, boxes=THOUSANDTHS)) == questions
+    assert with_resized_sizes(asked(["yes"]), options) == asked(["yes"])
+
+
+@pytest.mark.parametrize("unit", [unit for unit in BOX_UNITS if unit != "resized_pixels"])
 def test_ious_of_boxes_are_the_official_ones_in_any_unit(unit):
     rows = golden("refcoco")
     references = [{"answer": row["box"], "size": row["size"]} for row in rows]

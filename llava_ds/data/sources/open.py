@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from llava_ds.boxes import BBOX_TYPES
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.file_slices import read_errors
 from llava_ds.data.sample import Sample
@@ -37,6 +38,7 @@ ENTRY_KEYS = (
     "seed",
     "format",
     "columns",
+    "bbox_type",
 )
 
 
@@ -92,7 +94,7 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
         image_root = video_root = folder_of(os.path.dirname(files[0]) or ".")
     cache = Path(options.cache_dir).expanduser().absolute() / "pictures"
     source = Source(data_path, kind, "llava", image_root, video_root, files, str(cache), columns)
-    source = dataclasses.replace(source, on_unmarked_image=options.on_unmarked_image)
+    source = dataclasses.replace(source, on_unmarked_image=options.on_unmarked_image, bbox_type=options.bbox_type)
     keys = _table_columns(source)
     if kind == "imagefolder":
         if not keys:
@@ -202,6 +204,10 @@ def _open_entry(entry: object, folder: str, options: SourceOptions) -> Source:
         if not isinstance(columns, str):
             raise ConfigError(f"columns is {short(columns)}, expected field=column pairs")
         changed["columns"] = parse_columns(columns)
+    if "bbox_type" in entry:
+        if entry["bbox_type"] not in BBOX_TYPES:
+            raise ConfigError(f"bbox_type is {short(entry['bbox_type'])}, expected {' or '.join(BBOX_TYPES)}")
+        changed["bbox_type"] = entry["bbox_type"]
     selection = parse_selection(
         entry.get("sampling_strategy", "all"), entry.get("weight", 1), entry.get("seed", DEFAULT_SEED)
     )

@@ -5,6 +5,7 @@ import reprlib
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from llava_ds.boxes import BboxType
 from llava_ds.constants import ConfigError
 
 _REPR = reprlib.Repr()
@@ -26,6 +27,7 @@ class SourceOptions:
     video_folder: str | None = None
     cache_dir: str = "~/.cache/llava_ds"
     on_unmarked_image: Literal["refuse", "prepend", "text"] = "prepend"
+    bbox_type: BboxType = "real"
     are_preferences: bool = False
 
 

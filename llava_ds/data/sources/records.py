@@ -24,6 +24,7 @@ from llava_ds.data.sources.fields import (
     to_media,
     videos,
 )
+from llava_ds.data.sources.objects import objects_of
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.source import Source
@@ -80,8 +81,17 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     media = tuple(to_media(kind, value, source) for kind, value in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
         raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} images")
+    refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
     kind = record.get("kind")
-    return Sample(_id(record, source, index), tuple(messages), media, kind if is_text(kind) else "", unmarked)
+    return Sample(
+        _id(record, source, index),
+        tuple(messages),
+        media,
+        kind if is_text(kind) else "",
+        unmarked,
+        refs=refs,
+        boxes=boxes,
+    )
 
 
 # A mark is (kind, value). value: an image or video from the part of a message, or None for the record's next one.

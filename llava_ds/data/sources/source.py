@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+from llava_ds.boxes import BboxType
 from llava_ds.data.file_slices import read_errors
 from llava_ds.data.sources.embedded import IMAGES, ImageStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
@@ -32,7 +33,8 @@ class Source:
     """Records of one format. Small and picklable: workers get it with every task.
 
     files: all files whose contents count; spool: the folder for embedded images; slices_of: the spools and tars that
-    references in records may name; seen: pairs of a field and its name in the first records.
+    references in records may name; seen: pairs of a field and its name in the first records; bbox_type: coordinates of
+    boxes, where a record doesn't say it.
     """
 
     path: str
@@ -47,6 +49,7 @@ class Source:
     seen: tuple[tuple[str, str], ...] = ()
     marks_added: bool = False
     on_unmarked_image: str = "prepend"
+    bbox_type: BboxType = "real"
     slices_of: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
+from llava_ds.data.sources.objects import OBJECTS
 from llava_ds.data.sources.options import Columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
@@ -112,7 +113,7 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 
 def _wanted(names: list[str], columns: Columns) -> list[str]:
-    known = {*columns.all(), "kind"}
+    known = {*columns.all(), "kind", OBJECTS}
     return [name for name in names if name in known]
 
 

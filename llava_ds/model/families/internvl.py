@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
+from llava_ds.boxes import BoxFormat
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, setting, side_of, token_of
 from llava_ds.tilings import CanvasTiling
 
@@ -58,4 +59,5 @@ FAMILY = ReadyFamily(
     patch_embedding=lambda tower: tower.embeddings.patch_embeddings.projection,
     outer_inputs=lambda config, pixels, *_: {"pixel_values": pixels},
     resample=3,  # bicubic
+    boxes=BoxFormat("norm1000", "<box>[[{}, {}, {}, {}]]</box>", "<box>[[{}, {}]]</box>", "<ref>{}</ref>"),
 )

@@ -11,6 +11,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLTextModel,
 )
 
+from llava_ds.boxes import BoxFormat
 from llava_ds.model.families import qwen_vl
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, shrink
 
@@ -60,4 +61,5 @@ FAMILY = ReadyFamily(
     text_models=(Qwen25VLForCausalLM,),
     is_flat=True,
     shrink=_shrink,
+    boxes=BoxFormat("real"),
 )

@@ -11,6 +11,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VLTextModel,
 )
 
+from llava_ds.boxes import BoxFormat
 from llava_ds.model.families import qwen_vl
 from llava_ds.model.families.ready_family import VISION, ReadyFamily, TileSpec
 
@@ -55,4 +56,10 @@ FAMILY = ReadyFamily(
     is_flat=True,
     shrink=_shrink,
     tower_widths=lambda vision: (vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio)),
+    boxes=BoxFormat(
+        "norm1000",
+        "<|box_start|>({},{}),({},{})<|box_end|>",
+        "<|box_start|>({},{})<|box_end|>",
+        "<|object_ref_start|>{}<|object_ref_end|>",
+    ),
 )

@@ -19,6 +19,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel, Qwen3VLMoeVisionModel
 
+from llava_ds.boxes import THOUSANDTHS
 from llava_ds.model.families import qwen_vl
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, shrink
 
@@ -122,6 +123,7 @@ FAMILY = ReadyFamily(
     build_tower=partial(_build_tower, Qwen3VLVisionModel),
     text_models=(Qwen3VLForCausalLM,),
     shrink=_shrink,
+    boxes=THOUSANDTHS,
 )
 
 MIXTURE = dataclasses.replace(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from llava_ds.boxes import THOUSANDTHS, BoxFormat
 from llava_ds.tilings import Tiling
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -69,7 +70,8 @@ class ReadyFamily:
     has no causal language model, or none that keeps samples apart; has_image_blocks: True if tokens of one image see
     each other (ImageBlocks);
     prompt_mask: the attention_mask of transformers' language model for prompts; is_flat: True if config.json may hold
-    the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do.
+    the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do; boxes: how
+    its models were trained to write boxes and points.
     """
 
     name: str
@@ -92,6 +94,7 @@ class ReadyFamily:
     is_flat: bool = False
     shrink: Callable[[PreTrainedConfig], None] = shrink
     tower_widths: Callable[[PreTrainedConfig], tuple[int, int]] = tower_widths
+    boxes: BoxFormat = THOUSANDTHS
 
 
 def expect(settings: dict, **values: object) -> None:

@@ -1,0 +1,59 @@
+"""Boxes and points of a sample in the coordinates and the words of the model that is trained."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from llava_ds.boxes import CoordinateFrame, Numbers, units_of
+from llava_ds.constants import DataError
+from llava_ds.data.sample import BOX_MARK, REF_MARK, Box, Message, Sample
+from llava_ds.data.sources.objects import MARKS
+from llava_ds.geometry import ImageOptions, Size, coordinate_frame
+
+TOLERANCE = 1.0  # pixels of the image by which rounding may put a box outside of it
+
+
+def write_objects(
+    sample: Sample, sizes: Sequence[tuple[Size, ...]], options: ImageOptions
+) -> tuple[Sample, list[tuple[Numbers, ...]]]:
+    """The sample with its boxes and names in the place of their marks, and for each of its media the numbers written.
+
+    sizes: of the media, upright, in pixels. Raises DataError for a box that is not on its image, or that the model
+    can't be told.
+    """
+    written: list[list[Numbers]] = [[] for _ in sample.media]
+    images = [i for i, media in enumerate(sample.media) if media.kind == "image"]
+    texts = []
+    for box in sample.boxes:
+        place = images[box.image]
+        [size] = sizes[place]
+        frame = coordinate_frame(size, len(sample.media), options)
+        numbers = frame.numbers(_in_pixels(box, size))
+        written[place].append(numbers)
+        texts.append(options.boxes.text(numbers))
+    refs = [options.boxes.ref.format(ref) for ref in sample.refs]
+
+    def filled(messages: Sequence[Message]) -> tuple[Message, ...]:
+        left = {BOX_MARK: iter(texts), REF_MARK: iter(refs)}
+        return tuple(Message(each.role, _fill(each.text, left)) for each in messages)
+
+    filled_sample = replace(sample, messages=filled(sample.messages), rejected=filled(sample.rejected))
+    return filled_sample, [tuple(numbers) for numbers in written]
+
+
+def _fill(text: str, left: dict[str, Iterator[str]]) -> str:
+    return MARKS.sub(lambda mark: next(left[mark[0]]), text)
+
+
+def _in_pixels(box: Box, size: Size) -> Numbers:
+    """The box in pixels of its image. Raises DataError where it is not on it, or has no area."""
+    shown = f"the box {list(box.numbers)} ({box.bbox_type}) on an image of {size[0]} x {size[1]} pixels"
+    is_fraction = max(box.numbers) <= 1 and (len(box.numbers) == 4 or any(number % 1 for number in box.numbers))
+    if box.bbox_type == "real" and is_fraction:
+        raise DataError(f"has {shown}, less than a pixel of it: fractions are norm1 (--bbox_type)")
+    pixels = CoordinateFrame((0, 0), size, units_of(box.bbox_type, size), None).pixels(box.numbers)
+    inside = tuple(min(max(value, 0), size[i % 2]) for i, value in enumerate(pixels))
+    if any(abs(value - nearest) > TOLERANCE for value, nearest in zip(pixels, inside)):
+        raise DataError(f"has {shown}, which it is not inside of: is --bbox_type right, and are these its corners?")
+    if len(inside) == 4 and not (inside[0] < inside[2] and inside[1] < inside[3]):
+        raise DataError(f"has {shown}, expected left, top, right, bottom, with left < right and top < bottom")
+    return inside
