@@ -304,7 +304,7 @@ def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> Coord
     elif options.aspect_ratio == "pad" or (options.is_anyres and num_media > 1):
         side, left, top = square_padding(*size)
         corner, whole = (-left, -top), (side, side)
-    elif not (options.is_anyres or options.stretch or size[0] == size[1] and options.scaled_side == options.size):
+    elif not (options.is_anyres or options.stretch or (size[0] == size[1] and options.scaled_side == options.size)):
         raise DataError(
             f"has a box on an image of {size[0]} x {size[1]} pixels, which --image_aspect_ratio "
             f"{options.aspect_ratio} crops to its centre: give --image_aspect_ratio pad"
