@@ -76,9 +76,8 @@ class LlavaModel(nn.Module):
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
         float64, without a gradient. With log_probs, the log-probability of every target under logits that are divided
         by temperature: (S,) float64; of a model with a critic, that and the critic's value before each: (S,) float32.
-        With values_at, (n,) ascending indices into T,
-        the value head there, without the output layer: (n,) float32. Of a stage before a pipeline's last, whatever is
-        asked for, what the next one goes on with: (1, T, D).
+        With values_at, (n,) ascending indices into T, the value head there, without the output layer: (n,) float32. Of
+        a stage before a pipeline's last, whatever is asked for, what the next one goes on with: (1, T, D).
         """
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
