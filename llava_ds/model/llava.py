@@ -81,9 +81,7 @@ class LlavaModel(nn.Module):
         """
         given = logits_at if values_at is None else values_at
         wanted = batch.target_positions if given is None else given
-        options = {} if batch.image_blocks is None else {"image_blocks": batch.image_blocks}
-        if self._has_state:
-            options["lengths"] = batch.lengths
+        options = self._options(batch)
         if batch.parts > 1:
             options["sequence_group"] = self.sequence_group
         elif self._short_last_layer and logits_at is None and is_last(self):
@@ -121,6 +119,11 @@ class LlavaModel(nn.Module):
         if num_sources is None:
             return loss
         return loss, _by_source(row_losses, batch.sources.index_select(0, batch.target_samples), num_sources)
+
+    def _options(self, batch: Batch) -> dict[str, object]:
+        """What layers of some models need to know of a pack beside where samples begin."""
+        options = {} if batch.image_blocks is None else {"image_blocks": batch.image_blocks}
+        return {**options, "lengths": batch.lengths} if self._has_state else options
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings with the images' features in their places: (1, T, D)."""

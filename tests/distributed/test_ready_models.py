@@ -32,6 +32,7 @@ LORA_EVERYWHERE = {
 # On experts, for which peft has no variants.
 LORA_EXPERTS = {**LORA, "lora_target_modules": "q_proj,gate_up_proj,down_proj"}
 QUICK, MIXTURE = "smolvlm", "qwen3_vl_moe"
+ROUNDING = {"qwen3_5": 3e-5}  # of losses, where float32 allows no less: the plain loop in float64 differs by 9e-6
 COEFFICIENT = 0.1  # of the routers' loss, in a run of the mixture
 
 
@@ -151,7 +152,8 @@ def check_curve(runs: Runs) -> None:
     for stage in runs.stages:
         found = losses(runs.folder / f"zero{stage}")
         assert expected[-1] < expected[0] - 0.5  # it learns
-        assert np.allclose(found, expected, rtol=5e-6, atol=0), (stage, np.abs(np.divide(found, expected) - 1).max())
+        within = ROUNDING.get(runs.family, 5e-6)
+        assert np.allclose(found, expected, rtol=within, atol=0), (stage, np.abs(np.divide(found, expected) - 1).max())
 
 
 def check_routers(runs: Runs) -> None:
