@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
@@ -86,7 +87,7 @@ def draw_answers(
             going, vocabulary = going[stay], logits.shape[1]
             keys, rows = (rows[stay] * vocabulary + tokens[stay]).unique(return_inverse=True)
         before = keys // vocabulary
-        cache.batch_select_indices(before)
+        _select(cache, before)
         places, mask = places[before], F.pad(mask[before], (0, 1), value=1)
         output = model.language_model.base_model(
             input_ids=(keys % vocabulary)[:, None],
@@ -98,6 +99,17 @@ def draw_answers(
         logits = _logits(model, output.last_hidden_state[:, -1])
     answers = [_answer(each, rules.ends) for each in found]
     return [answers[first : first + times] for first in range(0, len(answers), times)]
+
+
+def _select(cache: Cache, rows: torch.Tensor) -> None:
+    """Keep these rows of a cache, in this order; transformers does so for attention's layers alone."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearAttentionLayer):
+            for states in (layer.conv_states, layer.recurrent_states):
+                for i, state in states.items():
+                    states[i] = state[rows]
+        else:
+            layer.batch_select_indices(rows)
 
 
 def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRules, device: torch.device) -> tuple:
