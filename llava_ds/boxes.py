@@ -46,7 +46,7 @@ LLAVA_BOXES = BoxFormat("norm1")
 THOUSANDTHS = BoxFormat("norm1000")
 
 
-def units_of(bbox_type: BboxType, size: tuple[int, int]) -> tuple[int, int]:
+def coordinate_units(bbox_type: BboxType, size: tuple[int, int]) -> tuple[int, int]:
     """Units along the width and the height of an image with this size in pixels."""
     return {"real": size, "norm1": (1, 1), "norm1000": (1000, 1000)}[bbox_type]
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, units_of
+from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, coordinate_units
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
 from llava_ds.tilings import CellTiling, FlexTiling, Tiling
@@ -309,7 +309,7 @@ def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> Coord
             f"has a box on an image of {size[0]} x {size[1]} pixels, which --image_aspect_ratio "
             f"{options.aspect_ratio} crops to its centre: give --image_aspect_ratio pad"
         )
-    return CoordinateFrame(corner, whole, units_of(options.boxes.bbox_type, resized), options.boxes.decimals)
+    return CoordinateFrame(corner, whole, coordinate_units(options.boxes.bbox_type, resized), options.boxes.decimals)
 
 
 def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:

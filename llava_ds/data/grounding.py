@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from llava_ds.boxes import CoordinateFrame, Numbers, units_of
+from llava_ds.boxes import CoordinateFrame, Numbers, coordinate_units
 from llava_ds.constants import DataError
 from llava_ds.data.sample import BOX_MARK, REF_MARK, Box, Message, Sample
 from llava_ds.data.sources.objects import MARKS
@@ -50,7 +50,7 @@ def _in_pixels(box: Box, size: Size) -> Numbers:
     is_fraction = max(box.numbers) <= 1 and (len(box.numbers) == 4 or any(number % 1 for number in box.numbers))
     if box.bbox_type == "real" and is_fraction:
         raise DataError(f"has {shown}, less than a pixel of it: fractions are norm1 (--bbox_type)")
-    pixels = CoordinateFrame((0, 0), size, units_of(box.bbox_type, size), None).pixels(box.numbers)
+    pixels = CoordinateFrame((0, 0), size, coordinate_units(box.bbox_type, size), None).pixels(box.numbers)
     inside = tuple(min(max(value, 0), size[i % 2]) for i, value in enumerate(pixels))
     if any(abs(value - nearest) > TOLERANCE for value, nearest in zip(pixels, inside)):
         raise DataError(f"has {shown}, which it is not inside of: is --bbox_type right, and are these its corners?")

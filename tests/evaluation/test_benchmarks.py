@@ -10,16 +10,19 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from exporting import export_toy
-from launching import run_script
+from launching import command_line, run_script
 from PIL import Image
+from ready_models import image_processor_of, write_ready
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.images.decode import load_image
+from llava_ds.evaluation import asking
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.benchmarks import BENCHMARKS
 from llava_ds.evaluation.eval_tasks import read_eval_tasks
 from llava_ds.evaluation.question import Question
 from llava_ds.evaluation.tasks import TASKS, read_questions
+from llava_ds.infer.generate import Answer
 
 LETTER = "\nAnswer with the option's letter from the given choices directly."
 SHORT = "\nAnswer the question using a single word or phrase."
@@ -354,6 +357,28 @@ def test_eval_tasks_takes_every_benchmark(tmp_path):
     for task in tasks:
         scored = task.score(task.questions, ["no"] * len(task.questions))
         assert scored.columns[:, 0].mean() == (0.5 if task.name == "mme" else 0)
+
+
+def test_a_box_in_pixels_of_the_resized_image_is_right(tmp_path, monkeypatch):
+    """Qwen2.5-VL's coordinates, by the size that transformers' own processor gives."""
+    write_ready(tmp_path / "model", "qwen2_5_vl")
+    width, height = 290, 140
+    images = image_processor_of("qwen2_5_vl")
+    image = Image.new("RGB", (width, height))
+    image.save(tmp_path / "0.png")
+    [(_, rows, columns)] = images(image, return_tensors="pt")["image_grid_thw"]
+    resized = int(columns) * images.patch_size, int(rows) * images.patch_size
+    told = [round(part * side) for part, side in zip((0.1, 0.2, 0.4, 0.6), resized * 2)]
+    true = [part * side for part, side in zip((0.1, 0.2, 0.4, 0.6), (width, height) * 2)]
+    record = {"image": "0.png", "sent": "cat", "bbox": true, "width": width, "height": height}
+    path = write(tmp_path, "refcoco_val.jsonl", [record])
+    monkeypatch.setattr(asking, "greedy_answers", lambda *_, **__: [Answer(f'{{"bbox_2d": {told}}}', 0.0, 1)])
+    flags = {"task": "refcoco", "data_path": path, "image_folder": tmp_path, "model_path": tmp_path / "model"}
+    flags |= {"cache_dir": tmp_path / "cache", "resamples": 3, "output": tmp_path / "out.json"}
+    run_script("evaluate.py", *command_line(flags))
+    [metrics] = json.loads((tmp_path / "out.json").read_text())["metrics"].values()
+    found = {name: each["value"] for name, each in metrics["overall"].items()}
+    assert found["accuracy"] == found["accuracy_resized_pixels"] == 1 and found["accuracy_pixels"] == 0
 
 
 @pytest.mark.full
