@@ -103,9 +103,9 @@ class TextShape:
     inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
     lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding;
     norms: of the hidden states in a layer; has_head_norms: whether query and key are normalised, too; fp32_norms:
-    whether norms are multiplied by their weights in fp32, as Gemma's are; has_image_blocks: whether the tokens of one
-    image see each other, which attention computes apart; convolved, gated: of a layer with a state, what its
-    convolution takes, and its values and their gate, on average over all layers.
+    whether norms are multiplied by their weights in fp32, as Gemma's and Qwen3.5's are; has_image_blocks: whether the
+    tokens of one image see each other, which attention computes apart; convolved, gated: of a layer with a state, what
+    its convolution takes, and its values and their gate, on average over all layers.
     """
 
     hidden: int
@@ -334,13 +334,12 @@ def _text_shape(
 def _norms(language_model: nn.Module, hidden: int) -> dict[str, object]:
     """What TextShape says of the norms in a layer, by their modules' names and widths."""
     layers = repeated_layers(language_model)
-    modules = layers[0].modules() if layers else ()
-    norms = [each for each in modules if "Norm" in type(each).__name__ and getattr(each, "weight", None) is not None]
-    of_hidden = sum(norm.weight.numel() == hidden for norm in norms)
+    modules = dict(layers[0].named_modules()) if layers else {}
+    norms = {n: m for n, m in modules.items() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None}
     return {
-        "norms": of_hidden or 2,
-        "has_head_norms": of_hidden < len(norms),
-        "fp32_norms": any(type(norm).__name__.startswith("Gemma") for norm in norms),
+        "norms": sum(norm.weight.numel() == hidden for norm in norms.values()) or 2,
+        "has_head_norms": any(name.endswith("q_norm") for name in norms),  # a gated norm is of a layer with a state
+        "fp32_norms": any(type(norm).__name__.startswith(("Gemma", "Qwen3_5RMSNorm")) for norm in norms.values()),
     }
 
 
