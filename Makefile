@@ -99,8 +99,8 @@ dpo: install
 # The same start becomes a reward model; its accuracy on held-out pairs, also with the image withheld.
 reward: install
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/judged --counting 0.55 --twice relation --train 30000
-	$(BIN)/python run/dev/write_pairs.py output/judged --train 30000
+	$(BIN)/python run/dev/write_questions.py output/judged --counting 0.6 --twice relation --train 42000
+	$(BIN)/python run/dev/write_pairs.py output/judged --train 42000
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-reward.yaml \
 	  --model_name_or_path output/tiny-finetune --data_path output/judged/pairs-train.json --image_folder output/judged $(ARGS)
 	$(BIN)/python run/evaluate.py --model_path output/tiny-finetune --task preference --output output/tiny-finetune/pairs.json \
@@ -133,7 +133,7 @@ ppo-judged: install
 	  { echo "there is no output/$$model yet: run make $${model#tiny-}" >&2; exit 2; }; done
 	$(BIN)/python run/dev/write_questions.py output/questions
 	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo.yaml --reward_weights 0,1 \
-	  --temperature 1 --num_iterations 1 --critic_learning_rate 3e-4 \
+	  --temperature 1 --num_iterations 1 --max_steps 250 --learning_rate 6e-4 --critic_learning_rate 3e-4 \
 	  --reward_model_name_or_path output/tiny-reward --critic_model_name_or_path output/tiny-reward \
 	  --output_dir output/tiny-ppo-judged --model_name_or_path output/tiny-finetune \
 	  --data_path output/questions/train.json --image_folder output/questions $(ARGS)
