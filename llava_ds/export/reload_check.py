@@ -107,7 +107,7 @@ def _inputs(
     if num_positions < ids.shape[1] or len(batch.image_positions) < sum(layout.num_tokens for layout in layouts):
         # The last image may be cut.
         inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
-        if family is not None and family.has_image_blocks:  # whose tokens see all of it
+        if family is not None and family.has_image_blocks(reloaded.config):  # whose tokens see all of it
             text = (~is_image[0, num_positions:]).nonzero()[:1, 0].tolist()
             num_positions = num_positions + text[0] if text else ids.shape[1]
             inputs["token_type_ids"] = is_image.long()
@@ -142,8 +142,8 @@ def _first_images(
     if not num_images:
         return {"input_ids": ids}
     ids[0, batch.image_positions[:num_features]] = reloaded.config.image_token_id
-    patches = family.processed(reloaded.config, pixels[:num_features])
     cells, is_image = [layout.cells for layout in layouts[:num_images]], ids == reloaded.config.image_token_id
+    patches = family.processed(reloaded.config, pixels[:num_features], cells)
     return {"input_ids": ids, **family.outer_inputs(reloaded.config, patches, cells, is_image)}
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from llava_ds.batch import ImageBlocks
 from llava_ds.constants import ConfigError
 from llava_ds.model.exchange import to_heads, to_tokens
+from llava_ds.model.families.language import head_width, layer_configs
 
 NAME = "llava_ds_varlen"
 FLEX_NAME = "llava_ds_flex"
@@ -74,6 +76,7 @@ def varlen_attention(
     s_aux: torch.Tensor | None = None,
     sequence_group: torch.distributed.ProcessGroup | None = None,
     image_blocks: ImageBlocks | None = None,
+    lengths: tuple[int, ...] | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a pack; with image_blocks, tokens of an image see each other, too.
@@ -81,6 +84,7 @@ def varlen_attention(
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32, where samples start, and T;
     max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
     0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
+    lengths: of the samples, on the host, which otherwise waits for them where no kernel fits.
     With sequence_group, these are the T tokens of one of its ranks; cu_seqlens, max_seqlen and image_blocks are the
     pack's.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
@@ -96,8 +100,9 @@ def varlen_attention(
     )
     if sequence_group is not None:
         query, key, value = to_heads(*_in_autocast(query, key, value), sequence_group)
-    out = attend(query, key, value, cu_seqlens, max_seqlen, rule)
-    if image_blocks is not None:
+    known = {} if lengths is None else {"lengths": lengths}
+    out = attend(query, key, value, cu_seqlens, max_seqlen, rule, **known)
+    if image_blocks is not None and not (image_blocks.need_windows and sliding_window is None):
         out = out.index_copy(1, image_blocks.rows, attend_in_blocks(query, key, value, image_blocks, rule))
     return (out if sequence_group is None else to_tokens(out, sequence_group)), None
 
@@ -148,6 +153,7 @@ def attend(
     max_seqlen: int,
     rule: Rule,
     query_positions: torch.Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Compute varlen_attention under a Rule: (1, T, H, E).
 
@@ -157,7 +163,7 @@ def attend(
     bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
-        return _per_segment(query, key, value, bounds, rule, query_positions)
+        return _per_segment(query, key, value, bounds, rule, query_positions, lengths)
     if query_positions is not None:
         # The kernels' causal mask needs as many queries as keys. The extra cost is one layer's attention.
         query = _spread(query, query_positions, key.shape[2])
@@ -176,7 +182,7 @@ def attend_in_blocks(
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
     key, value = (x.index_select(2, blocks.keys) for x in (key, value))
     query, key, value = _in_autocast(query, key, value)
-    bounds, rule = Bounds(*blocks[2:]), rule._replace(causal=False)
+    bounds, rule = Bounds(*blocks[2:6]), rule._replace(causal=False)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, bounds, rule)
@@ -280,35 +286,53 @@ def _indeterminism(kernel: str) -> str | None:
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """A line with the kernel of the language model's attention on a device, and the reasons against better ones."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    """A line with the kernels of the language model's attention on a device, and the reasons against better ones."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = getattr(config, "attention_dropout", 0.0) > 0
-    kernel, why = _kernels(device.type, dtype, width, window, softcap, dropout)
-    reasons = "; ".join(f"{other} {problem}" for other, problem in why.items())
-    return f"attention: {kernel}" + (f" ({reasons})" if why else "")
+    widths, lines = sorted({head_width(layer) for layer in layer_configs(config)}), []
+    for width in widths:
+        kernel, why = _kernels(device.type, dtype, width, window, softcap, dropout)
+        reasons = "; ".join(f"{other} {problem}" for other, problem in why.items())
+        heads = f"heads of {width} by " if len(widths) > 1 else ""
+        lines.append(f"{heads}{kernel}" + (f" ({reasons})" if why else ""))
+    return f"attention: {', '.join(lines)}"
+
+
+def needs_lengths(config: PreTrainedConfig) -> bool:
+    """True for a language model with heads that are too wide for every kernel."""
+    return any(head_width(layer) > MAX_FUSED_WIDTH for layer in layer_configs(config))
 
 
 @torch.compiler.disable  # every number of samples and every length would be compiled again
 def _per_segment(
-    query, key, value, given: Bounds, rule: Rule, query_positions: torch.Tensor | None = None
+    query,
+    key,
+    value,
+    given: Bounds,
+    rule: Rule,
+    query_positions: torch.Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attention sample by sample: on the CPU, where reading the boundaries costs nothing.
 
-    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer.
+    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer, unless the lengths of the
+    samples are given.
     """
-    starts = given.keys.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if lengths is None:
+        lengths = [end - start for start, end in itertools.pairwise(given.keys.tolist())]
+    starts = [0, *itertools.accumulate(lengths)]
     parts = [None] * len(lengths)
     if query_positions is not None:
         bounds = torch.searchsorted(query_positions, given.keys.to(query_positions.dtype)).tolist()
         parts = [query_positions[i:j] - start for i, j, start in zip(bounds, bounds[1:], starts)]
         numbers = [len(part) for part in parts]
+    elif given.queries is given.keys:
+        numbers = lengths
     else:
         numbers = [end - start for start, end in itertools.pairwise(given.queries.tolist())]
+    numbers, lengths = list(numbers), list(lengths)
     samples = zip(query.split(numbers, 2), key.split(lengths, 2), value.split(lengths, 2), parts)
     # Some models take a view of it, so it has to be contiguous.
     return torch.cat([_sample(q, k, v, rule, part).transpose(1, 2) for q, k, v, part in samples], 1)  # (1, T, H, E)

@@ -115,7 +115,7 @@ def flops_of_model(
     forward_per_pair = 4 * num_attention_layers(text) * _heads_width(text)
     states = _state_flops(text)
     per_pair = forward_per_pair * (1 + 2 * reaches_layers)
-    in_blocks = tower.images.num_tokens if ready is not None and ready.family.has_image_blocks else 0
+    in_blocks = tower.images.num_tokens if ready is not None and tower.has_image_blocks else 0
     tied = output.weight is llm.get_input_embeddings().weight
     trains_output = (trains_layers == 1 and not top_llm) or ("output_layer" in parts and not tied)
     return ModelFlops(

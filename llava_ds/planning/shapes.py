@@ -253,7 +253,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         if args.training.objective == "ppo":
             _add_critic(model, text, tower, args)
     packed = names if args.model.bits < 16 else set()
-    has_image_blocks = isinstance(tower, ReadyVision) and tower.ready.family.has_image_blocks
+    has_image_blocks = isinstance(tower, ReadyVision) and tower.has_image_blocks
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
     tp, ep = args.training.tensor_parallel_size, args.training.ep_size

@@ -107,6 +107,22 @@ def num_attention_layers(config: PreTrainedConfig) -> int:
     return config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count(STATEFUL)
 
 
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configuration of every layer, whose heads may differ from layer to layer."""
+    different = getattr(config, "is_heterogeneous", False)  # from transformers 5.23 on
+    return list(config.per_layer_config) if different else [config] * config.num_hidden_layers
+
+
+def head_width(layer: PreTrainedConfig) -> int:
+    """The width of a head in a layer of layer_configs."""
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
+def has_layer_embeddings(config: PreTrainedConfig) -> bool:
+    """True if every layer takes embeddings of its own of the tokens, by their ids."""
+    return bool(getattr(config, "hidden_size_per_layer_input", None))
+
+
 def read_text_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a language model's folder. Raises ConfigError when the folder holds none."""
     config = read_any_config(path, f"--model_name_or_path {path}")
