@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,13 +38,15 @@ BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel d
 
 class Rule(NamedTuple):
     """Attention options. window: of the tokens before it a token sees the window - 1 last; None: all; causal: False if
-    it sees all tokens behind it, too."""
+    it sees all tokens behind it, too; lengths: of the samples, on the host; None: it waits for them where no kernel
+    fits."""
 
     scaling: float
     dropout: float = 0.0
     window: int | None = None
     softcap: float | None = None
     causal: bool = True
+    lengths: tuple[int, ...] | None = None
 
 
 class Bounds(NamedTuple):
@@ -97,11 +98,11 @@ def varlen_attention(
         dropout,
         sliding_window if sliding_window is not None and sliding_window < max_seqlen else None,
         softcap,
+        lengths=lengths,
     )
     if sequence_group is not None:
         query, key, value = to_heads(*_in_autocast(query, key, value), sequence_group)
-    known = {} if lengths is None else {"lengths": lengths}
-    out = attend(query, key, value, cu_seqlens, max_seqlen, rule, **known)
+    out = attend(query, key, value, cu_seqlens, max_seqlen, rule)
     if image_blocks is not None and not (image_blocks.need_windows and sliding_window is None):
         out = out.index_copy(1, image_blocks.rows, attend_in_blocks(query, key, value, image_blocks, rule))
     return (out if sequence_group is None else to_tokens(out, sequence_group)), None
@@ -153,7 +154,6 @@ def attend(
     max_seqlen: int,
     rule: Rule,
     query_positions: torch.Tensor | None = None,
-    lengths: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """Compute varlen_attention under a Rule: (1, T, H, E).
 
@@ -163,7 +163,7 @@ def attend(
     bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
-        return _per_segment(query, key, value, bounds, rule, query_positions, lengths)
+        return _per_segment(query, key, value, bounds, rule, query_positions)
     if query_positions is not None:
         # The kernels' causal mask needs as many queries as keys. The extra cost is one layer's attention.
         query = _spread(query, query_positions, key.shape[2])
@@ -182,7 +182,7 @@ def attend_in_blocks(
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
     key, value = (x.index_select(2, blocks.keys) for x in (key, value))
     query, key, value = _in_autocast(query, key, value)
-    bounds, rule = Bounds(*blocks[2:6]), rule._replace(causal=False)
+    bounds, rule = Bounds(*blocks[2:6]), rule._replace(causal=False, lengths=None)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, bounds, rule)
@@ -307,21 +307,17 @@ def needs_lengths(config: PreTrainedConfig) -> bool:
 
 @torch.compiler.disable  # every number of samples and every length would be compiled again
 def _per_segment(
-    query,
-    key,
-    value,
-    given: Bounds,
-    rule: Rule,
-    query_positions: torch.Tensor | None = None,
-    lengths: Sequence[int] | None = None,
+    query, key, value, given: Bounds, rule: Rule, query_positions: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Attention sample by sample: on the CPU, where reading the boundaries costs nothing.
 
-    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer, unless the lengths of the
-    samples are given.
+    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer, unless the rule has the
+    lengths of the samples.
     """
-    if lengths is None:
+    if rule.lengths is None:
         lengths = [end - start for start, end in itertools.pairwise(given.keys.tolist())]
+    else:
+        lengths = list(rule.lengths)
     starts = [0, *itertools.accumulate(lengths)]
     parts = [None] * len(lengths)
     if query_positions is not None:
@@ -332,7 +328,6 @@ def _per_segment(
         numbers = lengths
     else:
         numbers = [end - start for start, end in itertools.pairwise(given.queries.tolist())]
-    numbers, lengths = list(numbers), list(lengths)
     samples = zip(query.split(numbers, 2), key.split(lengths, 2), value.split(lengths, 2), parts)
     # Some models take a view of it, so it has to be contiguous.
     return torch.cat([_sample(q, k, v, rule, part).transpose(1, 2) for q, k, v, part in samples], 1)  # (1, T, H, E)
