@@ -380,7 +380,7 @@ def _gemma4_config(family: str, tokenizer, text: dict) -> AutoConfig:
     vision = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
     vision |= {"position_embedding_size": 300, "image_size": None}
     text = {
-        **text, "head_dim": 16, "global_head_dim": 24, "sliding_window": 12, "bos_token_id": 2,
+        "global_head_dim": 24, **text, "head_dim": 16, "sliding_window": 12, "bos_token_id": 2,
         "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": tied,
         "final_logit_softcapping": 30.0,
     }  # fmt: skip
