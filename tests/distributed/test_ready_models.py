@@ -230,7 +230,8 @@ def check_lora(runs: Runs, name: str) -> None:
     base = read(runs.base).state_dict()
     changed = {name for name in base if not torch.equal(base[name], theirs[name])}
     assert any("q_proj" in name for name in changed)
-    in_towers = [each for each in changed if "vision" in each or "visual.blocks" in each]
+    towers = ("vision_tower", "vision_model", "visual.blocks")
+    in_towers = [each for each in changed if any(tower in each for tower in towers)]
     assert bool(in_towers) == (name == "lora-all")
 
 

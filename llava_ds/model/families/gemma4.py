@@ -17,6 +17,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
     get_block_sequence_ids_for_mask,
 )
 
+from llava_ds.boxes import BoxFormat
 from llava_ds.model import attention
 from llava_ds.model.families.ready_family import (
     VISION,
@@ -165,4 +166,6 @@ FAMILY = ReadyFamily(
     beside=("model.audio_tower.", "model.embed_audio."),
     prompt_mask=_prompt_mask,
     shrink=_shrink,
+    # Source: Google's documentation of Gemma, Image understanding, whose answers are {"box_2d": …, "label": …}.
+    boxes=BoxFormat("norm1000", "[{1}, {0}, {3}, {2}]", "[{1}, {0}]"),
 )
