@@ -228,9 +228,9 @@ def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
 def _check_layer_embeddings(args: ModelArguments, parts: Parts) -> None:
     if parts.folder.ready is None and has_layer_embeddings(parts.text_config):
         raise ConfigError(
-            f"--model_name_or_path {args.model_name_or_path} is of the kind {parts.text_config.model_type}, whose layers "
-            "take embeddings of their own by the ids of tokens: transformers' Llava does not give them any, so choose "
-            "another language model, or the whole model that it is a part of"
+            f"--model_name_or_path {args.model_name_or_path} is of the kind {parts.text_config.model_type}, whose "
+            "layers take embeddings of their own by the ids of tokens: transformers' Llava does not give them any, so "
+            "choose another language model, or the whole model that it is a part of"
         )
 
 
