@@ -364,6 +364,6 @@ def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict
     if not cells:
         return inputs
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
-    pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
-    family = READY[config.model_type]
+    family, pixels = READY[config.model_type], (batch.pixel_values.float() / 255 - mean) / std
+    pixels = pixels.to(loaded.model.dtype) if family.casts_pixels else pixels
     return {**inputs, **family.outer_inputs(config, family.processed(config, pixels, cells), cells, is_image)}

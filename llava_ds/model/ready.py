@@ -181,7 +181,9 @@ class ReadyTower(nn.Module):
         """(N, 3, S, S) uint8, and Batch.tower_inputs, to (N, patches, C)."""
         family = self.plan.ready.family
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
-        return family.features(self.tower, pixels.to(family.patch_embedding(self.tower).weight.dtype), tower_inputs)
+        if family.casts_pixels:
+            pixels = pixels.to(family.patch_embedding(self.tower).weight.dtype)
+        return family.features(self.tower, pixels, tower_inputs)
 
 
 class Connector(nn.Module):

@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data import collate
+from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention, delta_net
 from llava_ds.model.families import ready_family
 from llava_ds.model.llava import LlavaModel
@@ -174,6 +175,24 @@ def test_images_without_their_windows_start_are_refused(planned, monkeypatch, tm
     monkeypatch.setattr(attention, "attend_in_blocks", without_window)
     with pytest.raises(ConfigError, match="logits of a pack differ"):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+
+
+@pytest.mark.full
+def test_layers_that_are_computed_once_more_have_the_same_gradients(planned, monkeypatch):
+    """Of the tower, too, and of layers that read keys of others."""
+    plan, images, folder = planned
+    sound = ready_trial.assemble
+
+    def checkpointed(*args):
+        model = sound(*args).train()
+        assert checkpoint_layers(model.language_model) and checkpoint_layers(model.vision_tower.tower)
+        model.eval = lambda: model
+        return model
+
+    monkeypatch.setattr(ready_trial, "assemble", checkpointed)
+    found = ready_trial.try_ready(plan, images, str(folder))
+    assert found.problem() is None
+    assert found.gradient < 1e-4
 
 
 @pytest.mark.full

@@ -163,6 +163,7 @@ FAMILY = ReadyFamily(
     build_tower=_build_tower,
     has_image_blocks=_sees_images,
     blocks_need_windows=True,
+    casts_pixels=False,
     beside=("model.audio_tower.", "model.embed_audio."),
     prompt_mask=_prompt_mask,
     shrink=_shrink,

@@ -70,6 +70,7 @@ class ReadyFamily:
     build_tower: from the vision model's configuration; text_models: classes of language models for which transformers
     has no causal language model, or none that keeps samples apart; has_image_blocks: True for a whole configuration
     with which tokens of one image see each other (ImageBlocks), and blocks_need_windows: only in layers with a window;
+    casts_pixels: False if its vision model computes with pixels in fp32 before its first layer;
     beside: parts that no image needs, by the beginnings of their names, which are exported as they are;
     prompt_mask: the attention_mask of transformers' language model for prompts; is_flat: True if config.json may hold
     the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do; boxes: how
@@ -93,6 +94,7 @@ class ReadyFamily:
     text_models: tuple[type[PreTrainedModel], ...] = ()
     has_image_blocks: Callable[[PreTrainedConfig], bool] = lambda config: False
     blocks_need_windows: bool = False
+    casts_pixels: bool = True
     beside: tuple[str, ...] = ()
     prompt_mask: Callable[[PreTrainedConfig, torch.Tensor, torch.Tensor, torch.Tensor], object] = prompt_mask
     is_flat: bool = False
