@@ -29,7 +29,7 @@ from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
-from llava_ds.tilings import WHOLE_IMAGES
+from llava_ds.tilings import BudgetTiling, CellTiling
 
 T = TypeVar("T")
 
@@ -324,7 +324,7 @@ def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.
     Images are prepared and merged by training's own code, not by transformers' processor.
     """
     device = loaded.device
-    if isinstance(loaded.image_options.tiling, WHOLE_IMAGES):
+    if isinstance(loaded.image_options.tiling, (CellTiling, BudgetTiling)):
         return _with_whole_images(loaded, samples)
     batch = collate(samples, loaded.image_options).to(device)
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
