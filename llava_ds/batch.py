@@ -19,7 +19,8 @@ class ImageBlocks(NamedTuple):
 
     A block's tokens see their sample from its start to the block's end. rows (R,) int64: the positions in T, ascending;
     keys (K,) int64: the positions that each block sees, block after block; cu_rows and cu_keys (blocks + 1,) int32,
-    where blocks start among them, and the ends; max_rows, max_keys: of the largest block.
+    where blocks start among them, and the ends; max_rows, max_keys: of the largest block; need_windows: True if only
+    layers with a window let them see each other.
     """
 
     rows: torch.Tensor
@@ -28,6 +29,7 @@ class ImageBlocks(NamedTuple):
     cu_keys: torch.Tensor
     max_rows: int
     max_keys: int
+    need_windows: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ class BoxFormat:
     """The boxes and points of a model.
 
     bbox_type: their coordinates, where "real" are pixels of the image as its processor resizes it; box, point, ref:
-    what is written for a box, a point, and the name of an object, with {} for each number and for the name.
+    what is written for a box, a point, and the name of an object, with {} for each number and for the name; with
+    {1} and {0}, y comes before x.
     """
 
     bbox_type: BboxType

@@ -14,7 +14,7 @@ import numpy as np
 from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, coordinate_units
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
-from llava_ds.tilings import CellTiling, FlexTiling, Tiling
+from llava_ds.tilings import WHOLE_IMAGES, FlexTiling, Tiling
 
 Size = tuple[int, int]  # width, height
 
@@ -95,6 +95,11 @@ class ImageOptions:
         return False
 
     @property
+    def blocks_need_windows(self) -> bool:
+        """True if they do so in layers with a window only."""
+        return False
+
+    @property
     def scaled_side(self) -> int:
         """Pixels of a square image's shorter side before its centre is cropped."""
         return self.size if self.short_side is None else self.short_side
@@ -150,12 +155,13 @@ class ImageOptions:
 class ReadyImageOptions(ImageOptions):
     """The same of a ready model, whose own image processor decides. size: side of a tile; patch_size: side of what one
     feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter;
-    has_image_blocks: the tokens of an image see each other; boxes: how boxes and points are written, which data without
-    any don't depend on."""
+    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes:
+    how boxes and points are written, which data without any don't depend on."""
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
     has_image_blocks: bool = False
+    blocks_need_windows: bool = False
     boxes: BoxFormat = dataclasses.field(default=THOUSANDTHS, repr=False)
 
 
@@ -494,7 +500,7 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> 
     if not isinstance(tiling, FlexTiling):
         text = tiling.text(cut)
         written = ImageText(text, tokens // text.count(tiling.image_token))
-    cells, box = cut.grid if isinstance(tiling, (CellTiling, FlexTiling)) else None, (0, 0, side, side)
+    cells, box = cut.grid if isinstance(tiling, WHOLE_IMAGES) else None, (0, 0, side, side)
     return MediaLayout(n, tokens, side, None, box, None, None, "none", False, sizes, text=written, cells=cells)
 
 

@@ -216,7 +216,53 @@ class FlexTiling:
 
 _FLEX_STEP = 1e-5
 
-Tiling = SplitTiling | CanvasTiling | SquareTiling | CellTiling | FlexTiling
+
+@dataclass(frozen=True)
+class BudgetTiling:
+    """Cells of Gemma 4: the image in about its own shape, as large as so many cells allow, each one feature.
+
+    side: of a cell in pixels; merge: patches along it; most: cells of an image; the rest are tokens: image_token for
+    all features of an image, start and end around it.
+    Source: transformers' get_aspect_ratio_preserving_size and Gemma4Processor.
+    """
+
+    side: int
+    merge: int
+    most: int
+    image_token: str
+    start: str
+    end: str
+
+    @property
+    def window(self) -> None:
+        """As CellTiling's: all patches of an image see each other."""
+        return None
+
+    @property
+    def table(self) -> None:
+        """As CellTiling's: positions are whole numbers."""
+        return None
+
+    def cut(self, size: Size) -> Cut:
+        """The cells of an image."""
+        (width, height), patch = size, self.side // self.merge
+        # In patches, as transformers counts them: other roundings would give other sizes.
+        scale = math.sqrt(self.most * self.merge**2 * patch**2 / (width * height))
+        across, down = (math.floor(scale * length / self.side) for length in size)
+        if down == 0:
+            across, down = min(math.floor(width / height), self.most), 1
+        elif across == 0:
+            across, down = 1, min(math.floor(height / width), self.most)
+        return Cut(((across * self.side, down * self.side),), (across, down))
+
+    def text(self, cut: Cut) -> str:
+        """The text in the image's place, with one image_token for all of its features."""
+        return f"{self.start}{self.image_token}{self.end}"
+
+
+Tiling = SplitTiling | CanvasTiling | SquareTiling | CellTiling | FlexTiling | BudgetTiling
+# Those whose tiles are the cells of a whole image, which a tower takes in its own shape.
+WHOLE_IMAGES = (CellTiling, FlexTiling, BudgetTiling)
 
 
 def placeholder_of(tiling: Tiling) -> str:

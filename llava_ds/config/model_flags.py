@@ -24,7 +24,7 @@ class ModelArguments:
     model_name_or_path: str | None = _model_free(
         None,
         "Folder of a causal language model, or of a LLaVA to continue from: in LLaVA's format, in transformers' "
-        "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter; or of a ready model (Qwen-VL, Qwen3.5, Gemma 3, "
+        "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter; or of a ready model (Qwen-VL, Qwen3.5, Gemma 3, 4, "
         "SmolVLM, Idefics3, InternVL in transformers' format). The settings in its folder replace the defaults of "
         "flags that are not given. Absent: the tiny model that ships with the package.",
         path="model",

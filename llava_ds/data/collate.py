@@ -12,7 +12,7 @@ from llava_ds.batch import Batch, ImageBlocks, TowerInputs
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.native_resolution import axis_positions, flex_inputs, tower_inputs
 from llava_ds.geometry import ImageOptions, MediaLayout
-from llava_ds.tilings import CellTiling, FlexTiling
+from llava_ds.tilings import WHOLE_IMAGES, CellTiling, FlexTiling
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,13 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         margins=_margins(samples),
         lengths=tuple(lengths.tolist()),
         tower_inputs=_tower_inputs(list(layouts.values()), options),
-        image_blocks=image_blocks(is_image, cu_seqlens) if options.has_image_blocks else None,
+        image_blocks=_image_blocks(is_image, cu_seqlens, options),
     )
+
+
+def _image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor, options: ImageOptions) -> ImageBlocks | None:
+    blocks = image_blocks(is_image, cu_seqlens) if options.has_image_blocks else None
+    return blocks if blocks is None else blocks._replace(need_windows=options.blocks_need_windows)
 
 
 def image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor) -> ImageBlocks | None:
@@ -163,7 +168,7 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
 
 
 def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> TowerInputs:
-    if not isinstance(options.tiling, (CellTiling, FlexTiling)):
+    if not isinstance(options.tiling, WHOLE_IMAGES):
         return {}
     images = [layout.cells for layout in layouts] or [(1, 1)]  # the blank tile
     if isinstance(options.tiling, FlexTiling):

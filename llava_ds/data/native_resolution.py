@@ -16,7 +16,7 @@ from transformers.vision_utils import (
 
 from llava_ds.batch import TowerInputs
 from llava_ds.constants import IMAGE_TOKEN_INDEX
-from llava_ds.tilings import CellTiling, FlexTiling
+from llava_ds.tilings import BudgetTiling, CellTiling, FlexTiling
 
 Cells = tuple[int, int]  # of an image: across, down
 
@@ -51,7 +51,7 @@ def flex_inputs(images: Sequence[Cells], tiling: FlexTiling) -> TowerInputs:
     return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
 
 
-def tower_inputs(images: Sequence[Cells], tiling: CellTiling) -> TowerInputs:
+def tower_inputs(images: Sequence[Cells], tiling: CellTiling | BudgetTiling) -> TowerInputs:
     """Arguments of a tower of transformers' beside the patches of all images, cell by cell.
 
     position_ids (P, 2), row and column; cu_seqlens (images + 1,) int32 and max_seqlen, where images start, and the

@@ -272,6 +272,7 @@ BOX_UNITS: dict[str, Callable[[Box, tuple[float, float], tuple[float, float]], B
     "0_to_1000": lambda box, size, _: _scaled(box, 1 / 1000, size),
     "pixels": lambda box, size, _: box,
     "resized_pixels": _unresized,  # as Qwen2.5-VL was trained
+    "0_to_1000_y_first": lambda box, size, _: _scaled((box[1], box[0], box[3], box[2]), 1 / 1000, size),  # Gemma 4's
 }
 
 

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
-from llava_ds.export.tensors import Entry, renamed, turned
+from llava_ds.export.tensors import Entry, completed, renamed, turned
 from llava_ds.files.model_files import (
     JSON_FILES,
     OTHER_FILES,
@@ -30,12 +33,23 @@ def source_folder(export: ExportPlan) -> Path:
 
 
 def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """The entries by the names that they have in the folder that the model came from, and experts turned as there."""
+    """The entries by the names that they have in the folder that the model came from, and experts turned as there.
+
+    Behind them come what never trains, and parts that no image needs, from that folder.
+    """
     names = ReadyNames(export.model.ready, export.model.text_config)
-    shapes = WeightFiles(source_folder(export)).shapes
+    files = WeightFiles(source_folder(export))
+    shapes = files.shapes
     known = names_in_folder(names, shapes)
     found = renamed(entries, lambda name: known.get(name) or names.from_part(name))
-    return [turned(entry) if _is_turned(entry.shape, shapes.get(entry.name)) else entry for entry in found]
+    trained = [turned(entry) if _is_turned(entry.shape, shapes.get(entry.name)) else entry for entry in found]
+    unchanged = [name for name in shapes if names.is_unchanged(name)]
+    return completed(trained, (Entry(name, shapes[name], partial(_read, files, name)) for name in unchanged))
+
+
+def _read(files: WeightFiles, name: str) -> torch.Tensor:
+    (found,) = files.read([name])
+    return found[1].clone()
 
 
 def _is_turned(shape: tuple[int, ...], on_disk: tuple[int, ...] | None) -> bool:

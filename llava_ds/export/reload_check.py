@@ -81,13 +81,14 @@ def compare_reloaded(
             reloaded = PeftModel.from_pretrained(reloaded, output_dir).merge_and_unload()
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
         batch = batch.to(device)
-        pixels = ((batch.pixel_values.float() / 255 - mean.to(device)) / std.to(device)).to(
-            logits.dtype
-        )  # (N, 3, S, S)
+        pixels = (batch.pixel_values.float() / 255 - mean.to(device)) / std.to(device)  # (N, 3, S, S)
+        if config.model_type not in READY or READY[config.model_type].casts_pixels:
+            pixels = pixels.to(logits.dtype)
         inputs = _inputs(reloaded, batch, layouts, pixels, len(logits))
         # The rows of <image> and <video> are the export's own.
         again = reloaded(**inputs).logits[0, : len(logits), : logits.shape[1]]
-    again = final_logits(again, reloaded.config.text_config)  # (T, V)
+    if config.model_type not in READY:  # whose classes do all that comes after the output layer
+        again = final_logits(again, reloaded.config.text_config)  # (T, V)
     return compare_logits(output_dir, "transformers", again, logits)
 
 
@@ -107,7 +108,7 @@ def _inputs(
     if num_positions < ids.shape[1] or len(batch.image_positions) < sum(layout.num_tokens for layout in layouts):
         # The last image may be cut.
         inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
-        if family is not None and family.has_image_blocks:  # whose tokens see all of it
+        if family is not None and family.has_image_blocks(reloaded.config):  # whose tokens see all of it
             text = (~is_image[0, num_positions:]).nonzero()[:1, 0].tolist()
             num_positions = num_positions + text[0] if text else ids.shape[1]
             inputs["token_type_ids"] = is_image.long()
@@ -142,8 +143,8 @@ def _first_images(
     if not num_images:
         return {"input_ids": ids}
     ids[0, batch.image_positions[:num_features]] = reloaded.config.image_token_id
-    patches = family.processed(reloaded.config, pixels[:num_features])
     cells, is_image = [layout.cells for layout in layouts[:num_images]], ids == reloaded.config.image_token_id
+    patches = family.processed(reloaded.config, pixels[:num_features], cells)
     return {"input_ids": ids, **family.outer_inputs(reloaded.config, patches, cells, is_image)}
 
 

@@ -24,11 +24,12 @@ from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
 from llava_ds.infer.load import LoadedModel
+from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
-from llava_ds.tilings import CellTiling
+from llava_ds.tilings import BudgetTiling, CellTiling
 
 T = TypeVar("T")
 
@@ -323,8 +324,8 @@ def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.
     Images are prepared and merged by training's own code, not by transformers' processor.
     """
     device = loaded.device
-    if isinstance(loaded.image_options.tiling, CellTiling):
-        return _with_axes(loaded, samples)
+    if isinstance(loaded.image_options.tiling, (CellTiling, BudgetTiling)):
+        return _with_whole_images(loaded, samples)
     batch = collate(samples, loaded.image_options).to(device)
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
@@ -341,9 +342,9 @@ def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.
     return inputs
 
 
-def _with_axes(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-    """The same for a model whose positions have three axes and whose images are of any shape: training's ids, pixels
-    and positions (4, B, T), text's first. transformers merges the features, which its layers may need once more."""
+def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
+    """The same for a ready model whose images are of any shape: training's ids, pixels and, where they have three axes,
+    positions (4, B, T), text's first. transformers merges the features, which its layers may need once more."""
     batch, device, config = collate(samples, loaded.image_options).to(loaded.device), loaded.device, loaded.model.config
     lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
@@ -351,17 +352,18 @@ def _with_axes(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, to
     rows = [pad(row, (longest - len(row), 0)) for row in batch.input_ids[0].split(lengths)]
     ids = torch.stack(rows)  # (B, T); padding is masked, so its id does not matter
     mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)
-    axes = [pad(part, (longest - part.shape[-1], 0)) for part in batch.position_ids[:, 0].split(lengths, 1)]
-    positions = torch.cat([(mask.cumsum(1) - 1).clamp(min=0)[None], torch.stack(axes, 1)])
-    inputs = {
-        "inputs_embeds": loaded.model.get_input_embeddings()(ids),
-        "attention_mask": mask,
-        "position_ids": positions,
-    }
+    inputs = {"inputs_embeds": loaded.model.get_input_embeddings()(ids), "attention_mask": mask}
+    if batch.position_ids.ndim == 3:
+        axes = [pad(part, (longest - part.shape[-1], 0)) for part in batch.position_ids[:, 0].split(lengths, 1)]
+        inputs["position_ids"] = torch.cat([(mask.cumsum(1) - 1).clamp(min=0)[None], torch.stack(axes, 1)])
+    is_image = (ids == config.image_token_id) & (mask == 1)
+    if has_layer_embeddings(config.text_config):
+        text = ids.masked_fill(is_image, config.text_config.pad_token_id)
+        inputs["per_layer_inputs"] = loaded.model.model.language_model.get_per_layer_inputs(text)
     cells = [layout.cells for sample in samples for _, layout in sample.media]
     if not cells:
         return inputs
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
-    pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
-    family, is_image = READY[config.model_type], (ids == config.image_token_id) & (mask == 1)
-    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels), cells, is_image)}
+    family, pixels = READY[config.model_type], (batch.pixel_values.float() / 255 - mean) / std
+    pixels = pixels.to(loaded.model.dtype) if family.casts_pixels else pixels
+    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels, cells), cells, is_image)}

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from llava_ds.batch import ImageBlocks
 from llava_ds.constants import ConfigError
 from llava_ds.model.exchange import to_heads, to_tokens
+from llava_ds.model.families.language import head_width, layer_configs
 
 NAME = "llava_ds_varlen"
 FLEX_NAME = "llava_ds_flex"
@@ -37,13 +38,15 @@ BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel d
 
 class Rule(NamedTuple):
     """Attention options. window: of the tokens before it a token sees the window - 1 last; None: all; causal: False if
-    it sees all tokens behind it, too."""
+    it sees all tokens behind it, too; lengths: of the samples, on the host; None: it waits for them where no kernel
+    fits."""
 
     scaling: float
     dropout: float = 0.0
     window: int | None = None
     softcap: float | None = None
     causal: bool = True
+    lengths: tuple[int, ...] | None = None
 
 
 class Bounds(NamedTuple):
@@ -74,6 +77,7 @@ def varlen_attention(
     s_aux: torch.Tensor | None = None,
     sequence_group: torch.distributed.ProcessGroup | None = None,
     image_blocks: ImageBlocks | None = None,
+    lengths: tuple[int, ...] | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sample of a pack; with image_blocks, tokens of an image see each other, too.
@@ -81,6 +85,7 @@ def varlen_attention(
     query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32, where samples start, and T;
     max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
     0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
+    lengths: of the samples, on the host, which otherwise waits for them where no kernel fits.
     With sequence_group, these are the T tokens of one of its ranks; cu_seqlens, max_seqlen and image_blocks are the
     pack's.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
@@ -93,11 +98,12 @@ def varlen_attention(
         dropout,
         sliding_window if sliding_window is not None and sliding_window < max_seqlen else None,
         softcap,
+        lengths=lengths,
     )
     if sequence_group is not None:
         query, key, value = to_heads(*_in_autocast(query, key, value), sequence_group)
     out = attend(query, key, value, cu_seqlens, max_seqlen, rule)
-    if image_blocks is not None:
+    if image_blocks is not None and not (image_blocks.need_windows and sliding_window is None):
         out = out.index_copy(1, image_blocks.rows, attend_in_blocks(query, key, value, image_blocks, rule))
     return (out if sequence_group is None else to_tokens(out, sequence_group)), None
 
@@ -176,7 +182,7 @@ def attend_in_blocks(
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
     key, value = (x.index_select(2, blocks.keys) for x in (key, value))
     query, key, value = _in_autocast(query, key, value)
-    bounds, rule = Bounds(*blocks[2:]), rule._replace(causal=False)
+    bounds, rule = Bounds(*blocks[2:6]), rule._replace(causal=False, lengths=None)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
         return _per_segment(query, key, value, bounds, rule)
@@ -280,16 +286,23 @@ def _indeterminism(kernel: str) -> str | None:
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """A line with the kernel of the language model's attention on a device, and the reasons against better ones."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    """A line with the kernels of the language model's attention on a device, and the reasons against better ones."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = getattr(config, "attention_dropout", 0.0) > 0
-    kernel, why = _kernels(device.type, dtype, width, window, softcap, dropout)
-    reasons = "; ".join(f"{other} {problem}" for other, problem in why.items())
-    return f"attention: {kernel}" + (f" ({reasons})" if why else "")
+    widths, lines = sorted({head_width(layer) for layer in layer_configs(config)}), []
+    for width in widths:
+        kernel, why = _kernels(device.type, dtype, width, window, softcap, dropout)
+        reasons = "; ".join(f"{other} {problem}" for other, problem in why.items())
+        heads = f"heads of {width} by " if len(widths) > 1 else ""
+        lines.append(f"{heads}{kernel}" + (f" ({reasons})" if why else ""))
+    return f"attention: {', '.join(lines)}"
+
+
+def needs_lengths(config: PreTrainedConfig) -> bool:
+    """True for a language model with heads that are too wide for every kernel."""
+    return any(head_width(layer) > MAX_FUSED_WIDTH for layer in layer_configs(config))
 
 
 @torch.compiler.disable  # every number of samples and every length would be compiled again
@@ -298,15 +311,21 @@ def _per_segment(
 ) -> torch.Tensor:
     """Attention sample by sample: on the CPU, where reading the boundaries costs nothing.
 
-    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer.
+    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer, unless the rule has the
+    lengths of the samples.
     """
-    starts = given.keys.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if rule.lengths is None:
+        lengths = [end - start for start, end in itertools.pairwise(given.keys.tolist())]
+    else:
+        lengths = list(rule.lengths)
+    starts = [0, *itertools.accumulate(lengths)]
     parts = [None] * len(lengths)
     if query_positions is not None:
         bounds = torch.searchsorted(query_positions, given.keys.to(query_positions.dtype)).tolist()
         parts = [query_positions[i:j] - start for i, j, start in zip(bounds, bounds[1:], starts)]
         numbers = [len(part) for part in parts]
+    elif given.queries is given.keys:
+        numbers = lengths
     else:
         numbers = [end - start for start, end in itertools.pairwise(given.queries.tolist())]
     samples = zip(query.split(numbers, 2), key.split(lengths, 2), value.split(lengths, 2), parts)

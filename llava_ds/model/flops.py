@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts, trains_new_rows
-from llava_ds.model.families.language import has_state, is_upcycled, num_attention_layers
+from llava_ds.model.families.language import attention_widths, has_state, is_upcycled, num_attention_layers
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.lora import LoraLayout, lora_layout
@@ -112,10 +112,10 @@ def flops_of_model(
     output = llm.get_output_embeddings()
     layers = _weights_per_token(llm, text, output)
     own = adapters.get("language_model", 0)
-    forward_per_pair = 4 * num_attention_layers(text) * _heads_width(text)
+    forward_per_pair = 4 * sum(attention_widths(text))
     states = _state_flops(text)
     per_pair = forward_per_pair * (1 + 2 * reaches_layers)
-    in_blocks = tower.images.num_tokens if ready is not None and ready.family.has_image_blocks else 0
+    per_tile_pair, in_blocks = _block_pairs(text, tower)
     tied = output.weight is llm.get_input_embeddings().weight
     trains_output = (trains_layers == 1 and not top_llm) or ("output_layer" in parts and not tied)
     return ModelFlops(
@@ -125,11 +125,11 @@ def flops_of_model(
         + 6 * adapters.get("vision_tower", 0) * tower.num_positions * _tiles_of(tower)
         + _projector_flops(model.projector, tower, reaches_projector, parts, adapted)
         + 6 * adapters.get("projector", 0) * tower.images.num_tokens
-        + per_pair * in_blocks * (in_blocks - 1) / 2,
+        + in_blocks * (1 + 2 * reaches_layers),
         per_target=output.weight.numel() * _times(reaches_layers > 0, trains_output),
         forward_per_token=2 * (layers + own) + states,
         forward_per_pair=forward_per_pair,
-        per_tile_pair=_tile_pair_flops(tower, passes_tower),
+        per_tile_pair=_tile_pair_flops(tower, passes_tower) + per_tile_pair * (1 + 2 * reaches_layers),
     )
 
 
@@ -165,10 +165,14 @@ def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module
     return dense + routers + experts * text.num_experts_per_tok / count
 
 
-def _heads_width(text: PreTrainedConfig) -> int:
-    """The width of all query heads together."""
-    heads = text.num_attention_heads
-    return heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+def _block_pairs(text: PreTrainedConfig, tower: TowerPlan | ReadyVision) -> tuple[float, float]:
+    """FLOPs of the forward of pairs of tokens of an image of which the first sees the second, too: of a pair of tiles,
+    and of a tile."""
+    if not isinstance(tower, ReadyVision) or not tower.has_image_blocks:
+        return 0.0, 0.0
+    pair, tokens = 4 * sum(attention_widths(text, tower.ready.family.blocks_need_windows)), tower.images.num_tokens
+    # An image of n cells has n (n - 1) / 2 such pairs.
+    return (0.0, pair * tokens * (tokens - 1) / 2) if tower.cells is None else (pair / 2, -pair / 2)
 
 
 def _state_flops(text: PreTrainedConfig) -> int:

@@ -51,7 +51,7 @@ def attention_options(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def let_generate_take_embeddings(model: HFModel) -> None:
-    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where Gemma 3's takes it by
+    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where Gemma's takes it by
     **kwargs."""
     own = model.prepare_inputs_for_generation
     if "inputs_embeds" in inspect.signature(own).parameters:

@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
-from llava_ds.model.families.language import final_logits, has_state, hold_rotary_angles, is_upcycled, logits_divisor
+from llava_ds.model.families.language import (
+    final_logits,
+    has_layer_embeddings,
+    has_state,
+    hold_rotary_angles,
+    is_upcycled,
+    logits_divisor,
+)
 from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
 from llava_ds.model.stages import Stage, is_last
@@ -42,7 +49,7 @@ class LlavaModel(nn.Module):
             self.value_head = value_head
         self._softcap = getattr(language_model.config, "final_logit_softcapping", None)
         self._divisor = logits_divisor(language_model.config)
-        self._has_state = has_state(language_model.config)
+        self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
         self._short_last_layer = False
         self.sequence_group: torch.distributed.ProcessGroup | None = None  # set by share_tokens
         self.stage: Stage | None = None  # set by keep_stage
@@ -123,7 +130,16 @@ class LlavaModel(nn.Module):
     def _options(self, batch: Batch) -> dict[str, object]:
         """What layers of some models need to know of a pack beside where samples begin."""
         options = {} if batch.image_blocks is None else {"image_blocks": batch.image_blocks}
-        return {**options, "lengths": batch.lengths} if self._has_state else options
+        options |= {"lengths": batch.lengths} if self._knows_lengths else {}
+        return options | self.layer_inputs(batch.input_ids, batch.image_positions)
+
+    def layer_inputs(self, input_ids: torch.Tensor, image_positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The embeddings that layers of some models take beside the first one's, padding's at images (Gemma 4)."""
+        config = self.language_model.config
+        if not has_layer_embeddings(config):
+            return {}
+        ids = input_ids.index_fill(1, image_positions, config.pad_token_id)
+        return {"per_layer_inputs": self.language_model.base_model.get_per_layer_inputs(ids)}
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings with the images' features in their places: (1, T, D)."""

@@ -31,7 +31,8 @@ def load_weights(
     copies: bool = True,
     elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived.
+    """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived; and
+    the buffers that the source has.
 
     module: or some of its parameters by name; copies: False to let parameters be the mapped file, whose pages all
     processes of a machine share, for a module in CPU memory that is moved or sharded next; elsewhere: names and shapes
@@ -45,7 +46,10 @@ def load_weights(
     sums = torch.zeros(len(parameters), dtype=torch.int64)
     order = {name: i for i, name in enumerate(parameters)}
     partitioned_one = next((p for p in parameters.values() if hasattr(p, "ds_id")), None)
+    buffers = {} if isinstance(module, dict) else persistent_buffers(module)
     for name, read in source.tensors():
+        if name in buffers:
+            buffers[name].copy_(read())
         if name not in parameters:
             continue
         parameter = parameters[name]
@@ -84,6 +88,17 @@ def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Pa
     return parameters, {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(parameters)
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are on disk with the parameters, by name."""
+    inside = ((f"{prefix}." if prefix else "", each) for prefix, each in module.named_modules())
+    return {
+        prefix + name: buffer
+        for prefix, each in inside
+        for name, buffer in each.named_buffers(recurse=False)
+        if name not in each._non_persistent_buffers_set
+    }
+
+
 def check_fit(
     module: nn.Module | dict[str, nn.Parameter],
     source: Weights,
@@ -98,15 +113,16 @@ def check_fit(
     """
     parameters, aliases = _named(module)
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()} | elsewhere
+    buffers = {} if isinstance(module, dict) else persistent_buffers(module)
     problems = []
     for names, problem in (
         (sorted(set(shapes) - set(source.shapes)), "missing"),
-        (sorted(set(source.shapes) - set(shapes) - aliases), "that the model does not have"),
+        (sorted(set(source.shapes) - set(shapes) - aliases - set(buffers)), "that the model does not have"),
     ):
         if names:
             first = ", ".join(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in names[:3])
             problems.append(f"{len(names)} tensors {problem}, the first are {first}")
-    for name, shape in shapes.items():
+    for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}).items():
         if source.shapes.get(name, shape) != shape:
             problems.append(f"{name} has shape {source.shapes[name]}, the model needs {shape}")
     if problems:

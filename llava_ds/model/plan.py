@@ -12,7 +12,7 @@ from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import is_there, library_errors, read_json_if_there
 from llava_ds.geometry import ImageSpec
-from llava_ds.model.families.language import length_problem
+from llava_ds.model.families.language import has_layer_embeddings, length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_depth, check_fit
 from llava_ds.model.lora import LoraLayout, check_lora, lora_layout
@@ -186,6 +186,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     check_lora(args)
     parts = read_parts(args)
     _check_last_layers(args, parts)
+    _check_layer_embeddings(args, parts)
     text_config, sources = parts.text_config, parts.sources
     findings = check_language_model(args.model_name_or_path, text_config)
     if problem := length_problem(text_config, max_length):
@@ -222,6 +223,15 @@ def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_layer_embeddings(args: ModelArguments, parts: Parts) -> None:
+    if parts.folder.ready is None and has_layer_embeddings(parts.text_config):
+        raise ConfigError(
+            f"--model_name_or_path {args.model_name_or_path} is of the kind {parts.text_config.model_type}, whose "
+            "layers take embeddings of their own by the ids of tokens: transformers' Llava does not give them any, so "
+            "choose another language model, or the whole model that it is a part of"
+        )
 
 
 @dataclass(frozen=True)

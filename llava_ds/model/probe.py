@@ -15,11 +15,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelFo
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention, last_layer
-from llava_ds.model.families.language import EXPERT_WIDTHS, MLP_WIDTHS, final_logits, has_state
+from llava_ds.model.families.language import EXPERT_WIDTHS, MLP_WIDTHS, final_logits, has_state, layer_configs
+from llava_ds.model.loading import persistent_buffers
 
 LENGTHS = (3, 11, 7)  # of the samples
 WINDOW, CAP = 4, 2.0  # sliding windows and soft caps of the copy: so small that they matter
 DECAY = ".A_log"  # a parameter by which a state fades: exp(-exp(A_log)) a token and less
+BOUND = 2.0  # of numbers in a tower that has bounds: so small that they matter
 WIDTH, VOCABULARY = 64, 48  # of its MLPs, and its tokens
 NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
 MAX_COPY_BYTES = 2**30  # of the copy; those of published models take some megabytes
@@ -138,19 +140,22 @@ def difference_of_a_pack(config: PreTrainedConfig, device: torch.device, dtype: 
     return _distance(model(**inputs).logits[0].float(), torch.cat(alone).float())
 
 
-def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
+def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfig:
     """The configuration with few heads of unchanged width, and one layer of each kind, at least two.
 
-    Its last layer is the model's last one.
+    Its last layer is the model's last one. twice: with all of them once more before, so that another layer reads what
+    each kind makes of every token; not where layers share keys, whose kinds follow each other anyway.
     """
-    small = copy.deepcopy(config)
-    heads, key_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    own_width = getattr(config, "head_dim", None)
+    small, layers = copy.deepcopy(config), layer_configs(config)
+    first = layers[0]  # where heads differ, other layers say how they do
+    heads, key_heads = config.num_attention_heads, getattr(first, "num_key_value_heads", None)
+    own_width = getattr(first, "head_dim", None)
     num_heads = 4 if heads > 1 else 1
     changes = {
         "num_attention_heads": num_heads,
         "hidden_size": num_heads * (own_width or config.hidden_size // heads),
         "vocab_size": VOCABULARY,
+        "vocab_size_per_layer_input": VOCABULARY,
         "sliding_window": WINDOW,
         "attention_chunk_size": WINDOW,
         "attn_logit_softcapping": CAP,
@@ -160,26 +165,45 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
         "eos_token_id": 0,
         **dict.fromkeys((*MLP_WIDTHS, *EXPERT_WIDTHS), WIDTH),
     }
+    key_heads_of = {count: max(1, num_heads * count // heads) for count in _key_heads(layers)}
     if key_heads is not None:
-        changes["num_key_value_heads"] = max(1, num_heads * key_heads // heads)
+        changes["num_key_value_heads"] = key_heads_of[key_heads]
     if state_heads := getattr(config, "linear_num_key_heads", None):
         times = max(1, config.linear_num_value_heads // state_heads)
         changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * times}
     changes["word_embed_proj_dim"] = changes["hidden_size"]
     for name, value in changes.items():
-        if getattr(config, name, None) is not None:
+        if getattr(first, name, None) is not None:
             setattr(small, name, value)
 
-    depth = config.num_hidden_layers
+    depth, shared = config.num_hidden_layers, getattr(config, "num_kv_shared_layers", None) or 0
     per_layer = {name: v for name, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == depth}
-    kinds = list(zip(*per_layer.values())) if per_layer else [()] * depth
+    shares = [i >= depth - shared for i in range(depth)]
+    kinds = list(zip(*per_layer.values(), shares, map(_heads_of, layers)))
     chosen = sorted({depth - 1 - kinds[::-1].index(kind) for kind in kinds})
     if len(chosen) < 2:
         chosen = list(range(min(2, depth)))
+    chosen *= 2 if twice and not shared else 1
     small.num_hidden_layers = len(chosen)
     for name, values in per_layer.items():
         setattr(small, name, [values[i] for i in chosen])
+    if shared:
+        small.num_kv_shared_layers = sum(shares[i] for i in chosen)
+    if len(set(map(_heads_of, layers))) > 1:
+        small.per_layer_config = {
+            i: {"head_dim": layers[of].head_dim, "num_key_value_heads": key_heads_of[layers[of].num_key_value_heads]}
+            for i, of in enumerate(chosen)
+        }
     return small
+
+
+def _heads_of(layer: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """The width of a layer's heads and its number of key heads, as its configuration has them."""
+    return getattr(layer, "head_dim", None), getattr(layer, "num_key_value_heads", None)
+
+
+def _key_heads(layers: list[PreTrainedConfig]) -> set[int]:
+    return {count for _, count in map(_heads_of, layers) if count is not None}
 
 
 def _build(config: PreTrainedConfig, attention_name: str) -> nn.Module:
@@ -196,7 +220,8 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Give all parameters random numbers so large that every part of a layer changes the logits."""
+    """Give all parameters random numbers so large that every part of a layer changes the logits, and buffers that are
+    on disk such numbers as they have there."""
     for name, parameter in model.named_parameters():
         if name.endswith(DECAY):
             parameter.normal_(-3, 1)  # as initialised, most states would be gone before the next sample begins
@@ -204,6 +229,18 @@ def draw(model: nn.Module) -> None:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(torch.randn_like(parameter) / 4)
+    for module in model.modules():
+        if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):  # the scale of scores is in its weight
+            module.q_norm.weight.mul_(module.head_dim**-0.5)
+    for name, buffer in persistent_buffers(model).items():
+        if not buffer.is_floating_point():
+            continue
+        if name.endswith("_min"):  # bounds of what goes into a matrix and comes out of it
+            buffer.fill_(-BOUND)
+        elif name.endswith("_max"):
+            buffer.fill_(BOUND)
+        else:
+            buffer.copy_(1 + torch.randn_like(buffer) / 4)
 
 
 def _end_problem(model: nn.Module) -> str | None:

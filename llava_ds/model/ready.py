@@ -14,7 +14,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import ImageSpec, ReadyImageOptions
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
-from llava_ds.tilings import CellTiling, Tiling
+from llava_ds.tilings import WHOLE_IMAGES, BudgetTiling, CellTiling, Tiling
 
 
 class ReadyModel(NamedTuple):
@@ -79,9 +79,14 @@ class ReadyVision:
         return self.tiles.patches
 
     @property
-    def cells(self) -> CellTiling | None:
+    def cells(self) -> CellTiling | BudgetTiling | None:
         """The cells of a vision model that takes whole images in any shape; None for others."""
-        return self.tiles.tiling if isinstance(self.tiles.tiling, CellTiling) else None
+        return self.tiles.tiling if isinstance(self.tiles.tiling, WHOLE_IMAGES) else None
+
+    @property
+    def has_image_blocks(self) -> bool:
+        """True if the tokens of an image see each other in the language model."""
+        return self.ready.family.has_image_blocks(self.ready.config)
 
     @property
     def windowed_layers(self) -> int:
@@ -107,7 +112,8 @@ class ReadyVision:
             max_pixels=data.max_image_pixels,
             tiling=_within(self.tiles.tiling, data),
             resample=self.resample,
-            has_image_blocks=self.ready.family.has_image_blocks,
+            has_image_blocks=self.has_image_blocks,
+            blocks_need_windows=self.ready.family.blocks_need_windows,
             boxes=self.ready.family.boxes,
         )
 
@@ -175,7 +181,9 @@ class ReadyTower(nn.Module):
         """(N, 3, S, S) uint8, and Batch.tower_inputs, to (N, patches, C)."""
         family = self.plan.ready.family
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
-        return family.features(self.tower, pixels.to(family.patch_embedding(self.tower).weight.dtype), tower_inputs)
+        if family.casts_pixels:
+            pixels = pixels.to(family.patch_embedding(self.tower).weight.dtype)
+        return family.features(self.tower, pixels, tower_inputs)
 
 
 class Connector(nn.Module):

@@ -13,7 +13,9 @@ no inputs. With LoRA they do, but norms do not train: 2 T D (4 + w), and beside 
 T w R, R its ranks together, and with dropout for every matrix what is left of its input, and which part that is; with
 DoRA 2 T w O, O the widths of its outputs.
 Norms behind attention and MLP save T D (4 + w) each, those of query and key T (Q + K) (4 + w); Gemma's, whose weights
-multiply in fp32, 8 in the place of 4 + w. Where the tokens of one image see each other, attention counts twice. Ranks
+multiply in fp32, 8 in the place of 4 + w. Where the tokens of one image see each other, attention counts twice. A
+layer that takes embeddings of its own, p wide, saves T (w (D + 3 p)), and outside of it T p (8 + w), for they are
+normalised for all layers at once. Ranks
 that share samples (sequence parallelism) have T / s of the tokens each, in attention T tokens of some heads, and
 meanwhile two copies of what they exchange. A frozen tower runs without gradients and saves nothing; of one that trains
 each layer saves about N P w (8C + 2I), a CLIP's 3I, more with norms in fp32 or a gate (TowerShape). The projector saves
@@ -64,7 +66,10 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     text, w = shape.text, weight_bytes
     tokens = batch.num_tokens
     tiled = batch.has_tiled_mlps
-    again = layer_bytes(text, tokens, w, tiled) if batch.num_recomputed else 0  # the layer that is computed once more
+    largest = text.largest_layer
+    again = (
+        layer_bytes(largest, tokens, w, tiled) if batch.num_recomputed else 0
+    )  # the layer that is computed once more
     saved, head = saved_bytes(shape, batch, w), head_bytes(text, batch, w) if shape.is_last else 0
     # A critic goes backward before the actor's loss does, while the actor keeps all that it saved.
     below = saved if shape.has_critic else saved - head
@@ -72,9 +77,9 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     at_the_loss += loss_bytes(text, batch.num_supervised, w) if shape.is_last else 0
     # What dropout saved for the MLP's first two matrices to go backward is gone by then.
     gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
-    mlp = (5 if text.routed else 3) * text.intermediate
+    mlp = (5 if text.routed else 3) * largest.intermediate
     passing = w * 2 * text.hidden + 8 * text.hidden - gone
-    in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(text, w)) if tiled else tokens * w * mlp
+    in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(largest, w)) if tiled else tokens * w * mlp
     # DoRA measures rows in a forward, of a matrix, its product and their sum.
     in_a_layer = below + again + tokens * passing + max(in_mlps, 4 * w * text.lora_read)
     return max(at_the_loss, in_a_layer, _in_the_tower(shape, batch, w) if shape.is_first else 0)
@@ -98,7 +103,8 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
     layers = (text.num_layers - again) * layer_bytes(text, tokens, w, batch.has_tiled_mlps)
     layers += again * tokens * w * text.hidden
     images = _image_bytes(tower, batch, again / text.num_layers, w) if shape.is_first else 0
-    rotary = 2 * tokens * w * text.query // text.num_heads
+    rotary = 2 * tokens * w * text.rotary
+    rotary += tokens * text.num_layers * text.layer_embedding * (8 + w)
     passed_on = tokens * w * text.hidden * ((not shape.is_first) + (not shape.is_last))
     head = head_bytes(text, batch, w) if shape.is_last else 0
     return (layers + images + rotary + passed_on) * (2 if shape.has_critic else 1) + head
@@ -112,12 +118,13 @@ def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool
     norms = text.norms * text.hidden * (4 + normalised) + min(2, text.norms) * text.hidden * w * keeps_inputs
     if text.has_head_norms:
         norms += (text.query + text.key) * (4 + normalised)
-    attention = (w * (2 * text.query + 2 * text.key) + 4 * text.num_heads) * (2 if text.has_image_blocks else 1)
+    attention = (w * (2 * text.query + 2 * text.key) + 4 * text.num_heads) * (1 + text.in_blocks)
     # Frozen matrices save no input, but what computes them once more does.
     mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
     lora = w * text.lora_rank + (w + 1) * text.lora_dropped + 2 * w * text.lora_scaled
     states = 2 * w * text.convolved + (12 + 3 * w) * text.gated
-    return num_tokens * (norms + attention + mlp + lora + states)
+    embeddings = w * (text.hidden * keeps_inputs + 3 * text.layer_embedding) if text.layer_embedding else 0
+    return int(num_tokens * (norms + attention + mlp + lora + states + embeddings))
 
 
 def _mlp_bytes(text: TextShape, weight_bytes: int) -> int:

@@ -16,7 +16,17 @@ from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.tensor_parallel import num_divided
-from llava_ds.model.families.language import has_state, is_mixture, is_upcycled, mlp_width, num_attention_layers
+from llava_ds.model.attention import MAX_FUSED_WIDTH
+from llava_ds.model.families.language import (
+    attention_widths,
+    has_state,
+    head_width,
+    is_mixture,
+    is_upcycled,
+    layer_configs,
+    mlp_width,
+    num_attention_layers,
+)
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
@@ -94,7 +104,8 @@ class Part:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Widths of the language model: query and key of all heads together, of those that a rank has, as of its MLP.
+    """Widths of the language model: query and key of all heads together, of those that a rank has, as of its MLP; on
+    average over its layers where they differ.
 
     trained: whether the stage trains its weights; intermediate: of the MLP, or for a mixture of experts of one that
     saves as much for backward as the experts of a token; routed: True for such; expert_rows: how often a token is sent
@@ -103,9 +114,11 @@ class TextShape:
     inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
     lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding;
     norms: of the hidden states in a layer; has_head_norms: whether query and key are normalised, too; fp32_norms:
-    whether norms are multiplied by their weights in fp32, as Gemma's and Qwen3.5's are; has_image_blocks: whether the
-    tokens of one image see each other, which attention computes apart; convolved, gated: of a layer with a state, what
-    its convolution takes, and its values and their gate, on average over all layers.
+    whether norms are multiplied by their weights in fp32, as Gemma's and Qwen3.5's are; in_blocks: share of attention
+    in which the tokens of one image see each other, which is computed apart; convolved, gated: of a layer with a state,
+    what its convolution takes, and its values and their gate, on average over all layers; layer_embedding: width of the
+    embeddings that every layer takes of its own; rotary: of the rotary angles of all kinds of layers; largest: query,
+    key and intermediate of the layer that saves most, where layers differ.
     """
 
     hidden: int
@@ -127,9 +140,20 @@ class TextShape:
     norms: int = 2
     has_head_norms: bool = False
     fp32_norms: bool = False
-    has_image_blocks: bool = False
+    in_blocks: float = 0.0
     convolved: int = 0
     gated: int = 0
+    layer_embedding: int = 0
+    rotary: int = 0
+    largest: tuple[int, int, int] | None = None
+
+    @property
+    def largest_layer(self) -> "TextShape":
+        """The same with the widths of the layer that saves most, which sees all tokens, and without image blocks."""
+        if self.largest is None:
+            return self
+        query, key, intermediate = self.largest
+        return replace(self, query=query, key=key, intermediate=intermediate, in_blocks=0.0)
 
 
 @dataclass(frozen=True)
@@ -253,7 +277,6 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         if args.training.objective == "ppo":
             _add_critic(model, text, tower, args)
     packed = names if args.model.bits < 16 else set()
-    has_image_blocks = isinstance(tower, ReadyVision) and tower.ready.family.has_image_blocks
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
     tp, ep = args.training.tensor_parallel_size, args.training.ep_size
@@ -267,7 +290,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         groups=tuple(tuple(elements[p] for p in group["params"]) for group in groups),
         frozen=tuple(elements[p] for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
         units=_units(model, elements),
-        text=_text_shape(model.language_model, text, args, is_llamas, has_image_blocks),
+        text=replace(_text_shape(model.language_model, text, args, is_llamas), in_blocks=_in_blocks(text, tower)),
         tower=tower_shape(model, tower, args),
         packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
         packed_bits=args.model.bits,
@@ -300,20 +323,24 @@ def _stages(
         )
 
 
-def _text_shape(
-    language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool, has_image_blocks: bool
-) -> TextShape:
+def _in_blocks(text: PreTrainedConfig, tower: TowerPlan | ReadyVision) -> float:
+    if not isinstance(tower, ReadyVision) or not tower.has_image_blocks:
+        return 0.0
+    return sum(attention_widths(text, tower.ready.family.blocks_need_windows)) / sum(attention_widths(text))
+
+
+def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
     layers = [layer for _, layer in lora_layers(language_model)]
     inputs = sum(layer.in_features for layer in layers)
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
-    head, tp = getattr(text, "head_dim", None) or hidden // num_heads, args.training.tensor_parallel_size
-    key_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    tp, widths = args.training.tensor_parallel_size, _widths_of_layers(text)
+    query, key = (sum(each) // len(each) for each in list(zip(*widths))[:2])
     return TextShape(
         hidden=hidden,
-        intermediate=_saving_width(text) // tp,
+        intermediate=sum(each[2] for each in widths) // len(widths) // tp,
         num_layers=num_layers,
-        query=num_heads * head // tp,
-        key=key_heads * head // tp,
+        query=query // tp,
+        key=key // tp,
         num_heads=max(1, num_heads // tp),
         vocab=language_model.get_output_embeddings().weight.shape[0],
         trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
@@ -326,9 +353,27 @@ def _text_shape(
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
         **_norms(language_model, hidden),
-        has_image_blocks=has_image_blocks,
         **_state_widths(text),
+        layer_embedding=getattr(text, "hidden_size_per_layer_input", None) or 0,
+        rotary=sum({head_width(layer) for layer in layer_configs(text)}),
+        largest=max(widths, key=lambda each: each[0] + each[1] + 2 * each[2]) if len(set(widths)) > 1 else None,
     )
+
+
+def _widths_of_layers(text: PreTrainedConfig) -> list[tuple[int, int, int]]:
+    """Widths of query and key of each layer, and TextShape.intermediate.
+
+    Heads that are too wide for every kernel have a key for each query, which SDPA's kernel for them needs.
+    """
+    found, layers = [], layer_configs(text)
+    doubled = getattr(text, "num_kv_shared_layers", None) if getattr(text, "use_double_wide_mlp", False) else 0
+    for i, layer in enumerate(layers):
+        heads = getattr(layer, "num_attention_heads", 1)
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        key_heads = getattr(layer, "num_key_value_heads", None) or heads
+        key = (heads if width > MAX_FUSED_WIDTH else key_heads) * width
+        found.append((heads * width, key, _saving_width(text) * (1 + (i >= len(layers) - (doubled or 0)))))
+    return found
 
 
 def _norms(language_model: nn.Module, hidden: int) -> dict[str, object]:

@@ -74,7 +74,8 @@ def _saved_by(layer: nn.Module) -> tuple[int, int]:
     A LayerNorm's input and output; of a norm without means its input in fp32, normalised, and times its weight; query,
     key, value and attention's output, and with one matrix for the first three, which rotates two of them, these before
     it, too; what a scale of a layer's output multiplies; and of the MLP what lies between its matrices: before and
-    behind the activation, the sigmoid of a quick GELU, the other factor and the product behind a gate.
+    behind the activation, the sigmoid of a quick GELU, the other factor and the product behind a gate. Gemma's norms
+    multiply in fp32, by heads, too, and where matrices have bounds, what they are given and give is there twice.
     """
     modules = dict(layer.named_modules())
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
@@ -91,4 +92,9 @@ def _saved_by(layer: nn.Module) -> tuple[int, int]:
     between = 4 if has_gate else 3 if is_quick else 2
     attention = 4 if len(in_attention) > 2 else 6
     numbers = hidden * (attention + 2 * layer_norms + 2 * other_norms + scales) + intermediate * between
-    return numbers, hidden * other_norms
+    if not any(type(norm).__name__.startswith("Gemma") for norm in block_norms):
+        return numbers, hidden * other_norms
+    numbers -= hidden * other_norms
+    if any(hasattr(module, "input_max") for module in modules.values()):
+        numbers += 11 * hidden + 3 * intermediate
+    return numbers, hidden * (2 * other_norms + 5)  # of query and key twice, of values, whose norm has no weight, once

@@ -36,13 +36,15 @@ from llava_ds.data.sample import Message
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ReadyImageOptions, media_layout
-from llava_ds.model.families.ready_family import ReadyFamily
+from llava_ds.model.families.language import has_layer_embeddings
+from llava_ds.model.families.ready_family import Cells, ReadyFamily
 from llava_ds.model.llava import LlavaModel, assemble
+from llava_ds.model.loading import persistent_buffers
 from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.probe import draw, small_copy
 from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
-from llava_ds.tilings import CellTiling
+from llava_ds.tilings import WHOLE_IMAGES, CellTiling
 
 VERSION = 1  # raise it when the trial becomes stricter
 # Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
@@ -142,7 +144,7 @@ def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Differen
     """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError where the copy
     can't be built or run, or its processor gives other ids."""
     encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
-    times = CELLS_TIMES if isinstance(images.tiling, CellTiling) else 1
+    times = CELLS_TIMES if isinstance(images.tiling, WHOLE_IMAGES) else 1
     shown = [[_random_image((times * w, times * h)) for w, h in sizes] for sizes, _ in TALKS]
     samples = [_sample(encoder, images, pictures, turns) for pictures, (_, turns) in zip(shown, TALKS)]
     where = f"--model_name_or_path {path}"
@@ -171,14 +173,18 @@ def _random_image(size: tuple[int, int]) -> Image.Image:
 
 
 def _processor_pixels(path: str, pictures: Sequence[Image.Image], images: ReadyImageOptions) -> torch.Tensor | None:
-    """(N, 3, S, S) of the folder's image processor, or its patches (P, numbers in a patch); None without images."""
+    """(N, 3, S, S) of the folder's image processor, or its patches (P, numbers in a patch), without padding; None
+    without images."""
     if not pictures:
         return None
     processor = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True, trust_remote_code=False)
     options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
     if isinstance(images.tiling, CellTiling):  # --min_pixels and --max_pixels, too
         options = {"size": {"shortest_edge": images.tiling.least, "longest_edge": images.tiling.most}}
-    pixels = processor(list(pictures), return_tensors="pt", **options)["pixel_values"]
+    found = processor(list(pictures), return_tensors="pt", **options)
+    pixels = found["pixel_values"]
+    if "image_position_ids" in found:
+        return pixels[found["image_position_ids"].amin(-1) >= 0]
     return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:])
 
 
@@ -222,9 +228,12 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     model = assemble(text, vision, ModelArguments(), mean, std).eval()
     names = ReadyNames(ready, text)
     given = dict(outer.named_parameters(remove_duplicate=False))
+    given_buffers = dict(outer.named_buffers())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(given[names.from_part(name)])
+        for name, buffer in persistent_buffers(model).items():
+            buffer.copy_(given_buffers[names.from_part(name)])
     if plan.whole_last_layer is None:
         model.shorten_last_layer()
     batch = collate(samples, images)
@@ -236,7 +245,7 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     expected = torch.cat([each for each in pixels if each is not None])
     gradient, parameter = _worst_gradient(model, given, names)
     return Difference(
-        pixels=_largest(ready.family.processed(ready.config, normalised), expected),
+        pixels=_largest(ready.family.processed(ready.config, normalised, _cells(samples)), expected),
         logits=_largest(found, logits) / largest,
         loss=abs(own.item() - loss) / abs(loss),
         gradient=gradient,
@@ -244,12 +253,18 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     )
 
 
+def _cells(samples: list[LoadedSample]) -> Cells:
+    return [layout.cells for sample in samples for _, layout in sample.media]
+
+
 def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
     """The configuration of a small copy, and its language model's. Token 0 is the image's."""
     vision: ReadyVision = plan.tower
     config = copy.deepcopy(vision.ready.config)
-    text = small_copy(plan.text_config)
+    text = small_copy(plan.text_config, twice=vision.has_image_blocks)
     text.vocab_size = vocab_size
+    if has_layer_embeddings(text):
+        text.vocab_size_per_layer_input = vocab_size
     text.pad_token_id = vocab_size - 1  # its row has no gradient, and no sample has it
     config.text_config, config.image_token_id = text, 0
     vision.ready.family.shrink(config)

@@ -138,6 +138,9 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
             "visual_pos_masks": batch.image_positions + shift[batch.image_positions],
             "deepstack_visual_embeds": deeper,
         }
+    for name, rows in model.layer_inputs(batch.input_ids, batch.image_positions).items():
+        parts = [F.pad(row, (0, 0, 0, 0, longest - len(row), 0)) for row in rows[0].split(lengths)]
+        options[name] = torch.stack(parts)  # (B, L, layers, width)
     output = model.language_model.base_model(
         inputs_embeds=padded,
         attention_mask=seen,

@@ -203,7 +203,13 @@ def widen(folder: Path, family: str) -> None:
     config = json.loads(path.read_text())
     text, vision = config.get("text_config", config), config["vision_config"]
     text |= WIDE
-    if "head_dim" in text:
+    if family.startswith("gemma4"):
+        text |= {"num_attention_heads": 2, "head_dim": 128, "global_head_dim": 320}
+        text |= {"num_key_value_heads": 1, "num_global_key_value_heads": 1}
+        text |= {"num_kv_shared_layers": 6 if text["num_kv_shared_layers"] else 0}
+        del text["per_layer_config"]  # which is made of the others
+        vision |= {"num_key_value_heads": 2, "head_dim": 64}
+    elif "head_dim" in text:
         text["head_dim"] = 64
     if "mrope_section" in str(text):
         text["rope_parameters"]["mrope_section"] = [16, 8, 8]

@@ -260,6 +260,17 @@ def test_images_that_see_each_other_with_flash_attn(monkeypatch, tmp_path, packa
     monkeypatch.setitem(sys.modules, module.__name__, module)
     ready_model_trained_once("gemma3", tmp_path, capability=capability, checkpointed=checkpointed)
     assert module.calls == 2 * 2 * (1 + checkpointed)  # of each layer once for all tokens, once for images
+    module.calls = 0
+    ready_model_trained_once("gemma4", tmp_path / "4", capability=capability, checkpointed=checkpointed)
+    in_tower = 2
+    assert module.calls == in_tower + 3 * (1 + checkpointed)  # of one layer for all tokens alone
+
+
+@pytest.mark.parametrize("checkpointed", [True, *rest(False)])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_e"])
+def test_heads_that_are_too_wide_for_every_kernel(family, tmp_path, checkpointed):
+    """Their samples are computed one by one, by lengths that the host knows."""
+    ready_model_trained_once(family, tmp_path, checkpointed=checkpointed, global_head_dim=264)
 
 
 @pytest.mark.parametrize("checkpointed", [True, *rest(False)])
@@ -269,8 +280,8 @@ def test_states_of_a_pack_with_kernels(monkeypatch, tmp_path, checkpointed):
     assert calls == dict.fromkeys(calls, 2 * (1 + checkpointed))  # of each of two layers
 
 
-def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0), checkpointed=False):
-    args = arguments(**ready_models.write_ready(tmp_path, family), version="processor", tune_mm_vision=trained,
+def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0), checkpointed=False, **text):
+    args = arguments(**ready_models.write_ready(tmp_path, family, **text), version="processor", tune_mm_vision=trained,
                      tune_mm_mlp=True, tune_mm_llm=True)  # fmt: skip
     plan = plan_model(args.model, 512)
     options = plan.tower.image_options(args)

@@ -6,16 +6,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from ready_models import QWEN_PROCESSORS, write_ready
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.native_resolution import axis_positions, tower_inputs
 from llava_ds.export.ready_folder import write_image_sizes
+from llava_ds.model.families.ready import READY
 from llava_ds.model.plan import plan_model, read_parts
-from llava_ds.tilings import CellTiling
+from llava_ds.tilings import BudgetTiling, CellTiling
 
 
 def cells_of(side: int, least: int, most: int, **more) -> CellTiling:
@@ -37,6 +43,32 @@ def test_sizes_are_the_processors():
         cut = tiling.cut(size)
         assert cut.steps == ((width, height),)
         assert cut.grid == (width // side, height // side)
+
+
+def test_sizes_within_a_budget_are_the_processors():
+    """Gemma 4's, and the positions of patches, which the worker makes cell by cell."""
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        width, height = (int(2 ** rng.uniform(0, 13)) for _ in range(2))
+        patch, merge, most = int(rng.choice([8, 14, 16])), int(rng.integers(1, 5)), int(rng.choice([70, 280, 1120]))
+        tiling = BudgetTiling(patch * merge, merge, most, "<i>", "<b>", "<e>")
+        down, across = get_aspect_ratio_preserving_size(height, width, patch, most * merge**2, merge)
+        cut = tiling.cut((width, height))
+        assert cut.steps == ((across, down),)
+        assert cut.grid == (across // tiling.side, down // tiling.side) and cut.num_tiles <= most
+    tiling = BudgetTiling(16, 2, 70, "<i>", "<b>", "<e>")
+    found = Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)(
+        [Image.new("RGB", size) for size in ((90, 30), (40, 41))], return_tensors="pt"
+    )["image_position_ids"]
+    cells = [tiling.cut(size).grid for size in ((90, 30), (40, 41))]
+    config = SimpleNamespace(vision_config=SimpleNamespace(pooling_kernel_size=2))
+    patches = torch.zeros(4 * sum(across * down for across, down in cells), 3)
+    own = READY["gemma4"].outer_inputs(config, patches, cells, torch.zeros(1, 1))["image_position_ids"]
+    assert torch.equal(own, found[:, : own.shape[1]]) and (found[:, own.shape[1] :] == -1).all()
+    rows, columns = tower_inputs(cells[:1], tiling)["position_ids"].T
+    across, down = cells[0]
+    assert rows.tolist() == [2 * (i // (4 * across)) + i % 4 // 2 for i in range(4 * across * down)]
+    assert columns.tolist() == [2 * (i // 4 % across) + i % 2 for i in range(4 * across * down)]
 
 
 @pytest.mark.parametrize("family", QWEN_PROCESSORS)

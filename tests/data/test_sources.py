@@ -282,6 +282,10 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "video": "../secret.png"}, "names the video '../secret.png', which lies outside"),
         ({"conversations": TALK, "video": ["../secret.png"]}, "names the frame '../secret.png', which lies outside"),
         (chat_of({"type": "audio"}), "turn 0 has the part {'type': 'audio'}, expected the type 'text', 'image'"),
+        (
+            {"conversations": [{"from": "human", "value": "<audio> What?"}, *TALK[1:]], "audios": ["a.wav"]},
+            "names sounds under 'audios', and has <audio> marks for them, which are not supported",
+        ),
         (chat_of({"type": "text", "text": 3}), "expected a text under 'text'"),
         (chat_of({"type": "image"}), "names 0 images under 'image' or 'images', but its text has 1"),
         (chat_of({"type": "video", "video": []}), "names a video of 0 frames"),

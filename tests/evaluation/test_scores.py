@@ -11,7 +11,7 @@ from launching import ROOT
 
 from llava_ds.boxes import THOUSANDTHS, BoxFormat
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.evaluation.answer_rules import BOX_UNITS, mmmu_letter
+from llava_ds.evaluation.answer_rules import BOX_UNITS, mmmu_letter, named_box
 from llava_ds.evaluation.benchmarks import BENCHMARKS
 from llava_ds.evaluation.bootstrap import estimates
 from llava_ds.evaluation.caption_words import caption_words
@@ -183,7 +183,19 @@ def test_boxes_in_pixels_of_the_resized_image_are_those_of_the_image():
     assert with_resized_sizes(asked(["yes"]), options) == asked(["yes"])
 
 
-@pytest.mark.parametrize("unit", [unit for unit in BOX_UNITS if unit != "resized_pixels"])
+def test_boxes_whose_y_comes_first():
+    """As Gemma 4 answers: the same boxes of the golden answers in thousandths, written the other way."""
+    rows = golden("refcoco")
+    references = [{"answer": row["box"], "size": row["size"]} for row in rows]
+    boxes = [named_box(row["answers"]["0_to_1000"]) for row in rows]
+    answers = ["none" if box is None else f"[{box[1]}, {box[0]}, {box[3]}, {box[2]}]" for box in boxes]
+    result = scored("grounding", answers, references)
+    np.testing.assert_allclose(result.columns[:, 1], [row["expected"]["0_to_1000"] for row in rows], atol=1e-9)
+    found = figures(result)
+    assert found["accuracy"] == found["accuracy_0_to_1000_y_first"] > max(0.3, found["accuracy_0_to_1000"])
+
+
+@pytest.mark.parametrize("unit", [unit for unit in BOX_UNITS if unit not in ("resized_pixels", "0_to_1000_y_first")])
 def test_ious_of_boxes_are_the_official_ones_in_any_unit(unit):
     rows = golden("refcoco")
     references = [{"answer": row["box"], "size": row["size"]} for row in rows]

@@ -14,6 +14,8 @@ from toys import ANSWERS, TEXTS
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -93,6 +95,21 @@ GEMMA_TEMPLATE = (
     "{{ '<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
 )
+# Gemma 4's leave out thoughts of answers. Larger sizes' write an empty one before an answer that is to come.
+GEMMA4_SMALL_TEMPLATE = (
+    "{%- macro answer(text) -%}{%- set kept = namespace(text='') -%}{%- for part in text.split('<channel|>') -%}"
+    "{%- set kept.text = kept.text + part.split('<|channel>')[0] -%}{%- endfor -%}{{ kept.text | trim }}"
+    "{%- endmacro -%}"
+    "{{ bos_token }}{%- for message in messages -%}"
+    "{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}"
+    "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<|image|>' }}"
+    "{%- elif message['role'] == 'assistant' -%}{{ answer(item['text']) }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}"
+    "{{ '<turn|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}"
+)
+GEMMA4_TEMPLATE = GEMMA4_SMALL_TEMPLATE.replace(
+    "{{ '<|turn>model\n' }}", "{{ '<|turn>model\n<|channel>thought\n<channel|>' }}"
+)
 # Where answers are marked, transformers' processors say themselves what is learned.
 SMOLVLM_MARKED = SMOLVLM_TEMPLATE.replace(
     "{{line['text']}}",
@@ -120,14 +137,18 @@ GEMMA_MARKED = GEMMA_TEMPLATE.replace(
     "{% generation %}{{ item['text'] | trim }}<end_of_turn>{% endgeneration %}"
     "{%- elif item['type'] == 'text' -%}",
 ).replace("{{ '<end_of_turn>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<end_of_turn>\n' }}")
+GEMMA4_MARKED = GEMMA4_TEMPLATE.replace(
+    "{{ answer(item['text']) }}", "{% generation %}{{ answer(item['text']) }}<turn|>{% endgeneration %}"
+).replace("{{ '<turn|>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<turn|>\n' }}")
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
-    "gemma3": GEMMA_TEMPLATE, "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
+    "gemma3": GEMMA_TEMPLATE, "gemma4": GEMMA4_TEMPLATE, "gemma4_e": GEMMA4_SMALL_TEMPLATE,
+    "qwen2_vl": QWEN_TEMPLATE, "qwen2_5_vl": QWEN_TEMPLATE, "qwen3_vl": QWEN3_TEMPLATE,
     "qwen3_vl_moe": QWEN3_TEMPLATE, "qwen3_5": QWEN35_TEMPLATE,
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
-    "gemma3": GEMMA_MARKED,
+    "gemma3": GEMMA_MARKED, "gemma4": GEMMA4_MARKED, "gemma4_e": GEMMA4_MARKED,
     **{name: text.replace(*QWEN_MARKS) for name, text in TEMPLATES.items() if name.startswith("qwen")},
 }  # fmt: skip
 
@@ -144,13 +165,25 @@ GEMMA_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>",
     "<image_soft_token>",
 ]  # fmt: skip
+GEMMA4_TOKENS = [
+    "<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>",
+    "<|audio|>", "<|video|>", "<|channel>", "<channel|>",
+]  # fmt: skip
+# Of Gemma 4's sizes, one as 31B, and one as E2B and E4B.
 FAMILIES = (
-    "idefics3", "smolvlm", "internvl", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "idefics3", "smolvlm", "internvl", "gemma3", "gemma4", "gemma4_e", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+    "qwen3_vl_moe", "qwen3_5",
 )  # fmt: skip
 GEMMA_IDS = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
+GEMMA4_IDS = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>", "boi": "<|image>", "eoi": "<image|>",
+              "boa": "<|audio>"}  # fmt: skip
 SAID_FEATURES = {"internvl": "image_seq_length", "gemma3": "image_seq_length"}  # in processor_config.json
 SEEDS = {"gemma3": 5}  # random weights whose answers are not empty
-ENDS = {"gemma3": "<end_of_turn>"}  # of answers, where texts have another end
+ENDS = {
+    "gemma3": "<end_of_turn>",
+    "gemma4": "<turn|>",
+    "gemma4_e": "<turn|>",
+}  # of answers, where texts have another end
 QWEN_PROCESSORS = {
     "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
     "qwen3_vl_moe": Qwen3VLProcessor, "qwen3_5": Qwen3VLProcessor,
@@ -169,8 +202,15 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "norm" not in name:
                 parameter.normal_(0, 0.1)
-            elif "position_embeddings" in name or "cls_token" in name:
+            elif family.startswith("gemma4") and name.endswith("q_norm.weight"):  # which has the scale of scores
+                parameter.fill_(0.3)
+            elif "position_embedding" in name or "cls_token" in name:
                 parameter.normal_(0, 0.2)
+        for name, buffer in model.state_dict().items():
+            if name.endswith((".std_bias", ".std_scale", ".layer_scalar")):
+                buffer.copy_(1 + torch.randn_like(buffer) / 5)
+            elif name.endswith(("put_min", "put_max")):  # bounds of what goes into a matrix and comes out of it
+                buffer.fill_(-1.5 if name.endswith("min") else 1.5)
     model.save_pretrained(folder)
     if family == "qwen3_vl_moe":
         turn_experts(folder)
@@ -183,13 +223,15 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
     named = {
         "internvl": "InternVLProcessor",
         "gemma3": "Gemma3Processor",
+        "gemma4": "Gemma4Processor",
+        "gemma4_e": "Gemma4Processor",
         "smolvlm": "SmolVLMProcessor",
         "idefics3": "Idefics3Processor",
     }
     whole = {"image_processor": images, "processor_class": named.get(family)}
     if family in QWEN_PROCESSORS:
         whole["processor_class"] = QWEN_PROCESSORS[family].__name__
-    else:
+    elif not family.startswith("gemma4"):
         whole[SAID_FEATURES.get(family, "image_seq_len")] = 4
     for name, content in (("preprocessor_config.json", images), ("processor_config.json", whole)):
         (folder / name).write_text(json.dumps(content))
@@ -219,6 +261,8 @@ def image_processor_of(family: str):
         return GotOcr2ImageProcessorPil(size={"height": SIDE, "width": SIDE}, min_patches=1, max_patches=6)
     if family == "gemma3":
         return Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    if family.startswith("gemma4"):  # of the numbers of tokens that it takes, the least
+        return Gemma4ImageProcessorPil(patch_size=PATCH, pooling_kernel_size=2, max_soft_tokens=70)
     kind = SmolVLMImageProcessorPil if family == "smolvlm" else Idefics3ImageProcessorPil
     return kind(size={"longest_edge": 3 * SIDE}, max_image_size={"longest_edge": SIDE})
 
@@ -235,6 +279,10 @@ def processor_of(family: str, tokenizer):
             return InternVLProcessor(images, tokenizer, image_seq_length=4, chat_template=template)
     if family == "gemma3":
         return Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
+    if family.startswith("gemma4"):
+        with openable():
+            others = {"feature_extractor": SimpleNamespace(), "video_processor": SimpleNamespace()}
+            return Gemma4Processor(image_processor=images, tokenizer=tokenizer, chat_template=template, **others)
     if family == "idefics3":
         return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
     with openable():
@@ -253,7 +301,9 @@ def openable() -> Iterator[None]:
 
 
 def _tokenizer(family: str) -> PreTrainedTokenizerFast:
-    own = {"internvl": INTERNVL_TOKENS, "gemma3": GEMMA_TOKENS}
+    own = {
+        "internvl": INTERNVL_TOKENS, "gemma3": GEMMA_TOKENS, "gemma4": GEMMA4_TOKENS, "gemma4_e": GEMMA4_TOKENS,
+    }  # fmt: skip
     tokens = QWEN_TOKENS if family in QWEN_PROCESSORS else own.get(family, SMOLVLM_TOKENS)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -266,6 +316,10 @@ def _tokenizer(family: str) -> PreTrainedTokenizerFast:
         ends |= {"bos_token": tokens[1], "extra_special_tokens": tokens[3:]}
     elif family == "gemma3":
         named = {"image_token": tokens[7], "boi_token": tokens[5], "eoi_token": tokens[6]}
+        ends = {"bos_token": tokens[2], "eos_token": tokens[1], "pad_token": tokens[0], "extra_special_tokens": named}
+    elif family.startswith("gemma4"):
+        named = {f"{name}_token": token for name, token in {**GEMMA4_IDS, "eoa": "<audio|>"}.items()}
+        del named["video_token"]  # which the processor adds
         ends = {"bos_token": tokens[2], "eos_token": tokens[1], "pad_token": tokens[0], "extra_special_tokens": named}
     elif family == "internvl":
         named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
@@ -307,6 +361,8 @@ def _config(family: str, tokenizer, text: dict) -> AutoConfig:
             tie_word_embeddings=text.get("tie_word_embeddings", True),
             **ids,
         )
+    if family.startswith("gemma4"):
+        return _gemma4_config(family, tokenizer, shared)
     return AutoConfig.for_model(
         family,
         text_config={"model_type": "llama", **shared},
@@ -316,6 +372,34 @@ def _config(family: str, tokenizer, text: dict) -> AutoConfig:
         pad_token_id=ids["pad_token_id"],
         tie_word_embeddings=text.get("tie_word_embeddings", False),
     )
+
+
+def _gemma4_config(family: str, tokenizer, text: dict) -> AutoConfig:
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in GEMMA4_IDS.items()}
+    tied = text.pop("tie_word_embeddings", True)
+    vision = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
+    vision |= {"position_embedding_size": 300, "image_size": None}
+    text = {
+        "global_head_dim": 24, **text, "head_dim": 16, "sliding_window": 12, "bos_token_id": 2,
+        "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": tied,
+        "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+    audio = None
+    if family == "gemma4":
+        text |= {"use_bidirectional_attention": "vision", "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+        text |= {"hidden_size_per_layer_input": 0}
+        vision["standardize"] = True
+    else:
+        text |= {"num_hidden_layers": 4, "layer_types": 2 * text["layer_types"], "num_kv_shared_layers": 2}
+        text |= {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 8}
+        text["vocab_size_per_layer_input"] = text["vocab_size"]
+        vision["use_clipped_linears"] = True
+        audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 24,
+                 "subsampling_conv_channels": [4, 2]}  # fmt: skip
+    return AutoConfig.for_model(
+        "gemma4", text_config=text, vision_config=vision, audio_config=audio, **ids, tie_word_embeddings=tied,
+        eoa_token_index=tokenizer.convert_tokens_to_ids("<audio|>"),
+    )  # fmt: skip
 
 
 def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import toys
 import varlen
+from transformers import AutoConfig
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
@@ -437,6 +438,16 @@ def test_without_a_gpu_the_report_says_so():
     config = toys.language_model_config("llama")
     report = attention.attention_report(config, torch.device("cpu"), torch.bfloat16)
     assert report.startswith("attention: SDPA sample by sample (flash-attn 3 needs a CUDA device, this is cpu; ")
+
+
+def test_the_report_has_every_width_of_heads():
+    config = AutoConfig.for_model(
+        "gemma4_text", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
+    report = attention.attention_report(config, torch.device("cpu"), torch.bfloat16)
+    assert report.startswith("attention: heads of 256 by SDPA sample by sample (")
+    assert ", heads of 512 by SDPA sample by sample (" in report
+    assert attention.needs_lengths(config) and not attention.needs_lengths(toys.language_model_config("llama"))
 
 
 def test_sinks_are_refused():

@@ -139,10 +139,12 @@ def count(text, flags: dict, vision=None, second=None) -> tuple[int, float]:
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen tower", "trained tower"])
 @pytest.mark.parametrize(
     "family",
-    ["qwen2_5_vl", *(pytest.param(f"qwen{n}", marks=pytest.mark.full) for n in ("2_vl", "3_vl", "3_vl_moe", "3_5"))],
+    ["qwen2_5_vl", "gemma4", "gemma4_e"]
+    + [pytest.param(f"qwen{n}", marks=pytest.mark.full) for n in ("2_vl", "3_vl", "3_vl_moe", "3_5")],
 )
 def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trains, tmp_path):
-    """And attention's, of pairs of patches: a window of 2 x 2 cells, or the whole image."""
+    """And attention's, of pairs of patches: a window of 2 x 2 cells, or the whole image; and of tokens of an image that
+    see each other."""
     given = ready_models.write_ready(tmp_path, family)
     model_args = ModelArguments(**given, version="processor", tune_mm_vision=trains, tune_mm_mlp=True, tune_mm_llm=True)
     args = Arguments(model_args, DataArguments(), TrainingArguments(), frozenset())
@@ -152,7 +154,7 @@ def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trai
     model = assemble(plan.text_config, plan.tower, model_args, torch.zeros(3), torch.ones(3))
     model.language_model.set_experts_implementation("eager")  # of products that torch counts
     choose_trainable(model, args)
-    layout = media_layout("image", ((64, 64),), 1, options)  # 4 x 4 cells: windows are full
+    layout = media_layout("image", ((64, 64),), 1, options)  # 4 x 4 cells, so that windows are full; Gemma 4's 8 x 8
     ids = torch.cat([torch.full((layout.num_tokens,), -200), torch.randint(3, 300, (LENGTH,))])
     labels = torch.full((len(ids),), -100)
     labels[-TARGETS:] = 7
@@ -166,12 +168,14 @@ def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trai
     products = sum(n for op, n in counts.items() if str(op).split(".")[-1] in kinds)
     flops = model_flops(plan.text_config, plan.tower, model_args)
     tiles, pairs = counts_of(sample).tiles, counts_of(sample).tile_pairs
-    assert (tiles, pairs) == (16, 256)
+    assert (tiles, pairs) == ((64, 64**2) if family.startswith("gemma4") else (16, 256))
     width, layers = plan.tower.layer_width, plan.tower.num_layers
     windowed = plan.tower.tiles.windowed_layers
-    seen = (layers - windowed) * 64**2 + windowed * 4 * 16**2  # pairs of patches in all layers
+    seen = (layers - windowed) * (4 * tiles) ** 2 + windowed * 4 * 16**2  # pairs of patches in all layers
     attention = 4 * width * seen * (3 if trains else 1)
     expected = products + of_states(plan.text_config, len(ids))
+    if family == "gemma4":  # in one layer, of four heads of 16
+        expected += 3 * 4 * 64 * tiles * (tiles - 1) / 2
     assert flops.of(len(ids), 0, tiles, TARGETS, pairs) - attention == pytest.approx(expected, rel=1e-9)
 
 

@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
+import toys
 from ready_models import FAMILIES, turn_experts, write_ready
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments, trained_parts
 from llava_ds.constants import ConfigError
@@ -35,11 +36,15 @@ def test_every_tensor_has_its_part_and_its_name(folder):
     names = ReadyNames(read.ready, read.text_config)
     on_disk = load_file(folder / "model.safetensors").keys()
     known = names_in_folder(names, on_disk)
-    assert sorted(known.values()) == sorted(on_disk)
+    beside = {name for name in on_disk if names.is_beside(names.to_memory(name))}
+    assert any("audio_tower" in name for name in beside) == (
+        read.ready.config.to_dict().get("audio_config") is not None
+    )
+    assert sorted(known.values()) == sorted(on_disk - beside)
     assert {names.to_memory(name): names.from_part(part) for part, name in known.items()} == {
         name: name
         for name in names.in_memory
-        if not (read.text_config.tie_word_embeddings and name == "lm_head.weight")
+        if not names.is_beside(name) and not (read.text_config.tie_word_embeddings and name == "lm_head.weight")
     }
     for part, prefix in (("vision_tower", "tower."), ("projector", "connector."), ("language_model", "")):
         source = getattr(read, part)
@@ -111,7 +116,7 @@ def test_what_is_not_tried_is_refused(folder, flags, message):
         taken(folder, **flags)
 
 
-@pytest.mark.parametrize("kind", ["glm4v", "gemma4", "mllama"])
+@pytest.mark.parametrize("kind", ["glm4v", "gemma4_unified", "mllama"])
 def test_other_ready_models_are_refused_by_name(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ConfigError, match=f"is a {kind}, which can't be trained here yet .*: give one of idefics3"):
@@ -146,3 +151,19 @@ def test_a_config_without_a_part_is_refused(tmp_path):
 )
 def test_the_vendors_flags_say_what_trains(flags, parts):
     assert trained_parts(dataclasses.replace(ModelArguments(), **flags)) == parts
+
+
+def test_a_language_model_with_embeddings_of_layers_has_no_place_in_a_llava(tmp_path, tokenizer):
+    """transformers' Llava gives a language model no ids; as a part of the whole Gemma 4 it is trained."""
+    text = {
+        "vocab_size": len(tokenizer),
+        "vocab_size_per_layer_input": len(tokenizer),
+        "hidden_size_per_layer_input": 8,
+    }
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16, "global_head_dim": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **sizes, **text))
+    model.save_pretrained(tmp_path / "llm")
+    tokenizer.save_pretrained(tmp_path / "llm")
+    given = {"model_name_or_path": str(tmp_path / "llm"), **toys.write_tower(tmp_path / "tower")}
+    with pytest.raises(ConfigError, match="gemma4_text, whose layers take embeddings of their own"):
+        plan_model(ModelArguments(**given), 512)

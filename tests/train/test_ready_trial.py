@@ -14,8 +14,10 @@ from transformers import AutoModelForImageTextToText
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data import collate
+from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention, delta_net
 from llava_ds.model.families import ready_family
+from llava_ds.model.llava import LlavaModel
 from llava_ds.model.plan import plan_model
 from llava_ds.train import ready_trial
 from llava_ds.train.plan import _plan_model
@@ -69,6 +71,7 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
 
     def leaking(query, key, value, cu_seqlens, max_seqlen, rule, query_positions=None):
         whole = torch.tensor([0, int(cu_seqlens[-1])], dtype=torch.int32)
+        rule = rule._replace(lengths=None)
         return sound(query, key, value, whole, int(cu_seqlens[-1]), rule, query_positions)
 
     monkeypatch.setattr(attention, "attend", leaking)
@@ -105,7 +108,7 @@ def test_positions_of_one_axis_are_refused(planned, monkeypatch, tmp_path):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 
-@pytest.mark.parametrize("planned", ready_models.QWEN_PROCESSORS, indirect=True)
+@pytest.mark.parametrize("planned", [*ready_models.QWEN_PROCESSORS, "gemma4", "gemma4_e"], indirect=True)
 def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
     """As where a tower is not told where an image ends."""
     plan, images, folder = planned
@@ -129,7 +132,7 @@ def test_states_that_reach_the_next_sample_are_refused(planned, monkeypatch, tmp
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 
-@pytest.mark.parametrize("planned", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("planned", ["gemma3", "gemma4"], indirect=True)
 def test_images_that_see_what_is_before_them_alone_are_refused(planned, tmp_path):
     """As where a family's rule for image tokens is not known: causal as the text's."""
     plan, images, folder = planned
@@ -138,7 +141,29 @@ def test_images_that_see_what_is_before_them_alone_are_refused(planned, tmp_path
         ready_trial.check_ready(plan, causal, str(folder), str(tmp_path))
 
 
-@pytest.mark.parametrize("planned", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("planned", ["gemma4"], indirect=True)
+def test_images_that_see_each_other_in_every_layer_are_refused(planned, tmp_path):
+    """As Gemma 3's, where Gemma 4's do in layers with a window alone."""
+    plan, images, folder = planned
+    everywhere = dataclasses.replace(images, blocks_need_windows=False)
+    with pytest.raises(ConfigError, match="logits of a pack differ"):
+        ready_trial.check_ready(plan, everywhere, str(folder), str(tmp_path))
+
+
+@pytest.mark.parametrize("planned", ["gemma4_e"], indirect=True)
+def test_embeddings_of_layers_are_paddings_at_images(planned, monkeypatch, tmp_path):
+    """Not those of the id that a batch has there."""
+    plan, images, folder = planned
+    monkeypatch.setattr(
+        LlavaModel,
+        "layer_inputs",
+        lambda self, ids, places: {"per_layer_inputs": self.language_model.base_model.get_per_layer_inputs(ids)},
+    )
+    with pytest.raises(ConfigError, match="logits of a pack differ"):
+        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+
+
+@pytest.mark.parametrize("planned", ["gemma3", "gemma4"], indirect=True)
 def test_images_without_their_windows_start_are_refused(planned, monkeypatch, tmp_path):
     """As where image tokens see all that is before them in layers with a window, too."""
     plan, images, folder = planned
@@ -150,6 +175,24 @@ def test_images_without_their_windows_start_are_refused(planned, monkeypatch, tm
     monkeypatch.setattr(attention, "attend_in_blocks", without_window)
     with pytest.raises(ConfigError, match="logits of a pack differ"):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+
+
+@pytest.mark.full
+def test_layers_that_are_computed_once_more_have_the_same_gradients(planned, monkeypatch):
+    """Of the tower, too, and of layers that read keys of others."""
+    plan, images, folder = planned
+    sound = ready_trial.assemble
+
+    def checkpointed(*args):
+        model = sound(*args).train()
+        assert checkpoint_layers(model.language_model) and checkpoint_layers(model.vision_tower.tower)
+        model.eval = lambda: model
+        return model
+
+    monkeypatch.setattr(ready_trial, "assemble", checkpointed)
+    found = ready_trial.try_ready(plan, images, str(folder))
+    assert found.problem() is None
+    assert found.gradient < 1e-4
 
 
 @pytest.mark.full
@@ -216,6 +259,8 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
     ):
         if (kind in ready_models.QWEN_PROCESSORS) != (wrong in QWEN_SETTINGS) and "do_rescale" not in wrong:
             continue
+        if kind == "gemma4" and "do_rescale" not in wrong:
+            continue
         if (kind == "gemma3" and "a value like" in wrong) or (kind != "gemma3" and "pan_and_scan" in wrong):
             continue
         for file in folder.iterdir():
@@ -252,3 +297,37 @@ def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset()).replaced(**{name: 2})
     with pytest.raises(ConfigError, match=f"--{name} 2: this is a ready model"):
         _plan_model(args)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "wrong"),
+    [
+        ("preprocessor_config", {"patch_size": 9}, "cells of 2 x 2 patches of 9 pixels, but its vision_config says"),
+        ("preprocessor_config", {"max_soft_tokens": 151}, "max_soft_tokens 151, expected 1 to 150"),
+        ("preprocessor_config", {"image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
+        ("text_config", {"use_bidirectional_attention": "all"}, "all of its tokens see each other"),
+        (
+            "text_config",
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+            "a mixture of experts of Gemma 4 is not supported yet",
+        ),
+    ],
+)
+def test_what_of_gemma_4_is_refused(file, change, wrong, tmp_path):
+    given = write_ready(tmp_path, "gemma4")
+    path = tmp_path / ("config.json" if file == "text_config" else f"{file}.json")
+    content = json.loads(path.read_text())
+    (content[file] if file == "text_config" else content).update(change)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=wrong):
+        plan_model(ModelArguments(**given, version="processor"), 512)
+
+
+def test_buffers_that_are_not_in_the_files_are_missed(tmp_path):
+    """They are weights that no optimizer changes: a factor of every layer, and bounds of what a matrix is given."""
+    given = write_ready(tmp_path, "gemma4_e")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.language_model.layers.1.layer_scalar"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"don't hold model\.language_model\.layers\.1\.layer_scalar"):
+        plan_model(ModelArguments(**given, version="processor"), 512)

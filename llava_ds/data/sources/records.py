@@ -31,6 +31,7 @@ from llava_ds.data.sources.source import Source
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 VIDEO_TOKEN = "<video>"
+AUDIO_TOKEN, AUDIO_KEYS = "<audio>", ("audio", "audios")  # LLaMA-Factory's and ms-swift's
 MAX_ID = 1000  # characters of an id; a longer one is cut and gets a hash
 ROLES = {
     "human": "human",
@@ -119,6 +120,9 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         if role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
         messages.append(Message(role, content))
+    heard = next((key for key in AUDIO_KEYS if record.get(key)), None)
+    if heard and any(AUDIO_TOKEN in message.text for message in messages):
+        raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
         raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no images")
     return messages, marks, named

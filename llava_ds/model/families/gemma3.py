@@ -62,6 +62,6 @@ FAMILY = ReadyFamily(
     patch_embedding=lambda tower: tower.embeddings.patch_embedding,
     outer_inputs=lambda config, pixels, cells, is_image: {"pixel_values": pixels, "token_type_ids": is_image.long()},
     resample=2,  # bilinear
-    has_image_blocks=True,
+    has_image_blocks=lambda config: True,
     prompt_mask=_prompt_mask,
 )

@@ -73,6 +73,7 @@ EXPERTS = {
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
 STATEFUL = "linear_attention"  # in layer_types: a layer that carries a state from token to token
+WINDOWED = "sliding_attention"  # the same: one in which a token sees a window
 
 # Kinds of rotary angles that follow the longest sample of a forward, and with it the angles of all others in a pack.
 FOLLOWING_ROPE = ("longrope", "dynamic")
@@ -105,6 +106,32 @@ def has_state(config: PreTrainedConfig) -> bool:
 def num_attention_layers(config: PreTrainedConfig) -> int:
     """Layers in which tokens see others: all but those with a state."""
     return config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count(STATEFUL)
+
+
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The configuration of every layer, whose heads may differ from layer to layer."""
+    different = getattr(config, "is_heterogeneous", False)  # from transformers 5.23 on
+    return list(config.per_layer_config) if different else [config] * config.num_hidden_layers
+
+
+def head_width(layer: PreTrainedConfig) -> int:
+    """The width of a head in a layer of layer_configs."""
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+
+
+def attention_widths(config: PreTrainedConfig, windowed: bool = False) -> list[int]:
+    """The widths of all query heads together, layer by layer where tokens see others. windowed: with a window alone."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return [
+        layer.num_attention_heads * head_width(layer)
+        for kind, layer in zip(kinds, layer_configs(config))
+        if (kind == WINDOWED if windowed else kind != STATEFUL)
+    ]
+
+
+def has_layer_embeddings(config: PreTrainedConfig) -> bool:
+    """True if every layer takes embeddings of its own of the tokens, by their ids."""
+    return bool(getattr(config, "hidden_size_per_layer_input", None))
 
 
 def read_text_config(path: str | Path) -> PreTrainedConfig:

@@ -122,7 +122,7 @@ def patches_of(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
     return patches.expand(-1, -1, frames, -1, -1).flatten(1)
 
 
-def processed(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
+def processed(config: PreTrainedConfig, pixels: torch.Tensor, cells: Cells) -> torch.Tensor:
     """Normalised cells of a whole configuration's model to patches."""
     return patches_of(config.vision_config, pixels)
 

@@ -7,11 +7,11 @@ docs/ready_models.md.
 
 from transformers import AutoModelForCausalLM
 
-from llava_ds.model.families import gemma3, idefics3, internvl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
+from llava_ds.model.families import gemma3, gemma4, idefics3, internvl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
 from llava_ds.model.families.ready_family import ReadyFamily
 
 FAMILIES = (
-    idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY, qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY,
+    idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY, qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY,
     qwen3_vl.MIXTURE, qwen3_5.FAMILY,
 )  # fmt: skip
 READY: dict[str, ReadyFamily] = {kind: family for family in FAMILIES for kind in family.model_types}
@@ -19,7 +19,8 @@ READY: dict[str, ReadyFamily] = {kind: family for family in FAMILIES for kind in
 # Ready models of transformers' that people fine-tune, and the reason why not with this program.
 NOT_YET = {
     **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),
-    **dict.fromkeys(("gemma3n", "gemma4"), "its layers may share keys and take embeddings of their own"),
+    "gemma3n": "its layers have several streams of hidden states",
+    "gemma4_unified": "its images go into the language model without a tower",
     "paligemma": "its prompts see all of themselves",
     "qwen3_5_moe": "its experts are not tried beside layers with a state across tokens",
     "mllama": "its images are not in the sequence",

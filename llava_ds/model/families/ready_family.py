@@ -61,14 +61,17 @@ class ReadyFamily:
     says why such a model can't be trained; build_connector: from the whole configuration;
     features: (N, 3, S, S) normalised pixels, and Batch.tower_inputs, through the vision model to what connect takes;
     connect: those through the connector to (N, P, D), or (N, P, K * D) where K - 1 further features are added behind
-    the language model's first layers; patch_embedding: the vision model's first layer; processed: normalised pixels in
-    the form that the family's image processor gives them; outer_inputs: the whole configuration, these pixels, the
-    cells of their images, and (B, T) bool, True at features, to the arguments of transformers' forward; resample:
-    Pillow's number of the filter, where its files don't say it.
+    the language model's first layers; patch_embedding: the vision model's first layer; processed: from the whole
+    configuration, normalised pixels and the cells of their images, the pixels as the family's image processor gives
+    them, without padding; outer_inputs: the whole configuration, these pixels, the cells of their images, and (B, T)
+    bool, True at features, to the arguments of transformers' forward; resample: Pillow's number of the filter, where
+    its files don't say it.
 
     build_tower: from the vision model's configuration; text_models: classes of language models for which transformers
-    has no causal language model, or none that keeps samples apart; has_image_blocks: True if tokens of one image see
-    each other (ImageBlocks);
+    has no causal language model, or none that keeps samples apart; has_image_blocks: True for a whole configuration
+    with which tokens of one image see each other (ImageBlocks), and blocks_need_windows: only in layers with a window;
+    casts_pixels: False if its vision model computes with pixels in fp32 before its first layer;
+    beside: parts that no image needs, by the beginnings of their names, which are exported as they are;
     prompt_mask: the attention_mask of transformers' language model for prompts; is_flat: True if config.json may hold
     the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do; boxes: how
     its models were trained to write boxes and points.
@@ -86,10 +89,13 @@ class ReadyFamily:
     patch_embedding: Callable[[nn.Module], nn.Module]
     outer_inputs: Callable[[PreTrainedConfig, torch.Tensor, Cells, torch.Tensor], dict[str, torch.Tensor]]
     resample: int
-    processed: Callable[[PreTrainedConfig, torch.Tensor], torch.Tensor] = lambda config, pixels: pixels
+    processed: Callable[[PreTrainedConfig, torch.Tensor, Cells], torch.Tensor] = lambda config, pixels, cells: pixels
     build_tower: Callable[[PreTrainedConfig], nn.Module] = build_tower
     text_models: tuple[type[PreTrainedModel], ...] = ()
-    has_image_blocks: bool = False
+    has_image_blocks: Callable[[PreTrainedConfig], bool] = lambda config: False
+    blocks_need_windows: bool = False
+    casts_pixels: bool = True
+    beside: tuple[str, ...] = ()
     prompt_mask: Callable[[PreTrainedConfig, torch.Tensor, torch.Tensor, torch.Tensor], object] = prompt_mask
     is_flat: bool = False
     shrink: Callable[[PreTrainedConfig], None] = shrink

@@ -20,6 +20,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import library_errors
 from llava_ds.model.families.language import config_of, trunk_name
 from llava_ds.model.families.ready import READY, register_text_models
+from llava_ds.model.loading import persistent_buffers
 from llava_ds.model.open.weights import WeightFiles, tensor_names
 from llava_ds.model.ready import ReadyModel, outer_class
 
@@ -39,7 +40,17 @@ class ReadyNames:
             "lm_head.": ("language_model", "lm_head."),
         }
         found = _outer_names(ready.config.model_type, json.dumps(ready.config.to_dict(), sort_keys=True, default=str))
-        self.in_memory, self._known, self.ends, self.is_tied = found
+        self.in_memory, self._known, self.ends, self.is_tied, self.buffers = found
+        self._beside = family.beside
+
+    def is_beside(self, in_memory: str) -> bool:
+        """True for tensors of parts that no image needs."""
+        return in_memory.startswith(self._beside)
+
+    def is_unchanged(self, on_disk: str) -> bool:
+        """True for tensors of transformers' class that never train: buffers, and parts that no image needs."""
+        in_memory = self.to_memory(on_disk)
+        return in_memory is not None and (in_memory in self.buffers or self.is_beside(in_memory))
 
     def to_memory(self, on_disk: str) -> str | None:
         """A name on disk to transformers' in memory; None for tensors that the model doesn't have."""
@@ -69,12 +80,14 @@ class ReadyNames:
 
 
 class _OuterNames(NamedTuple):
-    """Names of a whole model in memory, those by any name on disk, its two ends, and whether its class ties these."""
+    """Names of a whole model in memory, those by any name on disk, its two ends, whether its class ties these, and
+    those of its buffers among the first."""
 
     in_memory: tuple[str, ...]
     known: dict[str, str]
     ends: tuple[str, str]
     is_tied: bool
+    buffers: frozenset[str]
 
 
 @lru_cache(maxsize=8)
@@ -84,14 +97,15 @@ def _outer_names(model_type: str, config_json: str) -> _OuterNames:
     with torch.device("meta"), no_init_weights():
         outer = outer_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
     outer.tie_weights()
-    tensors = {name: p.data for name, p in outer.named_parameters(remove_duplicate=False)}
+    buffers = persistent_buffers(outer)
+    tensors = {name: p.data for name, p in outer.named_parameters(remove_duplicate=False)} | buffers
     known = {name: name for name in tensors}
     for name, tensor in tensors.items():
         known |= dict.fromkeys(revert_weight_conversion(outer, {name: tensor}), name)
     inputs, outputs = outer.get_input_embeddings(), outer.get_output_embeddings()
     modules = {id(module): name for name, module in outer.named_modules()}
     ends = tuple(f"{modules[id(end)]}.weight" for end in (inputs, outputs))
-    return _OuterNames(tuple(tensors), known, ends, outputs.weight is inputs.weight)
+    return _OuterNames(tuple(tensors), known, ends, outputs.weight is inputs.weight, frozenset(buffers))
 
 
 @cache
@@ -128,7 +142,9 @@ def read_ready(path: str, config: dict, where: str) -> tuple[ReadyModel, PreTrai
         ends = [on_disk.get(end) for end in names.ends]
         names.is_tied = None in ends or not _ends_differ(path, *ends)
     text.tie_word_embeddings = names.is_tied
-    strange = [name for name in names.in_memory if names.part_of(name) is None]
+    if names.buffers and (lost := sorted(names.buffers - set(map(names.to_memory, tensor_names(path))))):
+        raise ConfigError(f"{where}: its files of weights don't hold {lost[0]}: copy it again")
+    strange = [name for name in names.in_memory if names.part_of(name) is None and not names.is_beside(name)]
     if strange:
         raise ConfigError(f"{where}: its class in transformers has a part that is not known here, {strange[0]}")
     return ready, text, names

@@ -1,0 +1,172 @@
+# N cells of all images, of M x M patches each, P patches of them, p of one image, S side of a cell, C width of the
+# tower, D width of the language model, B prompts, L tokens of the longest prompt
+"""Gemma 4: images in their own shape, within a budget of tokens; cells of patches are averaged to tokens.
+
+A tile is a cell of M x M patches, of which the tower's last step makes one feature. Some sizes have embeddings of their
+own for every layer of the language model and share keys and values between layers; in others the tokens of an image see
+each other, in layers with a window only. An audio tower stays unused.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4MultimodalEmbedder,
+    Gemma4VisionModel,
+    create_masks_for_vision_model,
+    get_block_sequence_ids_for_mask,
+)
+
+from llava_ds.boxes import BoxFormat
+from llava_ds.model import attention
+from llava_ds.model.families.ready_family import (
+    VISION,
+    Cells,
+    ReadyFamily,
+    TileSpec,
+    expect,
+    prompt_mask,
+    setting,
+    token_of,
+)
+from llava_ds.tilings import BudgetTiling
+
+MOST_TOKENS = 280  # of an image, where its processor's files don't say it
+PATCH, POOLING = 16, 3  # the same of a patch's side, and of patches along a cell
+_TOKENS = ("image_token", "boi_token", "eoi_token")
+
+
+def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
+    text, vision = config.text_config, config.vision_config
+    if text.enable_moe_block:
+        raise ValueError("its text_config says enable_moe_block: a mixture of experts of Gemma 4 is not supported yet")
+    if text.use_bidirectional_attention == "all":
+        raise ValueError("its text_config says use_bidirectional_attention all: all of its tokens see each other")
+    expect(images, do_resize=True, do_rescale=True, do_convert_rgb=True)
+    scale = {name: images.get(name, "nothing") for name in ("image_mean", "image_std")}  # elsewhere 0.5, if not said
+    expect({**images, **scale}, image_mean=[0, 0, 0], image_std=[1, 1, 1])
+    patch, merge = setting(images, "patch_size", PATCH), setting(images, "pooling_kernel_size", POOLING)
+    if (patch, merge) != (vision.patch_size, vision.pooling_kernel_size):
+        raise ValueError(
+            f"its image processor makes cells of {merge} x {merge} patches of {patch} pixels, but its vision_config "
+            f"says pooling_kernel_size {vision.pooling_kernel_size} and patch_size {vision.patch_size}"
+        )
+    most = setting(images, "max_soft_tokens", MOST_TOKENS)
+    if not 1 <= most <= vision.position_embedding_size // merge:
+        raise ValueError(
+            f"its image processor says max_soft_tokens {most}, expected 1 to {vision.position_embedding_size // merge}"
+            ", for which its tower has positions"
+        )
+    image_token, start, end = (token_of(tokenizer, getattr(tokenizer, name, None)) for name in _TOKENS)
+    if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
+        raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {image_token}")
+    return TileSpec(BudgetTiling(patch * merge, merge, most, image_token, start, end), merge**2, merge**2, 1)
+
+
+def _build_tower(config: PreTrainedConfig) -> nn.Module:
+    """The tower with this package's attention, in torch's default dtype."""
+    tower = Gemma4VisionModel._from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
+    # transformers' own setter looks for such a name on the hub.
+    tower.config._attn_implementation = attention.register_for_towers()
+    return tower
+
+
+def _patches(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
+    """Cells (N, 3, S, S) to (N, M * M, 3 * (S / M)^2), each patch with the channels of a pixel side by side."""
+    n, channels, side, _ = pixels.shape
+    merge = config.pooling_kernel_size
+    patch = side // merge
+    patches = pixels.reshape(n, channels, merge, patch, merge, patch).permute(0, 2, 4, 3, 5, 1)
+    return patches.reshape(n, merge**2, -1)
+
+
+def _processed(config: PreTrainedConfig, pixels: torch.Tensor, cells: Cells) -> torch.Tensor:
+    """Cells (N, 3, S, S) of images to (P, 3 * (S / M)^2): the patches of every image row by row."""
+    merge, parts = config.vision_config.pooling_kernel_size, []
+    patches = _patches(config.vision_config, pixels)
+    for (across, down), own in zip(cells, patches.split([across * down for across, down in cells])):
+        rows = own.reshape(down, across, merge, merge, -1).transpose(1, 2)
+        parts.append(rows.reshape(down * merge * across * merge, -1))
+    return torch.cat(parts)
+
+
+def _outer_inputs(
+    config: PreTrainedConfig, patches: torch.Tensor, cells: Cells, is_image: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Patches (P, 3 * (S / M)^2), image after image, to arguments of transformers' forward, padded to the largest."""
+    merge = config.vision_config.pooling_kernel_size
+    places = [
+        torch.cartesian_prod(torch.arange(down * merge), torch.arange(across * merge)).flip(1) for across, down in cells
+    ]  # (p, 2): column and row
+    padded = nn.utils.rnn.pad_sequence(patches.split([len(each) for each in places]), batch_first=True)
+    positions = nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
+    return {
+        "pixel_values": padded,
+        "image_position_ids": positions.to(patches.device),
+        "mm_token_type_ids": is_image.long(),
+    }
+
+
+def _features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
+    """Cells (N, 3, S, S), in [0, 1], to (N, 1, C), by the tower's parts: its forward waits for the device."""
+    patches = _patches(tower.config, pixels).flatten(0, 1)[None]  # (1, P, 3 * (S / M)^2)
+    positions = tower_inputs["position_ids"].flip(1)[None]  # (1, P, 2): column and row
+    padding = torch.zeros(positions.shape[:2], dtype=torch.bool, device=pixels.device)
+    hidden = tower.patch_embedder(patches, positions, padding)  # (1, P, C)
+    angles = tower.encoder.rotary_emb(hidden, positions)
+    bounds = {"cu_seq_lens_q": tower_inputs["cu_seqlens"], "max_length_q": tower_inputs["max_seqlen"]}
+    for layer in tower.encoder.layers:
+        hidden = layer(hidden, position_embeddings=angles, attention_mask=None, position_ids=positions, **bounds)
+    averaged = hidden.reshape(len(pixels), -1, hidden.shape[-1]).float().mean(1).to(hidden.dtype)  # (N, C)
+    scaled = averaged.float() * tower.pooler.root_hidden_size
+    if tower.config.standardize:
+        scaled = (scaled - tower.std_bias.float()) * tower.std_scale.float()
+    return scaled.to(hidden.dtype)[:, None]
+
+
+def _sees_images(config: PreTrainedConfig) -> bool:
+    return config.text_config.use_bidirectional_attention == "vision"
+
+
+def _prompt_mask(
+    config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Masks by kind of layer: embeds (B, L, D); mask (B, L), 0 at padding; is_image (B, L) bool."""
+    if config.use_bidirectional_attention != "vision":
+        return prompt_mask(config, embeds, mask, is_image)
+    blocks = get_block_sequence_ids_for_mask(is_image.long(), device=embeds.device)
+    return create_masks_for_vision_model(config, embeds, mask, None, None, blocks)
+
+
+def _shrink(config: PreTrainedConfig) -> None:
+    vision = config.vision_config
+    for name, value in {**VISION, "num_key_value_heads": 2, "head_dim": 16}.items():
+        setattr(vision, name, value)
+    config.audio_config = None
+    config.video_token_id = config.audio_token_id = -1  # no token of the copy is one
+
+
+FAMILY = ReadyFamily(
+    name="Gemma 4",
+    model_types=("gemma4",),
+    vision="model.vision_tower",
+    connector={"model.embed_vision": ""},
+    trunk="model.language_model",
+    tiles=_tiles,
+    build_connector=lambda config: Gemma4MultimodalEmbedder(config.vision_config, config.text_config),
+    features=_features,
+    connect=lambda connector, config, features: connector(features),
+    patch_embedding=lambda tower: tower.patch_embedder.input_proj,
+    outer_inputs=_outer_inputs,
+    resample=3,  # bicubic
+    processed=_processed,
+    build_tower=_build_tower,
+    has_image_blocks=_sees_images,
+    blocks_need_windows=True,
+    casts_pixels=False,
+    beside=("model.audio_tower.", "model.embed_audio."),
+    prompt_mask=_prompt_mask,
+    shrink=_shrink,
+    # Source: Google's documentation of Gemma, Image understanding, whose answers are {"box_2d": …, "label": …}.
+    boxes=BoxFormat("norm1000", "[{1}, {0}, {3}, {2}]", "[{1}, {0}]"),
+)
