@@ -20,10 +20,12 @@ from transformers.generation.streamers import BaseStreamer
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import end_markers
-from llava_ds.data.images.decode import load_media, probe
+from llava_ds.data.images.decode import load_media
+from llava_ds.data.preflight import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
+from llava_ds.geometry import ImageOptions, MediaLayout, Size
 from llava_ds.infer.load import LoadedModel
+from llava_ds.model.families.qwen_vl import media_ids
 from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
@@ -301,8 +303,8 @@ def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, t
     media = []
     for item in prompt.images:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
-        sizes = probe(one, image_options)
-        media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), image_options)))
+        sized = SizedMedia.of(one, image_options)
+        media.append((one, sized.sizes, layout_of(sized, len(prompt.images), image_options)))
     return media
 
 
@@ -347,7 +349,8 @@ def _with_axes(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, to
     batch, device, config = collate(samples, loaded.image_options).to(loaded.device), loaded.device, loaded.model.config
     lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
-    batch.input_ids[0, batch.image_positions] = config.image_token_id
+    layouts = [layout for sample in samples for _, layout in sample.media]
+    batch.input_ids[0, batch.image_positions] = media_ids(config, layouts).to(device)
     rows = [pad(row, (longest - len(row), 0)) for row in batch.input_ids[0].split(lengths)]
     ids = torch.stack(rows)  # (B, T); padding is masked, so its id does not matter
     mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)
@@ -358,10 +361,9 @@ def _with_axes(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, to
         "attention_mask": mask,
         "position_ids": positions,
     }
-    cells = [layout.cells for sample in samples for _, layout in sample.media]
-    if not cells:
+    if not layouts:
         return inputs
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
-    family, is_image = READY[config.model_type], (ids == config.image_token_id) & (mask == 1)
-    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels), cells, is_image)}
+    family, is_media = READY[config.model_type], torch.isin(ids, media_ids(config, layouts).to(device)) & (mask == 1)
+    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels), layouts, is_media)}

@@ -51,7 +51,8 @@ SMOLVLM_TEMPLATE = (
 )
 QWEN_PARTS = (
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif part['type'] == 'video' %}"
+    "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{{ '<|im_end|>\n' }}"
 )
 # Qwen2-VL's and 2.5's write a system turn of their own, Qwen3-VL's does not.
@@ -157,6 +158,9 @@ QWEN_PROCESSORS = {
 }  # fmt: skip
 
 
+VIDEO_CELLS = 150  # of all frames of a video, where times are between them
+
+
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
     """Write a random ready model; text: other settings of its language model. Returns the flag that names it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +195,11 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         whole["processor_class"] = QWEN_PROCESSORS[family].__name__
     else:
         whole[SAID_FEATURES.get(family, "image_seq_len")] = 4
-    for name, content in (("preprocessor_config.json", images), ("processor_config.json", whole)):
+    files = {"preprocessor_config.json": images, "processor_config.json": whole}
+    if family.startswith("qwen3"):  # as published; the others' videos have the bounds of images
+        sizes = {**images["size"], "longest_edge": VIDEO_CELLS * (2 * PATCH) ** 2}
+        files["video_preprocessor_config.json"] = {**images, "size": sizes}
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     return {"model_name_or_path": str(folder)}
 

@@ -142,8 +142,8 @@ class PaddingCollator:
             batch["pixel_values"] = (torch.cat(images).float() - self.mean) / self.std
         if images and self.family is not None:
             pixels = self.family.processed(self.config, batch["pixel_values"])
-            cells = [layout.cells for s in samples for _, layout in s.media]
-            batch |= self.family.outer_inputs(self.config, pixels, cells, batch["input_ids"] == self.image_token)
+            layouts = [layout for s in samples for _, layout in s.media]
+            batch |= self.family.outer_inputs(self.config, pixels, layouts, batch["input_ids"] == self.image_token)
         return batch
 
 
