@@ -172,9 +172,9 @@ class VideoRule:
     cap: int | None = None
     stamps: bool = False
     tokens_per_second: float | None = None
-    fps: float | None = field(default=None, repr=False)
-    most_frames: int | None = field(default=None, repr=False)
-    num_frames: int | None = field(default=None, repr=False)
+    fps: float | None = field(default=None, repr=False, compare=False)
+    most_frames: int | None = field(default=None, repr=False, compare=False)
+    num_frames: int | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The folder of a ready model: weights by the names that it came with, its configuration, its processor's files."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,9 +18,11 @@ from llava_ds.files.model_files import (
     read_json_if_there,
 )
 from llava_ds.geometry import ReadyImageOptions
+from llava_ds.model.families.qwen_vl import by_settings, pixel_bounds
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.vision import read_whole_processor
+from llava_ds.model.ready import frames_options
+from llava_ds.model.vision import read_processor, read_whole_processor
 from llava_ds.tilings import CellTiling
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -52,8 +55,7 @@ def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
     tiling = options.tiling
     if not isinstance(tiling, CellTiling):
         return
-    without_flags = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
-    if _sizes(options) == _sizes(export.model.tower.image_options(without_flags)):
+    if _sizes(options) == _sizes_in(source, options):
         return
     where = str(source)
     contents = {name: read_json_if_there(source / name, where) for name in PROCESSOR_FILES}
@@ -76,7 +78,21 @@ def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
 
 def _sizes(options: ReadyImageOptions) -> tuple:
     """All that write_image_sizes writes."""
-    return options.tiling, options.tiling.video, options.video_fps, options.frames_upbound, options.force_sample
+    rule = options.tiling.video
+    bounds = (options.tiling.least, options.tiling.most), None if rule is None else (rule.least, rule.most)
+    return *bounds, options.video_fps, options.frames_upbound, options.force_sample
+
+
+def _sizes_in(source: Path, options: ReadyImageOptions) -> tuple:
+    """The same as a folder says it. options: of a run that began with it."""
+    where = str(source)
+    least, most = pixel_bounds(read_processor(source, where))
+    rule = options.tiling.video
+    if rule is not None:
+        rule = by_settings(rule, read_whole_processor(source, where).get("video_processor") or {})
+    tiling = dataclasses.replace(options.tiling, least=least, most=most, video=rule)
+    without_flags = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
+    return _sizes(dataclasses.replace(options, tiling=tiling, **frames_options(tiling, without_flags)))
 
 
 def _video_settings(options: ReadyImageOptions, source: dict) -> dict:

@@ -106,7 +106,7 @@ class ReadyVision:
             images.mean,
             max_pixels=data.max_image_pixels,
             tiling=_within(self.tiles.tiling, data),
-            **_sampling(self.tiles.tiling, args),
+            **frames_options(self.tiles.tiling, args),
             resample=self.resample,
             has_image_blocks=self.ready.family.has_image_blocks,
             boxes=self.ready.family.boxes,
@@ -144,7 +144,7 @@ def _within(tiling: Tiling, data: DataArguments) -> Tiling:
     return dataclasses.replace(tiling, least=least, most=most, video=_video_within(tiling, data))
 
 
-def _sampling(tiling: Tiling, args: Arguments) -> dict[str, object]:
+def frames_options(tiling: Tiling, args: Arguments) -> dict[str, object]:
     """Options of choosing a video's frames: those of flags that are given, else what the model's files say."""
     names = ("video_fps", "frames_upbound", "force_sample")
     found = {name: getattr(args.data, name) for name in names}
@@ -161,7 +161,8 @@ def _video_within(tiling: CellTiling, data: DataArguments) -> VideoRule | None:
     rule, given = tiling.video, (data.video_min_pixels, data.video_max_pixels)
     if given == (None, None):
         return rule
-    flags = f"--video_min_pixels {given[0]} --video_max_pixels {given[1]}"
+    names = zip(PIXEL_FLAGS[2:], given)
+    flags = ", ".join(f"--{name} {value}" for name, value in names if value is not None)
     if rule is None:
         raise ConfigError(f"{flags}: this model has no videos: leave it out")
     least, most = (rule.least if given[0] is None else given[0]), (rule.most if given[1] is None else given[1])

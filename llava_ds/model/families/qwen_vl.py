@@ -6,6 +6,7 @@ A tile is a cell of M x M patches, which the connector (Qwen's merger) makes one
 connector in it; here a module that lays a cell's patches side by side is in its place.
 """
 
+import dataclasses
 import types
 from typing import ClassVar
 
@@ -115,20 +116,31 @@ def video_rule(
         temporal_patch_size=vision.temporal_patch_size,
         **{name: images[name] for name in ("image_mean", "image_std", "resample") if images.get(name) is not None},
     )
-    least, most = frame_bounds(videos, stamps)
-    side = vision.patch_size * vision.spatial_merge_size
-    if not 1 <= least <= most or most < side**2:
-        raise ValueError(f"its video processor makes frames of {least} to {most} pixels, with cells of {side} a side")
-    cap = setting(videos, "max_video_tokens", VIDEO_CAP if stamps else FRAME_CAP)
-    return VideoRule(
+    rule = VideoRule(
         token,
         vision.temporal_patch_size,
-        least,
-        most,
+        *frame_bounds(videos, stamps),
         in_all=stamps,
-        cap=cap if videos.get("cap_pixels_per_frame") else None,
         stamps=stamps,
         tokens_per_second=getattr(vision, "tokens_per_second", None),
+    )
+    side = vision.patch_size * vision.spatial_merge_size
+    if not 1 <= rule.least <= rule.most or rule.most < side**2:
+        raise ValueError(
+            f"its video processor makes frames of {rule.least} to {rule.most} pixels, with cells of {side} a side"
+        )
+    return by_settings(rule, videos)
+
+
+def by_settings(rule: VideoRule, videos: dict) -> VideoRule:
+    """A rule with the bounds and the choice of frames that a video processor's settings say. Raises ValueError."""
+    least, most = frame_bounds(videos, rule.stamps)
+    cap = setting(videos, "max_video_tokens", VIDEO_CAP if rule.stamps else FRAME_CAP)
+    return dataclasses.replace(
+        rule,
+        least=least,
+        most=most,
+        cap=cap if videos.get("cap_pixels_per_frame") else None,
         fps=_positive(videos, "fps"),
         most_frames=_positive(videos, "max_frames"),
         num_frames=_positive(videos, "num_frames"),
