@@ -1,6 +1,7 @@
 """Ready models: ids, labels and pixels are those of transformers' own processors."""
 
 import dataclasses
+import importlib.util
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -17,9 +18,11 @@ from transformers.video_utils import VideoMetadata
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
+from llava_ds.data import preflight
 from llava_ds.data.encode import end_markers
-from llava_ds.data.images.decode import load_media, probe
+from llava_ds.data.images.decode import load_images, load_media, probe
 from llava_ds.data.native_resolution import axis_positions
+from llava_ds.data.preflight import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import Footage, ImageOptions, MediaLayout, media_layout, video_frames
@@ -227,6 +230,46 @@ def test_pixels_are_the_processors(ready, tmp_path):
         assert torch.equal(READY[family].processed(config, normalised), as_tiles(expected))
         assert layout.num_tiles == len(tiles)
         assert torch.equal(load_media(media, sizes, layout, options, [0]), tiles[:1])
+
+
+@pytest.mark.parametrize("ready", ready_models.QWEN_PROCESSORS, indirect=True)
+def test_pixels_of_videos_are_the_processors(ready, tmp_path):
+    """Of a list of frames, and of a file, which may be turned; an odd last frame counts twice."""
+    _, folder, processor = ready
+    _, options, _ = opened(folder)
+    config = AutoConfig.from_pretrained(folder)
+    images = processor.image_processor
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (images.image_mean, images.image_std))
+    for i in range(5):
+        Image.fromarray(frame((40, 70), i)).save(tmp_path / f"{i}.png")
+    shown = [Media("frames", tuple(FileRef(str(tmp_path / f"{i}.png")) for i in range(5)))]
+    if importlib.util.find_spec("av") is not None:
+        shown += [write_turned(tmp_path / f"{degrees}.mp4", degrees) for degrees in (0, 90)]
+    for media in shown:
+        sized = SizedMedia.of(media, options)
+        assert media_from_text(media_to_text((sized,))) == (sized,)
+        layout = preflight.layout_of(sized, 1, options)
+        frames = [np.array(each) for each in load_images(media, sized.sizes, options)]
+        assert {each.shape[:2] for each in frames} == {sized.sizes[0][::-1]}
+        tiles = load_media(media, sized.sizes, layout, options)
+        assert len(frames) == 5 and layout.moments == 3 and len(tiles) == layout.num_tiles
+        expected = processor.video_processor([np.stack(frames)])["pixel_values_videos"]
+        assert torch.equal(READY[config.model_type].processed(config, (tiles.float() / 255 - mean) / std), expected)
+    assert len({SizedMedia.of(media, options).sizes for media in shown[1:]}) == len(shown[1:])
+
+
+def write_turned(path, degrees: int) -> Media:
+    """A video file of 5 frames of 64 x 48, to be shown turned."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=2)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.set_display_rotation(degrees)
+        for i in range(5):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame((64, 48), i), format="rgb24")))
+        container.mux(stream.encode())
+    return Media("video", (FileRef(str(path)),))
 
 
 def test_what_cannot_be_written_is_refused(ready):
