@@ -44,6 +44,8 @@ class Batch:
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
     target_samples (S,) int64, the sample of the micro-batch that each belongs to;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank tile, placed nowhere, if the samples have no images);
+    with a ready model's videos, H is T * W, for the T frames of a moment are below each other, and images have T times
+    the same;
     pool_index (R, K) int64, the rows of the N * P features that are pooled; pool_weight (R, K) float32, their weights,
     infinity where the largest of them is taken; pools_by_max: True if any row is of that kind;
     image_positions (M,) int64, positions in T of image features and then of newlines; feature_index (F,) int64, the

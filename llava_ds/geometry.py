@@ -14,7 +14,7 @@ import numpy as np
 from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, coordinate_units
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
-from llava_ds.tilings import WHOLE_IMAGES, FlexTiling, Tiling
+from llava_ds.tilings import WHOLE_IMAGES, CellTiling, Cut, FlexTiling, Grid, Tiling
 
 Size = tuple[int, int]  # width, height
 
@@ -23,6 +23,8 @@ DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and dow
 
 BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
 FILTERS = (BILINEAR, BICUBIC)
+
+PIXEL_FLAGS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")  # of images of any size
 
 # Bounds of caches: layouts are small, the indices of their features are not.
 _MAX_LAYOUTS, _MAX_ROWS = 4096, 64
@@ -185,6 +187,8 @@ def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> Nati
         f"--fast_image_decoding {data.fast_image_decoding}": data.fast_image_decoding,
         f"--min_pixels {data.min_pixels}": data.min_pixels is not None,
         f"--max_pixels {data.max_pixels}": most < 1,
+        f"--video_min_pixels {data.video_min_pixels}": data.video_min_pixels is not None,
+        f"--video_max_pixels {data.video_max_pixels}": data.video_max_pixels is not None,
         f"--sequence_parallel_size {args.training.sequence_parallel_size}": args.training.sequence_parallel_size > 1,
         f"--pipeline_parallel_size {args.training.pipeline_parallel_size}": args.training.pipeline_parallel_size > 1,
     }
@@ -203,7 +207,7 @@ def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -
     """Image options from checked flags and the tower. Raises ConfigError for flags that don't fit the tower."""
     size, patch_size = spec.size, spec.patch_size
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
-    if given := [f"--{name} {value}" for name in ("min_pixels", "max_pixels") if (value := getattr(data, name))]:
+    if given := [f"--{name} {value}" for name in PIXEL_FLAGS if (value := getattr(data, name))]:
         raise ConfigError(f"{', '.join(given)}: this model's images have one size, so leave it out")
     if spec.class_token and model.mm_patch_merge_type != "flat":
         raise ConfigError(
@@ -379,11 +383,20 @@ def _spread(num_frames: int, count: int) -> list[int]:
     return np.linspace(0, num_frames - 1, count, dtype=int).tolist()
 
 
+class Footage(NamedTuple):
+    """Frames that a video has, and how many of them are a second."""
+
+    num_frames: int
+    rate: float
+
+
 class ImageText(NamedTuple):
-    """What a ready model's processor writes in an image's place, and the features for each image token in it."""
+    """What a ready model's processor writes in an image's or video's place, and the features for each of its tokens
+    there."""
 
     text: str
     features: int
+    is_video: bool = False
 
 
 @dataclass(frozen=True)
@@ -410,6 +423,9 @@ class MediaLayout:
     pools_by_max: bool = False
     text: ImageText | None = None  # of a ready model
     cells: tuple[int, int] | None = None  # tiles across and down, where these are the cells of one whole image
+    moments: int = 1  # of a video, each with as many cells
+    seconds: float = 0.0  # from one moment to the next
+    interval: float = 1.0  # between their positions in the language model
 
     @property
     def mark(self) -> int | ImageText:
@@ -419,7 +435,18 @@ class MediaLayout:
     @property
     def tile_pairs(self) -> int:
         """Pairs of cells of an image of which one sees the other; 0 for tiles, which are images of their own."""
-        return 0 if self.cells is None else self.num_tiles**2
+        return 0 if self.cells is None else self.moments * (self.num_tiles // self.moments) ** 2
+
+    @property
+    def is_video(self) -> bool:
+        """True for a ready model's video."""
+        return self.text is not None and self.text.is_video
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The cells of the image, or of the moments of a video whose features are in a row, in order."""
+        in_row = self.moments if self.text is None else self.text.features // (self.num_tiles // self.moments)
+        return (Grid(*self.cells, in_row, self.interval),) * (self.moments // in_row)
 
     @property
     def rows(self) -> np.ndarray:
@@ -439,16 +466,21 @@ class MediaLayout:
 
 @lru_cache(maxsize=_MAX_LAYOUTS)
 def media_layout(
-    kind: Literal["image", "frames", "video"], sizes: tuple[Size, ...], num_media: int, options: ImageOptions
+    kind: Literal["image", "frames", "video"],
+    sizes: tuple[Size, ...],
+    num_media: int,
+    options: ImageOptions,
+    footage: Footage | None = None,
 ) -> MediaLayout:
-    """The layout of one image (a size) or video (a size per frame) of a sample with num_media of them.
+    """The layout of one image (a size) or video (a size per frame) of a sample with num_media of them. footage: of a
+    video that is cut into cells.
 
     Only a sample's single image is cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
     side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
     if options.tiling is not None:
-        return _tiled_layout(kind, sizes, options)
+        return _tiled_layout(kind, sizes, options, footage)
     if kind != "image":
         n, stride = len(sizes), options.pool_stride
         if class_token and stride > 1:
@@ -488,20 +520,61 @@ def media_layout(
     return MediaLayout(n, tokens, side, grid, box, pooled, None, behind, class_token, sizes, overview)
 
 
-def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> MediaLayout:
-    """The layout of an image that a tiling cuts: all features of its tiles, in order."""
-    if kind != "image":
-        whose = "ready models" if isinstance(options, ReadyImageOptions) else "a tower that sees images in their shape"
+def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
+    """The tiles that a tiling cuts an image into, or each frame of a video. Raises DataError where it has none."""
+    if kind == "image":
+        return options.tiling.cut(sizes[0])
+    if not isinstance(options.tiling, CellTiling) or options.tiling.video is None:
+        whose = (
+            "this ready model" if isinstance(options, ReadyImageOptions) else "a tower that sees images in their shape"
+        )
         raise DataError(f"videos of {whose} are not supported yet: take the record out, or give its frames as images")
+    if other := next((size for size in sizes if size != sizes[0]), None):
+        raise DataError(
+            f"a video has frames of {sizes[0][0]} x {sizes[0][1]} and of {other[0]} x {other[1]} pixels, which this "
+            "model can't read: give it frames of one size"
+        )
+    return options.tiling.cut_video(sizes[0], len(sizes))
+
+
+def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, footage: Footage | None) -> MediaLayout:
+    """The layout of an image or video that a tiling cuts: all features of its tiles, in order."""
     tiling = options.tiling
-    cut, written = tiling.cut(sizes[0]), None
-    n, side = cut.num_tiles, options.side
-    tokens = n * options.tokens_per_tile
-    if not isinstance(tiling, FlexTiling):
+    cut, written = tiled_cut(kind, sizes, options), None
+    n, side, moments = cut.num_tiles, options.side, 1
+    seconds, interval = 0.0, 1.0
+    if kind != "image":
+        rule = tiling.video
+        moments = math.ceil(len(sizes) / rule.frames)
+        n *= moments
+        seconds = rule.frames / (len(sizes) / footage.num_frames * footage.rate)
+        if rule.tokens_per_second is not None:
+            interval = float(np.float32(rule.tokens_per_second) * np.float32(seconds))
+        text = tiling.video_text(moment_times(kind, footage, options))
+        written = ImageText(text, n // text.count(rule.token), True)
+    elif not isinstance(tiling, FlexTiling):
         text = tiling.text(cut)
-        written = ImageText(text, tokens // text.count(tiling.image_token))
+        written = ImageText(text, n * options.tokens_per_tile // text.count(tiling.image_token))
     cells, box = cut.grid if isinstance(tiling, WHOLE_IMAGES) else None, (0, 0, side, side)
-    return MediaLayout(n, tokens, side, None, box, None, None, "none", False, sizes, text=written, cells=cells)
+    return MediaLayout(
+        n, n * options.tokens_per_tile, side, None, box, None, None, "none", False, sizes, text=written, cells=cells,
+        moments=moments, seconds=seconds, interval=interval,
+    )  # fmt: skip
+
+
+def moment_times(kind: str, footage: Footage, options: ImageOptions) -> list[float]:
+    """Seconds from a video's start to each of its moments: the middle between the first and the last of its frames.
+
+    Source: transformers' Qwen3VLProcessor.
+    """
+    if kind == "video":
+        indices = video_frames(*footage, options)
+    else:
+        indices = even_frames(footage.num_frames, options.frames_upbound)
+    step = options.tiling.video.frames
+    indices += [indices[-1]] * (-len(indices) % step)
+    times = [index / footage.rate for index in indices]
+    return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:

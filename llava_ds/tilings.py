@@ -4,8 +4,9 @@ A family's tiling says into which tiles an image of a size is cut, so that lengt
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from llava_ds.constants import DataError
 
@@ -139,13 +140,51 @@ class SquareTiling:
         return f"\n\n{self.start}{self.image_token}{self.end}\n\n"
 
 
+class Grid(NamedTuple):
+    """Cells of an image, or of a video's moments whose features are in a row, in a sequence.
+
+    across, down: of a moment; moments: of time; interval: between their positions in the language model.
+    """
+
+    across: int
+    down: int
+    moments: int = 1
+    interval: float = 1.0
+
+
+@dataclass(frozen=True)
+class VideoRule:
+    """Videos of Qwen-VL, cut into cells as images are; a cell has several frames, which are a moment.
+
+    token: for features; frames: of a moment; least, most: pixels of a frame, or, if in_all, of all frames together;
+    cap: features of a frame that most is bounded by further, as the processor does with cap_pixels_per_frame; stamps:
+    the time of every moment is written before it; tokens_per_second: positions in the language model for a second of
+    video, None where it is one for every moment; fps, most_frames, num_frames: frames of a second, most of a video, and
+    of every video, that the processor's files say to choose, None where they don't.
+    Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
+    """
+
+    token: str
+    frames: int
+    least: int
+    most: int
+    in_all: bool
+    cap: int | None = None
+    stamps: bool = False
+    tokens_per_second: float | None = None
+    fps: float | None = field(default=None, repr=False, compare=False)
+    most_frames: int | None = field(default=None, repr=False, compare=False)
+    num_frames: int | None = field(default=None, repr=False, compare=False)
+
+
 @dataclass(frozen=True)
 class CellTiling:
     """Cells of Qwen-VL: the image at about its own size, a multiple of a cell's side, each cell one feature.
 
     Its cells are this program's tiles. side: of a cell in pixels; merge: patches along it; least, most: pixels of an
     image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
-    positions along its learned table; both None for towers without. Positions in the language model have three axes.
+    positions along its learned table; both None for towers without; video: None for models without videos. Positions in
+    the language model have three axes.
     Source: transformers' smart_resize and Qwen2VLProcessor.
     """
 
@@ -156,27 +195,51 @@ class CellTiling:
     image_token: str
     window: int | None = None
     table: int | None = None
+    video: VideoRule | None = field(default=None, repr=False)
 
     def cut(self, size: Size) -> Cut:
         """The cells of an image. Raises DataError for one whose shape the processor refuses."""
-        if max(size) > MAX_SHAPE * min(size):
+        _refuse_narrow(size)
+        return _cut_to_cells(size, self.side, self.least, self.most)
+
+    def cut_video(self, size: Size, num_frames: int) -> Cut:
+        """The cells of each frame of a video. Raises DataError for one that the processor refuses."""
+        rule, side = self.video, self.side
+        if not rule.in_all:
+            _refuse_narrow(size)
+            return _cut_to_cells(size, side, rule.least, self._most_of_a_frame(num_frames))
+        if num_frames < rule.frames:
             raise DataError(
-                f"an image of {size[0]} x {size[1]} is more than {MAX_SHAPE} times longer than wide, which the model's "
-                "processor refuses: leave it out"
+                f"a video has {num_frames} frames to use, and the model's processor refuses fewer than {rule.frames}: "
+                "raise --video_fps, or leave it out"
             )
-        (width, height), side = size, self.side
-        across, down = round(width / side), round(height / side)
-        if across * down * side**2 > self.most:
-            scale = math.sqrt(width * height / self.most)
-            across, down = (max(1, math.floor(length / scale / side)) for length in size)
-        elif across * down * side**2 < self.least:
-            scale = math.sqrt(self.least / (width * height))
-            across, down = (math.ceil(length * scale / side) for length in size)
-        return Cut(((across * side, down * side),), (across, down))
+        if min(size) < side:
+            scale = side / min(size)
+            size = int(size[0] * scale), int(size[1] * scale)
+        _refuse_narrow(size)
+        most = rule.most if rule.cap is None else self._most_of_a_frame(num_frames) * num_frames
+        rounded = round(num_frames / rule.frames) * rule.frames
+        return _cut_to_cells(size, side, rule.least, most, num_frames, rounded)
+
+    def _most_of_a_frame(self, num_frames: int) -> int:
+        rule = self.video
+        if rule.cap is None:
+            return rule.most
+        floor = int(rule.least * 1.05)
+        if rule.in_all:
+            return max(min(rule.cap * self.side**2, rule.most // num_frames), floor)
+        return max(min(rule.most, int(rule.cap * self.side**2 * 0.9) * rule.frames // num_frames), floor)
 
     def text(self, cut: Cut) -> str:
         """The text in the image's place, with one image_token for all of its features."""
         return self.image_token
+
+    def video_text(self, seconds: list[float]) -> str:
+        """The text in a video's place, with one token for all of its features, or for those of every moment. seconds:
+        the time of each."""
+        if not self.video.stamps:
+            return self.video.token
+        return "".join(f"<{time:.1f} seconds><|vision_start|>{self.video.token}<|vision_end|>" for time in seconds)
 
 
 @dataclass(frozen=True)
@@ -268,6 +331,28 @@ WHOLE_IMAGES = (CellTiling, FlexTiling, BudgetTiling)
 def placeholder_of(tiling: Tiling) -> str:
     """The token that the chat template writes for an image."""
     return tiling.start if isinstance(tiling, SquareTiling) else tiling.image_token
+
+
+def _refuse_narrow(size: Size) -> None:
+    if max(size) > MAX_SHAPE * min(size):
+        raise DataError(
+            f"an image of {size[0]} x {size[1]} is more than {MAX_SHAPE} times longer than wide, which the model's "
+            "processor refuses: leave it out"
+        )
+
+
+def _cut_to_cells(size: Size, side: int, least: int, most: int, frames: int = 1, rounded: int = 1) -> Cut:
+    """The cells of an image, or of each of so many frames of least to most pixels together. rounded: their number, as
+    the bounds are compared with."""
+    width, height = size
+    across, down = round(width / side), round(height / side)
+    if rounded * across * down * side**2 > most:
+        scale = math.sqrt(frames * width * height / most)
+        across, down = (max(1, math.floor(length / scale / side)) for length in size)
+    elif rounded * across * down * side**2 < least:
+        scale = math.sqrt(least / (frames * width * height))
+        across, down = (math.ceil(length * scale / side) for length in size)
+    return Cut(((across * side, down * side),), (across, down))
 
 
 @cache

@@ -81,6 +81,12 @@ class DataArguments:
     max_pixels: Count | None = _images(
         None, "The same: scale an image down to at most so many pixels, which bounds its number of tokens."
     )
+    video_min_pixels: Count | None = _images(
+        None,
+        "The same for videos of Qwen-VL. Pixels are those of a frame; where times are written between frames "
+        "(Qwen3-VL, Qwen3.5), of all frames together. Absent: as the model's video processor says.",
+    )
+    video_max_pixels: Count | None = _images(None, "The same: at most so many pixels of a video's frame, or frames.")
     max_image_pixels: Annotated[int, Bounds(1, PILLOW_MAX_PIXELS)] = _images_free(
         MAX_IMAGE_PIXELS, "Images with more pixels are refused before decoding. The upper bound is Pillow's own."
     )

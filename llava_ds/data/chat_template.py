@@ -1,7 +1,7 @@
 """Jinja chat templates: those for exported processors, and rendering with a tokenizer's own template."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -124,15 +124,19 @@ def _with_text(turn: dict[str, object], text: str) -> dict[str, object]:
     return {**turn, "content": text if is_text else [{"type": "text", "text": text}]}
 
 
-def render_ready(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[Segment]:
+def render_ready(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, prompt: str, kinds: Sequence[str] = ()
+) -> list[Segment]:
     """Render a conversation as a ready model's processor does, with images where their marks are. prompt: of
-    answer_prompt. Raises DataError as render_own does."""
-    return _segments(_as_parts(messages), tokenizer, prompt)
+    answer_prompt; kinds: "image" or "video" for each mark. Raises DataError as render_own does."""
+    return _segments(_as_parts(messages, kinds), tokenizer, prompt)
 
 
-def render_ready_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text up to the beginning of the next answer, as a ready model's processor writes it."""
-    return _rendered(_as_parts(messages), tokenizer, own_template(tokenizer), prompt=True)[0]
+def render_ready_prompt(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, kinds: Sequence[str] = ()
+) -> str:
+    """The text up to the beginning of the next answer, as a ready model's processor writes it. kinds: as above."""
+    return _rendered(_as_parts(messages, kinds), tokenizer, own_template(tokenizer), prompt=True)[0]
 
 
 def answer_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -149,29 +153,29 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
 
 
-def _as_parts(messages: Sequence[Message]) -> list[dict[str, object]]:
+def _as_parts(messages: Sequence[Message], kinds: Sequence[str] = ()) -> list[dict[str, object]]:
     """Turns whose content is a list of parts: images where their marks are, and the text between without its outer
     spaces, as the vendors' own trainers cut it."""
     roles = {**ROLES, "system": "system"}
     if not any(message.role == "human" for message in messages):
         raise DataError("there is no question in the conversation")
-    chat = []
+    chat, left = [], iter(kinds)
     for i, message in enumerate(messages):
         if message.role not in roles or (message.role == "system" and i > 0):
             raise DataError(f"turn {i} is from {message.role!r}, expected 'human' or 'gpt'")
         if IMAGE_TOKEN in message.text and message.role != "human":
             raise DataError(f"turn {i}, from {message.role!r}, holds an {IMAGE_TOKEN} mark: images belong to questions")
-        chat.append({"role": roles[message.role], "content": parts_of(message.text)})
+        chat.append({"role": roles[message.role], "content": parts_of(message.text, left)})
     return chat
 
 
-def parts_of(text: str) -> list[dict[str, str]]:
-    """A message's text as parts of type "text" and "image"."""
+def parts_of(text: str, kinds: Iterator[str]) -> list[dict[str, str]]:
+    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these."""
     if IMAGE_TOKEN not in text:
         return [{"type": "text", "text": text}]
     parts: list[dict[str, str]] = []
     for i, piece in enumerate(text.split(IMAGE_TOKEN)):
-        parts += [{"type": "image"}] * (i > 0)
+        parts += [{"type": next(kinds, "image")} for _ in range(i > 0)]
         parts += [{"type": "text", "text": stripped} for stripped in [piece.strip()] if stripped]
     return parts
 

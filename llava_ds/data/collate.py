@@ -12,14 +12,15 @@ from llava_ds.batch import Batch, ImageBlocks, TowerInputs
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.native_resolution import axis_positions, flex_inputs, tower_inputs
 from llava_ds.geometry import ImageOptions, MediaLayout
-from llava_ds.tilings import WHOLE_IMAGES, CellTiling, FlexTiling
+from llava_ds.tilings import WHOLE_IMAGES, CellTiling, FlexTiling, Grid
 
 
 @dataclass(frozen=True)
 class LoadedSample:
     """input_ids and labels (length,) int64, IMAGE_TOKEN_INDEX at image positions.
 
-    media: per image or video in reading order, its tiles (n, 3, S, S) uint8, or what will decode them, and their
+    media: per image or video in reading order, its tiles (n, 3, S, S) uint8, (n, 3, T * S, S) where a tile has T
+    frames, or what will decode them, and their
     layout. Samples that share an image hold the same object, which is computed once. source: the number of the data
     source of the sample; reference: the log-probability of its targets under the reference model, None without one;
     margin: of a chosen answer, by which it shall be ahead of the rejected one.
@@ -103,7 +104,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
     layouts = {key: layout for key, (_, layout) in distinct.items()}
     if with_pixels:
         tiles = [tiles for tiles, _ in distinct.values()] or [blank_tile(options.size)]
-        pixel_values = torch.cat(tiles)  # (N, 3, S, S)
+        pixel_values = _of_one_height(tiles)  # (N, 3, H, S)
     else:
         num_tiles = sum(layout.num_tiles for layout in layouts.values())
         pixel_values = torch.zeros(max(1, num_tiles), 3, 0, 0, dtype=torch.uint8)
@@ -163,17 +164,24 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
     """(1, T), or (3, 1, T) with three axes."""
     if not isinstance(options.tiling, CellTiling):
         return torch.cat([torch.arange(len(sample.input_ids)) for sample in samples])[None]
-    parts = [axis_positions(sample.input_ids, [layout.cells for _, layout in sample.media]) for sample in samples]
+    grids = [[grid for _, layout in sample.media for grid in layout.grids] for sample in samples]
+    parts = [axis_positions(sample.input_ids, each) for sample, each in zip(samples, grids)]
     return torch.cat(parts, 1)[:, None]
 
 
 def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> TowerInputs:
     if not isinstance(options.tiling, WHOLE_IMAGES):
         return {}
-    images = [layout.cells for layout in layouts] or [(1, 1)]  # the blank tile
     if isinstance(options.tiling, FlexTiling):
-        return flex_inputs(images, options.tiling)
-    return tower_inputs(images, options.tiling)
+        return flex_inputs([layout.cells for layout in layouts] or [(1, 1)], options.tiling)  # the blank tile
+    return tower_inputs([grid for layout in layouts for grid in layout.grids] or [Grid(1, 1)], options.tiling)
+
+
+def _of_one_height(tiles: list[torch.Tensor]) -> torch.Tensor:
+    """All tiles; an image's cells are repeated beside a video's, which have the frames of a moment below each other."""
+    height = max(each.shape[2] for each in tiles)
+    times = [height // each.shape[2] for each in tiles]
+    return torch.cat([each if n == 1 else each.repeat(1, 1, n, 1) for each, n in zip(tiles, times)])
 
 
 def blank_tile(size: int) -> torch.Tensor:

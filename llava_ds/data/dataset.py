@@ -31,6 +31,7 @@ from llava_ds.data.fingerprint import (
     options_part,
     options_that_matter,
     tokenizer_parts,
+    video_parts,
 )
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import (
@@ -437,7 +438,7 @@ class DataSpec:
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
-        images = [options_part(image_options), *box_parts(image_options)]
+        images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
         folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots])
         return cls(checker, options, folder, common, contents)
 
@@ -495,6 +496,7 @@ class DataSpec:
             _refuse_if_bad(rows.table, index.rejected, self.options, rows.folder)
         used = options_that_matter(self.image_options, index.has_videos)
         boxes = box_parts(used) if index.has_boxes else []
+        boxes += video_parts(used) if index.has_videos else []
         parts = [*self.common, options_part(used), *boxes, *self.contents, *index.outcome, index.contents]
         return EncodedDataset(rows, index, self.names, self.descriptions, self.image_options, digest_of(parts))
 

@@ -88,7 +88,7 @@ class Encoder:
         self.backend = copy_of_backend(self.tokenizer)
         self.first_ids: list[int] = []
         self.last_ids: list[int] = []
-        self.image_id = -1
+        self.image_ids: tuple[int, ...] = ()
         ids = self.backend.token_to_id
         self.special = SpecialTokens(self.backend) if options.split_special_tokens else None
         if self.special is not None:
@@ -113,9 +113,9 @@ class Encoder:
         return TEMPLATES[self.options.template]
 
     def _find_image_token(self) -> None:
-        """Set the token of an image in a text that is tokenized as a whole."""
+        """Set the tokens of images in a text that is tokenized as a whole."""
         self.backend = with_token(self.backend, MARKED_IMAGE)
-        self.image_id = self.backend.token_to_id(MARKED_IMAGE)
+        self.image_ids = (self.backend.token_to_id(MARKED_IMAGE),)
 
     def encode_batch(
         self, conversations: Sequence[tuple[Sequence[Message], Sequence[int | ImageText]]]
@@ -130,7 +130,7 @@ class Encoder:
         rows: list[tuple[int, list[Piece], list[tuple[int, int, int]], Sequence[int]]] = []
         for messages, features in conversations:
             try:
-                pieces, spans = self._pieces(self._render(messages), features)
+                pieces, spans = self._pieces(self._render(messages, features), features)
             except DataError as error:
                 results.append(error)
                 continue
@@ -168,17 +168,17 @@ class Encoder:
 
     def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int | ImageText]) -> list[int]:
         """The ids up to the beginning of the next answer, not cut. messages end with a question."""
-        text = self._prompt_text(self._guarded(messages))
+        text = self._prompt_text(self._guarded(messages), num_image_tokens)
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
         return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)[0].tolist()
 
-    def _prompt_text(self, messages: Sequence[Message]) -> str:
+    def _prompt_text(self, messages: Sequence[Message], features: Sequence[int | ImageText]) -> str:
         im_start_end = self.options.mm_use_im_start_end
         if self.template.write is None:
             return render_own_prompt(messages, self.tokenizer, im_start_end)
         return render_prompt(messages, self.options.template, im_start_end)
 
-    def _render(self, messages: Sequence[Message]) -> list[Segment]:
+    def _render(self, messages: Sequence[Message], features: Sequence[int | ImageText]) -> list[Segment]:
         messages = self._guarded(messages)
         if self.template.write is None:
             segments = render_own(messages, self.tokenizer, self.options.mm_use_im_start_end)
@@ -288,7 +288,9 @@ class Encoder:
         for token in self.learned:
             labels[ids == token] = token
         if self.template.whole and features:
-            is_image = ids == self.image_id
+            is_image = ids == self.image_ids[0]
+            for other in self.image_ids[1:]:
+                is_image |= ids == other
             counts = np.ones(len(ids), np.int64)
             counts[is_image] = features[: np.count_nonzero(is_image)]
             ids[is_image], labels[is_image] = IMAGE_TOKEN_INDEX, IGNORE_INDEX
@@ -302,7 +304,7 @@ class Encoder:
             return None
         probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
         talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
-        rendered = [self._render(talk) for talk in talks]
+        rendered = [self._render(talk, (0,)) for talk in talks]
         texts = ["".join(segment.text for segment in segments) for segments in rendered]
         unlearned = itertools.takewhile(lambda segment: not segment.supervised, rendered[0])
         least, greatest = min(texts), max(texts)

@@ -20,6 +20,7 @@ from llava_ds.files.places import open_data, real_path
 from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import BICUBIC, ImageOptions
+from llava_ds.tilings import CellTiling
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
@@ -63,6 +64,12 @@ def has_boxes(media: pa.ChunkedArray) -> bool:
 def box_parts(options: ImageOptions) -> list[str]:
     """How boxes are written, of models that don't write them as LLaVA does."""
     return [] if options.boxes == LLAVA_BOXES else [repr(options.boxes)]
+
+
+def video_parts(options: ImageOptions) -> list[str]:
+    """How videos are cut into cells, of models that do so."""
+    rule = options.tiling.video if isinstance(options.tiling, CellTiling) else None
+    return [] if rule is None else [repr(rule), repr(options.force_sample)]
 
 
 def options_that_matter(image_options: ImageOptions, videos: bool) -> ImageOptions:

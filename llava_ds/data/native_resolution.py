@@ -16,28 +16,29 @@ from transformers.vision_utils import (
 
 from llava_ds.batch import TowerInputs
 from llava_ds.constants import IMAGE_TOKEN_INDEX
-from llava_ds.tilings import BudgetTiling, CellTiling, FlexTiling
+from llava_ds.tilings import BudgetTiling, CellTiling, FlexTiling, Grid
 
 Cells = tuple[int, int]  # of an image: across, down
 
 
-def axis_positions(input_ids: torch.Tensor, images: Sequence[Cells]) -> torch.Tensor:
+def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
     """(3, L) int64: positions of a sample's tokens along time, height and width.
 
-    input_ids (L,), IMAGE_TOKEN_INDEX at features of the images in reading order, of which the last may be cut. An image
-    is a single moment; what follows it goes on behind the longer of its sides.
+    input_ids (L,), IMAGE_TOKEN_INDEX at features of the grids in reading order, of which the last may be cut. What
+    follows a grid goes on behind the longer of its sides, also where a video's moments reach further.
     Source: transformers' Qwen2VLModel.get_rope_index.
     """
     at_images = (input_ids == IMAGE_TOKEN_INDEX).nonzero()[:, 0].tolist()
     parts, position, done, used = [], 0, 0, 0
-    for across, down in images:
+    for across, down, moments, interval in grids:
         if used == len(at_images):
             break
-        first, count = at_images[used], min(across * down, len(at_images) - used)
+        first, count = at_images[used], min(moments * across * down, len(at_images) - used)
         parts.append(torch.arange(position, position + first - done).expand(3, -1))
         position += first - done
         cells = torch.arange(count)
-        parts.append(position + torch.stack([torch.zeros_like(cells), cells // across, cells % across]))
+        times = (cells // (across * down) * torch.tensor(interval, dtype=torch.float32)).long()
+        parts.append(position + torch.stack([times, cells // across % down, cells % across]))
         position, done, used = position + max(across, down), first + count, used + count
     parts.append(torch.arange(position, position + len(input_ids) - done).expand(3, -1))
     return torch.cat(parts, 1)
@@ -51,15 +52,16 @@ def flex_inputs(images: Sequence[Cells], tiling: FlexTiling) -> TowerInputs:
     return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
 
 
-def tower_inputs(images: Sequence[Cells], tiling: CellTiling | BudgetTiling) -> TowerInputs:
-    """Arguments of a tower of transformers' beside the patches of all images, cell by cell.
+def tower_inputs(grids: Sequence[Grid], tiling: CellTiling | BudgetTiling) -> TowerInputs:
+    """Arguments of a tower of transformers' beside the patches of all images and moments of videos, cell by cell.
 
     position_ids (P, 2), row and column; cu_seqlens (images + 1,) int32 and max_seqlen, where images start, and the
-    longest; with windows, window_index (cells,), cu_window_seqlens (W + 1,) int32 and max_window_seqlen, of cells
-    sorted by windows; with a learned table, interp_indices and interp_weights (P, 4) into it.
+    longest, of which every moment of a video is one; with windows, window_index (cells,), cu_window_seqlens (W + 1,)
+    int32 and max_window_seqlen, of cells sorted by windows; with a learned table, interp_indices and interp_weights
+    (P, 4) into it.
     """
     merge = tiling.merge
-    grid = torch.tensor([(1, down * merge, across * merge) for across, down in images])  # time, rows, columns
+    grid = torch.tensor([(one.moments, one.down * merge, one.across * merge) for one in grids])  # time, rows, columns
     cu_seqlens = get_vision_cu_seqlens(grid)
     inputs = {
         "position_ids": get_vision_position_ids(grid, merge),

@@ -17,7 +17,7 @@ from llava_ds.data import token_runs
 from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
-from llava_ds.data.images.decode import probe
+from llava_ds.data.images.decode import footage
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
@@ -78,12 +78,20 @@ PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("
 class SizedMedia:
     """An image or video with the upright size in pixels of each image or sampled frame.
 
-    boxes: the numbers of the boxes and points on it, as they are in the sample's text.
+    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a video that is cut
+    into cells.
     """
 
     media: Media
     sizes: tuple[tuple[int, int], ...]
     boxes: tuple[Numbers, ...] = ()
+    footage: geometry.Footage | None = None
+
+    @classmethod
+    def of(cls, media: Media, options: geometry.ImageOptions) -> "SizedMedia":
+        """Read the headers of the files. Raises DataError as probe does."""
+        found, sizes = footage(media, options)
+        return cls(media, sizes, footage=found)
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ class Checker:
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
             stamps = stamps_of(media, self.image_options)  # first: a file written meanwhile has another stamp
-            sized = SizedMedia(media, probe(media, self.image_options))
+            sized = SizedMedia.of(media, self.image_options)
             return sized, seen_files(media, self.image_options, stamps)
         except (DataError, ConfigError) as error:  # ConfigError: a missing extra, which may be installed next time
             raise FileProblem(str(error)) from error
@@ -233,7 +241,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> geometry.MediaLayout:
     """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
-    return geometry.media_layout(one.media.kind, one.sizes, num_media, options)
+    return geometry.media_layout(one.media.kind, one.sizes, num_media, options, one.footage)
 
 
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
@@ -255,6 +263,7 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
         [
             [m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes]
             + [{"boxes": m.boxes}] * bool(m.boxes)
+            + [{"footage": m.footage}] * bool(m.footage)
             for m in media
         ]
     )
@@ -266,7 +275,8 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
         SizedMedia(
             Media(kind, tuple(FileRef(*ref) for ref in refs)),
             tuple(tuple(size) for size in sizes),
-            tuple(tuple(numbers) for more in rest for numbers in more["boxes"]),
+            tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
+            next((geometry.Footage(*more["footage"]) for more in rest if "footage" in more), None),
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )

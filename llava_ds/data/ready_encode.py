@@ -14,7 +14,7 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
 from llava_ds.geometry import ImageOptions, ImageText, ReadyImageOptions
-from llava_ds.tilings import placeholder_of
+from llava_ds.tilings import CellTiling, placeholder_of
 from llava_ds.tokenizer import framing_ids
 
 
@@ -30,11 +30,14 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, ima
 class ReadyEncoder(Encoder):
     """Encodes conversations to the ids of a ready model's processor, and labels by character offsets.
 
-    In place of an image comes the text of its layout, in which an image token stands for so many features.
+    In place of an image or video comes the text of its layout, in which a token stands for so many features.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ReadyImageOptions) -> None:
         self.image_token, self.placeholder = images.tiling.image_token, placeholder_of(images.tiling)
+        rule = images.tiling.video if isinstance(images.tiling, CellTiling) else None
+        self.video_token = None if rule is None else rule.token
+        self.tokens = {self.image_token, self.placeholder} | ({self.video_token} - {None})
         super().__init__(tokenizer, options)
         self.prompt = answer_prompt(self.tokenizer)
         self.bos = self.tokenizer.bos_token
@@ -46,28 +49,37 @@ class ReadyEncoder(Encoder):
             )
 
     def _find_image_token(self) -> None:
-        self.image_id = self.backend.token_to_id(self.image_token)
+        tokens = [self.image_token, self.video_token]
+        self.image_ids = tuple(self.backend.token_to_id(token) for token in tokens if token is not None)
 
-    def _render(self, messages: Sequence[Message]) -> list[Segment]:
-        return render_ready(self._guarded(messages), self.tokenizer, self.prompt)
+    def _render(self, messages: Sequence[Message], features: Sequence[ImageText]) -> list[Segment]:
+        return render_ready(self._guarded(messages), self.tokenizer, self.prompt, _kinds(features))
 
-    def _prompt_text(self, messages: Sequence[Message]) -> str:
-        return render_ready_prompt(messages, self.tokenizer)
+    def _prompt_text(self, messages: Sequence[Message], features: Sequence[ImageText]) -> str:
+        return render_ready_prompt(messages, self.tokenizer, _kinds(features))
 
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[ImageText]
     ) -> tuple[list[Piece], list[tuple[int, int, int]]]:
-        """The text with every image's own text in its place, and its supervised spans."""
+        """The text with every image's or video's own text in its place, and its supervised spans."""
         spans, parts, length, left = [], [], 0, iter(mark.text for mark in features)
+        places = [token for token in (self.placeholder, self.video_token) if token is not None]
         for segment in self._chosen(segments):
-            pieces = re.split(f"({re.escape(self.placeholder)})", segment.text)
-            text = "".join(next(left, self.placeholder) if i % 2 else piece for i, piece in enumerate(pieces))
+            pieces = re.split(f"({'|'.join(map(re.escape, places))})", segment.text)
+            text = "".join(next(left, piece) if i % 2 else piece for i, piece in enumerate(pieces))
             if segment.supervised:
                 spans.append((length, length + len(text), 0))
             parts.append(text)
             length += len(text)
-        found = sum(segment.text.count(token) for segment in segments for token in {self.image_token, self.placeholder})
+        written = "".join(segment.text for segment in segments)
+        found = sum(written.count(token) for token in self.tokens)
         whole = "".join(parts)
+        if self.video_token is not None and written.count(self.video_token) != sum(mark.is_video for mark in features):
+            raise DataError(
+                f"the conversation holds {written.count(self.video_token)} of the model's video token "
+                f"{self.video_token} for {sum(mark.is_video for mark in features)} videos: its text must not spell "
+                "that token, and the chat template has to write it for a video"
+            )
         if found != len(features) or (LITERAL_IMAGE in whole and self.image_token == IMAGE_TOKEN):
             raise DataError(
                 f"the conversation holds {found} of the model's image token {self.image_token} for {len(features)} "
@@ -83,5 +95,11 @@ class ReadyEncoder(Encoder):
         spans: Sequence[tuple[int, int, int]],
         features: Sequence[ImageText],
     ) -> tuple[np.ndarray, np.ndarray]:
-        counts = [mark.features for mark in features for _ in range(mark.text.count(self.image_token))]
+        tokens = [self.video_token if mark.is_video else self.image_token for mark in features]
+        counts = [mark.features for mark, token in zip(features, tokens) for _ in range(mark.text.count(token))]
         return super()._join(pieces, coded, spans, counts)
+
+
+def _kinds(features: Sequence[ImageText]) -> list[str]:
+    """What every mark stands for, as a chat template knows it."""
+    return ["video" if mark.is_video else "image" for mark in features]

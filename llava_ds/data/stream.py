@@ -33,7 +33,7 @@ from llava_ds.data.dataset import (
     data_spec,
     num_of_part,
 )
-from llava_ds.data.fingerprint import box_parts, digest_of, options_part, options_that_matter
+from llava_ds.data.fingerprint import box_parts, digest_of, options_part, options_that_matter, video_parts
 from llava_ds.data.preflight import media_of_text
 from llava_ds.data.sample_order import shards_in_order
 from llava_ds.data.seen_files import changed_files
@@ -60,7 +60,8 @@ class StreamedDataset(EncodedDataset):
         self.are_pairs, self.reference = False, None
         # Of a generation that was made anew, because images had changed, a run can't be resumed.
         used = options_that_matter(spec.image_options, videos=True)
-        parts = ["stream", str(number), *spec.common, options_part(used), *box_parts(used), *spec.contents]
+        parts = ["stream", str(number), *spec.common, options_part(used), *box_parts(used), *video_parts(used)]
+        parts += spec.contents
         self.fingerprint = digest_of(parts)
         self._paths: dict[int, Path] = {}
         self._tables: dict[int, pa.Table] = {}  # the last ones that were read

@@ -1,5 +1,6 @@
 """The folder of a ready model: weights by the names that it came with, its configuration, its processor's files."""
 
+import dataclasses
 import json
 import shutil
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, renamed, turned
@@ -18,12 +20,15 @@ from llava_ds.files.model_files import (
     read_json,
     read_json_if_there,
 )
-from llava_ds.model.families.qwen_vl import pixel_bounds
+from llava_ds.geometry import ReadyImageOptions
+from llava_ds.model.families.qwen_vl import by_settings, pixel_bounds
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.vision import read_processor
+from llava_ds.model.ready import frames_options
+from llava_ds.model.vision import read_processor, read_whole_processor
 from llava_ds.tilings import CellTiling
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 NOT_COPIED = ("config.json", "adapter_config.json")  # which are written, or belong to an adapter
 
 
@@ -58,20 +63,66 @@ def _is_turned(shape: tuple[int, ...], on_disk: tuple[int, ...] | None) -> bool:
 
 
 def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
-    """Write the image processor's files with --min_pixels and --max_pixels, where the source's say others."""
-    tiling, source = export.image_options.tiling, source_folder(export)
+    """Write the processor's files with the bounds of images and videos, and the choice of frames, that the run had,
+    where the source's say others."""
+    options, source = export.image_options, source_folder(export)
+    tiling = options.tiling
     if not isinstance(tiling, CellTiling):
         return
-    if (tiling.least, tiling.most) == pixel_bounds(read_processor(source, str(source))):
+    if _sizes(options) == _sizes_in(source, options):
         return
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        content = read_json_if_there(source / name, str(source))
-        images = content if name.startswith("pre") else content.get("image_processor")
+    where = str(source)
+    contents = {name: read_json_if_there(source / name, where) for name in PROCESSOR_FILES}
+    for images in (contents["preprocessor_config.json"], contents["processor_config.json"].get("image_processor")):
         if isinstance(images, dict) and images:
             images["size"] = {"shortest_edge": tiling.least, "longest_edge": tiling.most}
             earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}  # names, which win over size
             images |= {key: value for key, value in earlier.items() if key in images}
+    if tiling.video is not None:
+        videos = _video_settings(options, read_whole_processor(source, where).get("video_processor", {}))
+        whole = contents["processor_config.json"]
+        if "video_processor" in whole:
+            whole["video_processor"] = videos
+        else:
+            contents["video_preprocessor_config.json"] = videos
+    for name, content in contents.items():
+        if content:
             (output_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _sizes(options: ReadyImageOptions) -> tuple:
+    """All that write_image_sizes writes."""
+    rule = options.tiling.video
+    bounds = (options.tiling.least, options.tiling.most), None if rule is None else (rule.least, rule.most)
+    return *bounds, options.video_fps, options.frames_upbound, options.force_sample
+
+
+def _sizes_in(source: Path, options: ReadyImageOptions) -> tuple:
+    """The same as a folder says it. options: of a run that began with it."""
+    where = str(source)
+    least, most = pixel_bounds(read_processor(source, where))
+    rule = options.tiling.video
+    if rule is not None:
+        rule = by_settings(rule, read_whole_processor(source, where).get("video_processor") or {})
+    tiling = dataclasses.replace(options.tiling, least=least, most=most, video=rule)
+    without_flags = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
+    return _sizes(dataclasses.replace(options, tiling=tiling, **frames_options(tiling, without_flags)))
+
+
+def _video_settings(options: ReadyImageOptions, source: dict) -> dict:
+    """The video processor's settings of a run. source: of the folder that the model came from."""
+    rule = options.tiling.video
+    chosen = {"fps": options.video_fps, "max_frames": options.frames_upbound or None, "num_frames": None}
+    if options.force_sample:
+        chosen = {"fps": None, "num_frames": options.frames_upbound}
+    replaced = ("min_pixels", "max_pixels", "fps", "max_frames", "num_frames", "image_processor_type")
+    kept = {name: value for name, value in source.items() if name not in replaced}
+    return {
+        "video_processor_type": "Qwen3VLVideoProcessor" if rule.in_all else "Qwen2VLVideoProcessor",
+        **kept,
+        "size": {"shortest_edge": rule.least, "longest_edge": rule.most},
+        **{name: value for name, value in chosen.items() if value is not None},
+    }
 
 
 def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:

@@ -14,6 +14,7 @@ from llava_ds.batch import Batch
 from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer_by_layer
 from llava_ds.geometry import MediaLayout
 from llava_ds.model.families.language import final_logits
+from llava_ds.model.families.qwen_vl import media_ids
 from llava_ds.model.families.ready import READY
 from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
@@ -142,10 +143,11 @@ def _first_images(
     ids = batch.input_ids[:, :length].clone()
     if not num_images:
         return {"input_ids": ids}
-    ids[0, batch.image_positions[:num_features]] = reloaded.config.image_token_id
-    cells, is_image = [layout.cells for layout in layouts[:num_images]], ids == reloaded.config.image_token_id
-    patches = family.processed(reloaded.config, pixels[:num_features], cells)
-    return {"input_ids": ids, **family.outer_inputs(reloaded.config, patches, cells, is_image)}
+    shown, of_media = layouts[:num_images], batch.image_positions[:num_features]
+    ids[0, of_media] = media_ids(reloaded.config, shown).to(ids.device)
+    is_media = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, of_media, True)
+    patches = family.processed(reloaded.config, pixels[:num_features], shown)
+    return {"input_ids": ids, **family.outer_inputs(reloaded.config, patches, shown, is_media)}
 
 
 def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: torch.Tensor) -> float:

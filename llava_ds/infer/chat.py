@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.images.decode import load_media, probe
+from llava_ds.data.images.decode import load_media
+from llava_ds.data.preflight import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import media_layout
 from llava_ds.infer.generate import Prompt, Reply, Sampling, stream
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, printable
@@ -62,8 +62,8 @@ class Conversation:
 def read_media(kind: str, path: str, loaded: LoadedModel) -> Media:
     """Check that an "image" or "video" can be decoded. Raises DataError, or ConfigError without PyAV."""
     media = Media(kind, (FileRef(str(Path(path).expanduser())),))
-    sizes = probe(media, loaded.image_options)
-    load_media(media, sizes, media_layout(kind, sizes, 1, loaded.image_options), loaded.image_options)
+    sized = SizedMedia.of(media, loaded.image_options)
+    load_media(media, sized.sizes, layout_of(sized, 1, loaded.image_options), loaded.image_options)
     return media
 
 

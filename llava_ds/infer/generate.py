@@ -20,11 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import end_markers
-from llava_ds.data.images.decode import load_media, probe
+from llava_ds.data.images.decode import load_media
+from llava_ds.data.preflight import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import ImageOptions, MediaLayout, Size, media_layout
+from llava_ds.geometry import ImageOptions, MediaLayout, Size
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.families.language import has_layer_embeddings
+from llava_ds.model.families.qwen_vl import media_ids
 from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
@@ -302,8 +304,8 @@ def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, t
     media = []
     for item in prompt.images:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
-        sizes = probe(one, image_options)
-        media.append((one, sizes, media_layout(one.kind, sizes, len(prompt.images), image_options)))
+        sized = SizedMedia.of(one, image_options)
+        media.append((one, sized.sizes, layout_of(sized, len(prompt.images), image_options)))
     return media
 
 
@@ -348,7 +350,8 @@ def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict
     batch, device, config = collate(samples, loaded.image_options).to(loaded.device), loaded.device, loaded.model.config
     lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
-    batch.input_ids[0, batch.image_positions] = config.image_token_id
+    layouts = [layout for sample in samples for _, layout in sample.media]
+    batch.input_ids[0, batch.image_positions] = media_ids(config, layouts).to(device)
     rows = [pad(row, (longest - len(row), 0)) for row in batch.input_ids[0].split(lengths)]
     ids = torch.stack(rows)  # (B, T); padding is masked, so its id does not matter
     mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)
@@ -356,14 +359,13 @@ def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict
     if batch.position_ids.ndim == 3:
         axes = [pad(part, (longest - part.shape[-1], 0)) for part in batch.position_ids[:, 0].split(lengths, 1)]
         inputs["position_ids"] = torch.cat([(mask.cumsum(1) - 1).clamp(min=0)[None], torch.stack(axes, 1)])
-    is_image = (ids == config.image_token_id) & (mask == 1)
+    is_media = torch.isin(ids, media_ids(config, layouts).to(device)) & (mask == 1)
     if has_layer_embeddings(config.text_config):
-        text = ids.masked_fill(is_image, config.text_config.pad_token_id)
+        text = ids.masked_fill(is_media, config.text_config.pad_token_id)
         inputs["per_layer_inputs"] = loaded.model.model.language_model.get_per_layer_inputs(text)
-    cells = [layout.cells for sample in samples for _, layout in sample.media]
-    if not cells:
+    if not layouts:
         return inputs
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
     family, pixels = READY[config.model_type], (batch.pixel_values.float() / 255 - mean) / std
     pixels = pixels.to(loaded.model.dtype) if family.casts_pixels else pixels
-    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels, cells), cells, is_image)}
+    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels, layouts), layouts, is_media)}

@@ -30,7 +30,7 @@ from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.ready import ReadyModel, plan_vision
 from llava_ds.model.upcycling import add_experts
-from llava_ds.model.vision import plan_tower, read_processor, side_of, vision_config
+from llava_ds.model.vision import plan_tower, read_processor, read_whole_processor, side_of, vision_config
 from llava_ds.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _ready_settings(
         raise ConfigError(
             f"--version {version}: {where} is a ready model, whose chat template is its own: leave it out"
         )
-    whole = read_json_if_there(unloaded.folder / "processor_config.json", where)
+    whole = read_whole_processor(unloaded.folder, where)
     vision = plan_vision(ReadyModel(family, model.config), processor, whole, unloaded.tokenizer, where)
     args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
     images = vision.images

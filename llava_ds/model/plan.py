@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
-from llava_ds.files.model_files import is_there, library_errors, read_json_if_there
+from llava_ds.files.model_files import is_there, library_errors
 from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem
 from llava_ds.model.llava import assemble
@@ -26,7 +26,7 @@ from llava_ds.model.ready import ReadyModel, ReadyVision, plan_vision
 from llava_ds.model.rows import resize_vocabulary
 from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
-from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower
+from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
 from llava_ds.tokenizer import add_image_tokens, open_ready_tokenizer, open_tokenizer
 
 # Settings that have to be equal in two towers with the same weights.
@@ -88,7 +88,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | Re
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
         if not any(map(is_there, files)):  # an adapter has one only for sizes of its own
             own = Path(folder.base or folder.path)
-        settings = read_processor(own, where), read_json_if_there(own / "processor_config.json", where)
+        settings = read_processor(own, where), read_whole_processor(own, where)
         return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
     elsewhere = given and _tower_source(given, folder)

@@ -12,9 +12,9 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig,
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.geometry import ImageSpec, ReadyImageOptions
+from llava_ds.geometry import PIXEL_FLAGS, ImageSpec, ReadyImageOptions
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
-from llava_ds.tilings import WHOLE_IMAGES, BudgetTiling, CellTiling, Tiling
+from llava_ds.tilings import WHOLE_IMAGES, BudgetTiling, CellTiling, Tiling, VideoRule
 
 
 class ReadyModel(NamedTuple):
@@ -111,6 +111,7 @@ class ReadyVision:
             images.mean,
             max_pixels=data.max_image_pixels,
             tiling=_within(self.tiles.tiling, data),
+            **frames_options(self.tiles.tiling, args),
             resample=self.resample,
             has_image_blocks=self.has_image_blocks,
             blocks_need_windows=self.ready.family.blocks_need_windows,
@@ -131,20 +132,53 @@ class ReadyVision:
 
 
 def _within(tiling: Tiling, data: DataArguments) -> Tiling:
-    """A tiling within --min_pixels and --max_pixels. Raises ConfigError for bounds that it can't have."""
-    given = {name: value for name in ("min_pixels", "max_pixels") if (value := getattr(data, name)) is not None}
+    """A tiling within --min_pixels and --max_pixels, and the same of videos. Raises ConfigError for bounds that it
+    can't have."""
+    given = {name: value for name in PIXEL_FLAGS if (value := getattr(data, name)) is not None}
     flags = ", ".join(f"--{name} {value}" for name, value in given.items())
     if given and not isinstance(tiling, CellTiling):
         raise ConfigError(f"{flags}: this model's images have sizes that its processor alone decides: leave it out")
     if not isinstance(tiling, CellTiling):
         return tiling
     least, most = given.get("min_pixels", tiling.least), given.get("max_pixels", tiling.most)
+    flags = ", ".join(f"--{name} {given[name]}" for name in PIXEL_FLAGS[:2] if name in given)
     if not tiling.side**2 <= most or least > most:
         raise ConfigError(
             f"{flags}: an image would have {least} to {most} pixels: give --max_pixels of at least {tiling.side**2}, a "
             "single feature, and --min_pixels below it"
         )
-    return dataclasses.replace(tiling, least=least, most=most)
+    return dataclasses.replace(tiling, least=least, most=most, video=_video_within(tiling, data))
+
+
+def frames_options(tiling: Tiling, args: Arguments) -> dict[str, object]:
+    """Options of choosing a video's frames: those of flags that are given, else what the model's files say."""
+    names = ("video_fps", "frames_upbound", "force_sample")
+    found = {name: getattr(args.data, name) for name in names}
+    rule = tiling.video if isinstance(tiling, CellTiling) else None
+    if rule is not None:
+        forced = {} if rule.num_frames is None else {"frames_upbound": rule.num_frames, "force_sample": True}
+        own = {"video_fps": rule.fps, "frames_upbound": rule.most_frames, **forced}
+        found |= {name: value for name, value in own.items() if value is not None and name not in args.given}
+    return found
+
+
+def _video_within(tiling: CellTiling, data: DataArguments) -> VideoRule | None:
+    """The same of a model's videos."""
+    rule, given = tiling.video, (data.video_min_pixels, data.video_max_pixels)
+    if given == (None, None):
+        return rule
+    names = zip(PIXEL_FLAGS[2:], given)
+    flags = ", ".join(f"--{name} {value}" for name, value in names if value is not None)
+    if rule is None:
+        raise ConfigError(f"{flags}: this model has no videos: leave it out")
+    least, most = (rule.least if given[0] is None else given[0]), (rule.most if given[1] is None else given[1])
+    if not tiling.side**2 <= most or least > most:
+        whose = "all frames of a video" if rule.in_all else "a frame of a video"
+        raise ConfigError(
+            f"{flags}: {whose} would have {least} to {most} pixels: give --video_max_pixels of at least "
+            f"{tiling.side**2}, a single feature, and --video_min_pixels below it"
+        )
+    return dataclasses.replace(rule, least=least, most=most)
 
 
 def plan_vision(

@@ -17,7 +17,7 @@ from llava_ds.batch import TowerInputs
 from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
-from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, shown
+from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, read_json_if_there, shown
 from llava_ds.geometry import BICUBIC, FILTERS, ImageOptions, ImageSpec, image_options, native_options
 from llava_ds.model import attention
 from llava_ds.model.families.towers import PAIRS, TOWERS, tower_family
@@ -290,6 +290,17 @@ def read_processor(path: str | Path, where: str) -> dict:
     if problem:
         raise ConfigError(f"{where}: {file.name} can't be used: {problem}: copy it again")
     return settings
+
+
+def read_whole_processor(path: str | Path, where: str) -> dict:
+    """The settings of a folder's whole processor; under video_processor those for videos, of the file that transformers
+    takes them from."""
+    folder = Path(path)
+    whole = read_json_if_there(folder / "processor_config.json", where)
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        if not isinstance(whole.get("video_processor"), dict) and is_there(folder / name):
+            whole = {**whole, "video_processor": read_json_if_there(folder / name, where)}
+    return whole
 
 
 def _processor_problem(settings: dict) -> str | None:

@@ -29,15 +29,16 @@ from llava_ds.data.chat_template import parts_of
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
-from llava_ds.data.fingerprint import digest_of, tokenizer_parts
+from llava_ds.data.fingerprint import digest_of, tokenizer_parts, video_parts
+from llava_ds.data.images.decode import moments_of
 from llava_ds.data.images.resize import cut_by
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
 from llava_ds.files.writing import write_whole
-from llava_ds.geometry import ReadyImageOptions, media_layout
+from llava_ds.geometry import Footage, MediaLayout, ReadyImageOptions, media_layout
 from llava_ds.model.families.language import has_layer_embeddings
-from llava_ds.model.families.ready_family import Cells, ReadyFamily
+from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.loading import persistent_buffers
 from llava_ds.model.open.ready_folder import ReadyNames
@@ -46,7 +47,7 @@ from llava_ds.model.probe import draw, small_copy
 from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling
 
-VERSION = 1  # raise it when the trial becomes stricter
+VERSION = 2  # raise it when the trial becomes stricter
 # Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
 # samples that see each other by more than 0.1.
 LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
@@ -56,12 +57,18 @@ LEAST_PIXEL = 1e-5  # of a normalised pixel
 OWN_CODE = ("model", "data", "batch.py", "geometry.py", "tilings.py", "tokenizer.py", "train/ready_trial.py")
 
 CELLS_TIMES = 3  # images are as many times larger where they keep their size: wider than a window of the tower
-# Conversations: the sizes of their images, and turns of question and answer with marks.
+# Conversations: the sizes of their images, with the number of frames of videos, and turns of question and answer with
+# marks. The last is for models that have videos.
 TALKS = (
     (((64, 20),), (("<image>\nWhat is this?", "A red cat."), ("And now?", "It runs."))),
     ((), (("How many are two?", "Two."),)),
     (((20, 64), (40, 40)), (("<image> or <image>: which?", "The second one."),)),
+    (((40, 30, 5), (30, 40), (20, 20, 2)), (("<image> and <image>", "One."), ("<image>\nWhen?", "Now."))),
 )
+VIDEO_RATE = 4.0  # frames a second
+
+
+Shown = Image.Image | list[Image.Image]  # an image, or a video's frames
 
 
 class Difference(NamedTuple):
@@ -105,7 +112,12 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir
     """
     config = plan.ready.config
     same = [str(VERSION), torch.__version__, transformers.__version__, config.to_json_string(), repr(images)]
-    same += [*tokenizer_parts(plan.tokenizer), _digest(_own_code()), _digest(_processor_files(Path(path)))]
+    same += [
+        *video_parts(images),
+        *tokenizer_parts(plan.tokenizer),
+        _digest(_own_code()),
+        _digest(_processor_files(Path(path))),
+    ]
     known = Path(cache_dir).expanduser() / "trials" / f"{digest_of(same)}.json"
     try:
         return f"{json.loads(known.read_text(encoding='utf-8'))['line']} (tried before)"
@@ -145,47 +157,86 @@ def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Differen
     can't be built or run, or its processor gives other ids."""
     encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
     times = CELLS_TIMES if isinstance(images.tiling, WHOLE_IMAGES) else 1
-    shown = [[_random_image((times * w, times * h)) for w, h in sizes] for sizes, _ in TALKS]
-    samples = [_sample(encoder, images, pictures, turns) for pictures, (_, turns) in zip(shown, TALKS)]
+    has_videos = isinstance(images.tiling, CellTiling) and images.tiling.video is not None
+    images = dataclasses.replace(images, video_fps=VIDEO_RATE, frames_upbound=0)
+    talks = TALKS if has_videos else TALKS[:-1]
+    shown = [[_random_frames((times * w, times * h), *frames) for w, h, *frames in sizes] for sizes, _ in talks]
+    samples = [_sample(encoder, images, media, turns) for media, (_, turns) in zip(shown, talks)]
     where = f"--model_name_or_path {path}"
     with library_errors(where, "a small copy of it can't be tried"):
-        pixels = [_processor_pixels(path, pictures, images) for pictures in shown]
+        pixels = [_processor_pixels(path, media, images) for media in shown]
         no_ids = _compare_ids(path, plan, images, samples, shown)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return _compare(plan, images, samples, pixels)._replace(no_ids=no_ids)
 
 
-def _sample(encoder, images: ReadyImageOptions, pictures: Sequence[Image.Image], turns) -> LoadedSample:
+def _sample(encoder, images: ReadyImageOptions, media: Sequence[Shown], turns) -> LoadedSample:
     messages = [Message(role, text) for turn in turns for role, text in zip(("human", "gpt"), turn)]
-    layouts = [media_layout("image", (picture.size,), len(pictures), images) for picture in pictures]
+    layouts = [_layout(one, len(media), images) for one in media]
     coded = encoder.encode_batch([(messages, [layout.mark for layout in layouts])])[0]
     if isinstance(coded, DataError):
         raise ConfigError(f"its chat template can't write a conversation about an image: {coded}") from coded
-    tiles = [cut_by(p, images.tiling.cut(p.size), images.size, images.resample) for p in pictures]
+    tiles = [_tiles(one, images) for one in media]
     ids, labels = (torch.from_numpy(row.astype(np.int64)) for row in (coded.input_ids, coded.labels))
     return LoadedSample(ids, labels, list(zip(tiles, layouts)))
 
 
-def _random_image(size: tuple[int, int]) -> Image.Image:
-    rng = np.random.default_rng(size)
-    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+def _layout(one: Shown, num_media: int, images: ReadyImageOptions) -> MediaLayout:
+    if isinstance(one, Image.Image):
+        return media_layout("image", (one.size,), num_media, images)
+    sizes = tuple(frame.size for frame in one)
+    return media_layout("frames", sizes, num_media, images, Footage(len(one), VIDEO_RATE))
 
 
-def _processor_pixels(path: str, pictures: Sequence[Image.Image], images: ReadyImageOptions) -> torch.Tensor | None:
-    """(N, 3, S, S) of the folder's image processor, or its patches (P, numbers in a patch), without padding; None
-    without images."""
-    if not pictures:
+def _tiles(one: Shown, images: ReadyImageOptions) -> torch.Tensor:
+    if isinstance(one, Image.Image):
+        return cut_by(one, images.tiling.cut(one.size), images.size, images.resample)
+    return moments_of(one, images.tiling.cut_video(one[0].size, len(one)), images)
+
+
+def _random_frames(size: tuple[int, int], num_frames: int | None = None) -> Shown:
+    """An image, or the frames of a video."""
+    rng, shape = np.random.default_rng(size), (num_frames or 1, size[1], size[0], 3)
+    frames = [Image.fromarray(frame) for frame in rng.integers(0, 256, shape, dtype=np.uint8)]
+    return frames[0] if num_frames is None else frames
+
+
+def _processor_pixels(path: str, media: Sequence[Shown], images: ReadyImageOptions) -> torch.Tensor | None:
+    """(N, 3, S, S) of the folder's image processor, or its patches (P, numbers in a patch), without padding;
+    None without images.
+
+    A video's are those of its frames, resized before, as its processor needs a package for videos.
+    """
+    if not media:
         return None
     processor = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True, trust_remote_code=False)
     options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
     if isinstance(images.tiling, CellTiling):  # --min_pixels and --max_pixels, too
         options = {"size": {"shortest_edge": images.tiling.least, "longest_edge": images.tiling.most}}
-    found = processor(list(pictures), return_tensors="pt", **options)
-    pixels = found["pixel_values"]
-    if "image_position_ids" in found:
-        return pixels[found["image_position_ids"].amin(-1) >= 0]
-    return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:])
+    parts = []
+    for one in media:
+        if isinstance(one, Image.Image):
+            found = processor([one], return_tensors="pt", **options)
+            pixels = found["pixel_values"]
+            if "image_position_ids" in found:
+                pixels = pixels[found["image_position_ids"].amin(-1) >= 0]
+            parts.append(pixels)
+            continue
+        [size] = images.tiling.cut_video(one[0].size, len(one)).steps
+        frames = [frame.resize(size, images.resample) for frame in one]
+        frames += [frames[-1]] * (-len(frames) % images.tiling.video.frames)
+        found = processor(frames, return_tensors="pt", do_resize=False)["pixel_values"]
+        parts.append(_as_moments(found.view(len(frames), -1, found.shape[1]), images.tiling.video.frames))
+    return torch.cat([part if part.ndim == 2 else part.reshape(-1, *part.shape[-3:]) for part in parts])
+
+
+def _as_moments(patches: torch.Tensor, step: int) -> torch.Tensor:
+    """Patches (frames, patches of one, 3 * T * p * p) in which a frame is T times the same, to those of moments of T
+    frames (P, 3 * T * p * p)."""
+    frames, count, width = patches.shape
+    once = patches.view(frames // step, step, count, 3, step, -1)[:, :, :, :, 0]  # (moments, T, patches, 3, p * p)
+    return once.permute(0, 2, 3, 1, 4).reshape(-1, width)
 
 
 def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples, shown) -> str:
@@ -201,9 +252,12 @@ def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples,
         return in_short(f"{type(error).__name__}: {lines[0] if lines else 'its processor could not be opened'}")
     image_id = plan.tokenizer.convert_tokens_to_ids(images.tiling.image_token)
     for sample, pictures, (_, turns) in zip(samples, shown, TALKS):
+        if any(layout.is_video for _, layout in sample.media):
+            continue  # transformers knows the times of a video file's frames alone
         left, chat = iter(pictures), []
         for question, answer in turns:
-            content = [part if part["type"] == "text" else {**part, "image": next(left)} for part in parts_of(question)]
+            parts = parts_of(question, iter(()))
+            content = [part if part["type"] == "text" else {**part, "image": next(left)} for part in parts]
             chat.append({"role": "user", "content": content})
             chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
         expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"][0]
@@ -243,18 +297,15 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     found = _at_targets(model, batch)
     normalised = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
     expected = torch.cat([each for each in pixels if each is not None])
+    layouts = [layout for sample in samples for _, layout in sample.media]
     gradient, parameter = _worst_gradient(model, given, names)
     return Difference(
-        pixels=_largest(ready.family.processed(ready.config, normalised, _cells(samples)), expected),
+        pixels=_largest(ready.family.processed(ready.config, normalised, layouts), expected),
         logits=_largest(found, logits) / largest,
         loss=abs(own.item() - loss) / abs(loss),
         gradient=gradient,
         parameter=parameter,
     )
-
-
-def _cells(samples: list[LoadedSample]) -> Cells:
-    return [layout.cells for sample in samples for _, layout in sample.media]
 
 
 def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
@@ -267,6 +318,7 @@ def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConf
         text.vocab_size_per_layer_input = vocab_size
     text.pad_token_id = vocab_size - 1  # its row has no gradient, and no sample has it
     config.text_config, config.image_token_id = text, 0
+    config.video_token_id = vocab_size - 1
     vision.ready.family.shrink(config)
     return ReadyModel(vision.ready.family, config), copy.deepcopy(text)
 
@@ -287,8 +339,10 @@ def _one_by_one(
     found, total, largest = [], 0.0, 0.0
     for sample, shown in zip(samples, pixels):
         is_image = (sample.input_ids == IMAGE_TOKEN_INDEX)[None]
-        ids, cells = sample.input_ids[None].masked_fill(is_image, 0), [layout.cells for _, layout in sample.media]
-        options = {} if shown is None else family.outer_inputs(outer.config, shown, cells, is_image)
+        ids, layouts = sample.input_ids[None].masked_fill(is_image, 0), [layout for _, layout in sample.media]
+        options = {} if shown is None else family.outer_inputs(outer.config, shown, layouts, is_image)
+        if any(layout.is_video for layout in layouts):
+            ids = ids.masked_fill(options["mm_token_type_ids"] == 2, outer.config.video_token_id)
         mask = torch.ones_like(ids)
         logits = outer(input_ids=ids, attention_mask=mask, use_cache=False, **options).logits[0, :-1]  # (L - 1, V)
         kept = sample.labels[1:] != IGNORE_INDEX

@@ -23,11 +23,13 @@ from fake_models import (
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
+from llava_ds.geometry import Footage
 from llava_ds.model import attention
 from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
 from llava_ds.model.projector import feature_stride
+from llava_ds.tilings import CellTiling
 
 pytestmark = pytest.mark.cuda
 
@@ -40,12 +42,16 @@ def rest(*values: object) -> list:
     return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
+CLIP = ("video", ((40, 30),) * 5, Footage(5, 1.0))
 ANYRES = {"aspect_ratio": "anyres_max_4", "merge_type": "spatial_unpad"}
 
 
 def talks(options=OPTIONS) -> list:
-    """Samples with one image, with text alone, and with two images."""
-    return [sample(options, 9, [IMAGE]), sample(options, 30), sample(options, 14, [IMAGE] * 2, source=1)]
+    """Samples with one image, with text alone, and with two images; with a ready model's videos, if it has them."""
+    found = [sample(options, 9, [IMAGE]), sample(options, 30), sample(options, 14, [IMAGE] * 2, source=1)]
+    if isinstance(options.tiling, CellTiling):
+        found.append(sample(options, 12, [CLIP, IMAGE]))
+    return found
 
 
 def trained_once(

@@ -14,6 +14,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
     get_aspect_ratio_preserving_size,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
@@ -21,7 +22,7 @@ from llava_ds.data.native_resolution import axis_positions, tower_inputs
 from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.model.families.ready import READY
 from llava_ds.model.plan import plan_model, read_parts
-from llava_ds.tilings import BudgetTiling, CellTiling
+from llava_ds.tilings import BudgetTiling, CellTiling, Grid, VideoRule
 
 
 def cells_of(side: int, least: int, most: int, **more) -> CellTiling:
@@ -61,40 +62,85 @@ def test_sizes_within_a_budget_are_the_processors():
         [Image.new("RGB", size) for size in ((90, 30), (40, 41))], return_tensors="pt"
     )["image_position_ids"]
     cells = [tiling.cut(size).grid for size in ((90, 30), (40, 41))]
+    layouts = [SimpleNamespace(cells=each) for each in cells]
     config = SimpleNamespace(vision_config=SimpleNamespace(pooling_kernel_size=2))
     patches = torch.zeros(4 * sum(across * down for across, down in cells), 3)
-    own = READY["gemma4"].outer_inputs(config, patches, cells, torch.zeros(1, 1))["image_position_ids"]
+    own = READY["gemma4"].outer_inputs(config, patches, layouts, torch.zeros(1, 1))["image_position_ids"]
     assert torch.equal(own, found[:, : own.shape[1]]) and (found[:, own.shape[1] :] == -1).all()
-    rows, columns = tower_inputs(cells[:1], tiling)["position_ids"].T
+    rows, columns = tower_inputs([Grid(*cells[0])], tiling)["position_ids"].T
     across, down = cells[0]
     assert rows.tolist() == [2 * (i // (4 * across)) + i % 4 // 2 for i in range(4 * across * down)]
     assert columns.tolist() == [2 * (i // 4 % across) + i % 2 for i in range(4 * across * down)]
 
 
+@pytest.mark.parametrize("in_all", [False, True])
+def test_sizes_of_videos_are_the_processors(in_all):
+    """Also where its settings bound the pixels of a frame further."""
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        size, side = tuple(int(2 ** rng.uniform(1, 11)) for _ in range(2)), int(rng.choice([16, 28, 32]))
+        frames, least = int(rng.integers(2, 40)), int(rng.integers(1, 50)) * side**2
+        most, cap = least * int(rng.integers(1, 50)), int(rng.choice([0, 16])) if in_all else None
+        tiling = cells_of(side, 1, 10**9, video=VideoRule("<|video_pad|>", 2, least, most, in_all, cap or None))
+        upright = (max(side, size[0]), max(side, size[1])) if in_all else size
+        if max(upright) > 100 * min(upright) or max(size) > 100 * min(size):
+            continue
+        cut = tiling.cut_video(size, frames)
+        if not in_all:
+            assert cut.steps == (smart_resize(size[1], size[0], side, least, most)[::-1],)
+            continue
+        theirs = SimpleNamespace(
+            size={"shortest_edge": least, "longest_edge": most}, patch_size=side // 2, merge_size=2,
+            temporal_patch_size=2, cap_pixels_per_frame=bool(cap), max_video_tokens=cap,
+        )  # fmt: skip
+        patches = Qwen3VLVideoProcessor.get_num_of_video_patches(theirs, frames, size[1], size[0])
+        assert 4 * cut.num_tiles * -(-frames // 2) == patches
+
+
 @pytest.mark.parametrize("family", QWEN_PROCESSORS)
 def test_positions_are_those_of_transformers(family, tmp_path):
-    """Of samples with none to three images; those of a sample that is cut are the first ones."""
+    """Of samples with none to three images and videos; those of a sample that is cut are the first ones."""
     write_ready(tmp_path, family)
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path)).model
+    has_seconds = family == "qwen2_5_vl"
+    per_second = np.float32(model.config.vision_config.tokens_per_second if has_seconds else 1)
     rng = np.random.default_rng(0)
     for _ in range(30):
-        images = [tuple(int(n) for n in rng.integers(1, 7, 2)) for _ in range(rng.integers(0, 4))]
         parts = [torch.ones(rng.integers(1, 9), dtype=torch.int64)]
-        for across, down in images:
-            parts += [torch.full((across * down,), IMAGE_TOKEN_INDEX), torch.ones(rng.integers(1, 9)).long()]
+        grids, types, rows, seconds = [], [torch.zeros(len(parts[0]))], {1: [], 2: []}, []
+        for _ in range(rng.integers(0, 4)):
+            across, down, moments = (int(n) for n in rng.integers(1, 7, 3))
+            kind = int(rng.integers(1, 3))
+            moments = 1 if kind == 1 else moments
+            rows[kind].append((moments, 2 * down, 2 * across))
+            seconds += [float(rng.uniform(0.1, 3))] * (kind == 2)
+            times = per_second * np.float32(seconds[-1]) if has_seconds and kind == 2 else 1
+            apart = moments if "qwen3" in family else 1
+            grids += [Grid(across, down, moments // apart, float(times))] * apart
+            for _ in range(apart):
+                text = torch.ones(rng.integers(1, 9), dtype=torch.int64)
+                features = torch.full((across * down * moments // apart,), IMAGE_TOKEN_INDEX)
+                parts += [features, text]
+                types += [torch.full((len(features),), kind), torch.zeros(len(text))]
         ids = torch.cat(parts)
-        grid = torch.tensor([(1, 2 * down, 2 * across) for across, down in images]).reshape(-1, 3)
-        types = (ids == IMAGE_TOKEN_INDEX).int()[None]
-        expected, deltas = model.get_rope_index(ids[None], mm_token_type_ids=types, image_grid_thw=grid)
-        found = axis_positions(ids, images)
+        found = axis_positions(ids, grids)
+        given = {"second_per_grid_ts": torch.tensor(seconds)} if has_seconds and seconds else {}
+        images, videos = (torch.tensor(rows[kind]).reshape(-1, 3).long() for kind in (1, 2))
+        expected, deltas = model.get_rope_index(
+            ids[None],
+            mm_token_type_ids=torch.cat(types).int()[None],
+            image_grid_thw=images,
+            video_grid_thw=videos,
+            **given,
+        )
         assert torch.equal(found, expected[:, 0])
         assert found.max() + 1 - len(ids) == deltas[0, 0]
         cut = int(rng.integers(1, len(ids) + 1))
-        assert torch.equal(axis_positions(ids[:cut], images), found[:, :cut])
+        assert torch.equal(axis_positions(ids[:cut], grids), found[:, :cut])
 
 
 def test_a_tower_is_told_of_every_image_and_window():
-    inputs = tower_inputs([(3, 1), (2, 4)], cells_of(16, 256, 2560, window=2, table=6))
+    inputs = tower_inputs([Grid(3, 1), Grid(2, 4)], cells_of(16, 256, 2560, window=2, table=6))
     assert inputs["cu_seqlens"].tolist() == [0, 12, 44]
     assert inputs["max_seqlen"] == 32
     assert inputs["cu_window_seqlens"].tolist() == [0, 8, 12, 28, 44]
@@ -102,6 +148,10 @@ def test_a_tower_is_told_of_every_image_and_window():
     assert sorted(inputs["window_index"].tolist()) == list(range(11))
     assert [len(inputs[name]) for name in ("position_ids", "interp_indices", "interp_weights")] == [44] * 3
     assert torch.allclose(inputs["interp_weights"].sum(1), torch.ones(44))
+    video = tower_inputs([Grid(2, 4, 3)], cells_of(16, 256, 2560, window=2, table=6))
+    moments = tower_inputs([Grid(2, 4)] * 3, cells_of(16, 256, 2560, window=2, table=6))
+    assert video["cu_seqlens"].tolist() == [0, 32, 64, 96]
+    assert all(np.array_equal(video[name], moments[name]) for name in video)
 
 
 def with_pixels(folder, **flags):
@@ -110,11 +160,18 @@ def with_pixels(folder, **flags):
     return plan_model(args.model, 512), args
 
 
-def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path):
-    write_ready(tmp_path, "qwen2_5_vl")
-    plan, args = with_pixels(tmp_path, min_pixels=1024, max_pixels=2048)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("forced", [False, True])
+def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path, family, forced):
+    """And so is the choice of a video's frames."""
+    write_ready(tmp_path, family)
+    frames = {"video_fps": 3, "frames_upbound": 6, "force_sample": forced}
+    plan, args = with_pixels(
+        tmp_path, min_pixels=1024, max_pixels=2048, video_min_pixels=1280, video_max_pixels=4096, **frames
+    )
     options = plan.tower.image_options(args)
     assert (options.tiling.least, options.tiling.most) == (1024, 2048)
+    assert (options.tiling.video.least, options.tiling.video.most) == (1280, 4096)
     assert options.tiling.cut((400, 400)).num_tiles <= 2048 // 16**2 < plan.tower.tiles.tiling.cut((400, 400)).num_tiles
     named = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"max_pixels": 4096}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(named))  # as older folders have it
@@ -127,8 +184,11 @@ def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path):
     for file in tmp_path.iterdir():
         if file.is_file() and not (written / file.name).exists():
             (written / file.name).write_bytes(file.read_bytes())
-    again = read_parts(ModelArguments(model_name_or_path=str(written))).tower.tiles.tiling
-    assert again == options.tiling
+    tower = read_parts(ModelArguments(model_name_or_path=str(written))).tower
+    again = tower.image_options(Arguments(args.model, DataArguments(), TrainingArguments(), frozenset()))
+    assert again.tiling == options.tiling
+    assert (again.frames_upbound, again.force_sample) == (6, forced)
+    assert again.video_fps == (1 if forced else 3)
     whole = json.loads((written / "processor_config.json").read_text())["image_processor"]
     assert whole["size"] == {"shortest_edge": 1024, "longest_edge": 2048}
 
@@ -141,6 +201,7 @@ def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path):
             "--max_pixels 255: an image would have 1024 to 255 pixels: give --max_pixels of at least",
         ),
         ({"min_pixels": 99999}, "--min_pixels 99999: an image would have 99999 to 16384 pixels"),
+        ({"video_max_pixels": 255}, "--video_max_pixels 255: a frame of a video would have 1024 to 255 pixels"),
     ],
 )
 def test_impossible_bounds_are_refused(tmp_path, flags, message):
@@ -152,6 +213,9 @@ def test_impossible_bounds_are_refused(tmp_path, flags, message):
 
 def test_bounds_are_for_models_whose_images_keep_their_size(tmp_path):
     write_ready(tmp_path, "smolvlm")
+    plan, args = with_pixels(tmp_path, video_max_pixels=4096)
+    with pytest.raises(ConfigError, match="--video_max_pixels 4096: this model's images have sizes"):
+        plan.tower.image_options(args)
     plan, args = with_pixels(tmp_path, max_pixels=4096)
     with pytest.raises(ConfigError, match="--max_pixels 4096: this model's images have sizes"):
         plan.tower.image_options(args)

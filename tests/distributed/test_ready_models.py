@@ -14,14 +14,16 @@ from launching import ds_config, losses, run_many, run_script, tight_config, toy
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
+from transformers.video_utils import VideoMetadata
 
-from llava_ds.data.sample import Message
+from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.infer.generate import Prompt, answer
 from llava_ds.infer.load import load_model
 
 STEPS, SAVED, BATCH, RATE = 20, 10, 4, 2e-3
-KINDS = "itiititt"
+KINDS, WITH_VIDEO = "itiititt", "itivtitt"
+FRAMES = [f"3-{i}.png" for i in range(5)]  # of the video
 MAX_PIXELS = 2048  # of Qwen-VL's images in the run with LoRA
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 16, "lora_dropout": 0.0}
 # On every part, with all that changes what an adapter computes.
@@ -45,8 +47,10 @@ class Runs:
         self.family, self.folder, self.base = family, folder, folder / "base"
         self.stages, self.steps = stages, steps
         tied = {"tie_word_embeddings": family in ("qwen2_5_vl", "gemma3")}
-        self.given = {**ready_models.write_ready(self.base, family, **tied), **toys.write_data(folder / "data", KINDS)}
-        self.bounds = {"max_pixels": MAX_PIXELS} if family in ready_models.QWEN_PROCESSORS else {}
+        has_videos = family in ready_models.QWEN_PROCESSORS
+        kinds = WITH_VIDEO if has_videos else KINDS
+        self.given = {**ready_models.write_ready(self.base, family, **tied), **toys.write_data(folder / "data", kinds)}
+        self.bounds = {"max_pixels": MAX_PIXELS, "video_fps": 2} if has_videos else {}
         everywhere = LORA_EVERYWHERE
         if family == "gemma3":  # whose projector is a matrix, and no linear layer
             everywhere = everywhere | {"lora_modules": "language,vision"}
@@ -96,6 +100,15 @@ def full(request, tmp_path_factory) -> Runs:
     return Runs(request.param, tmp_path_factory.mktemp("ready"), (0, 1, 2, 3), STEPS)
 
 
+def shown(runs: Runs, processor, name: str | list[str]) -> dict[str, object]:
+    """An image, or a video's frames, as a part of a message; of a video the processor is told when its frames are."""
+    folder = Path(runs.given["image_folder"])
+    if isinstance(name, str):
+        return {"type": "image", "image": Image.open(folder / name)}
+    processor.video_processor.metadata = [VideoMetadata(len(name), 1.0, frames_indices=list(range(len(name))))]
+    return {"type": "video", "video": np.stack([Image.open(folder / each) for each in name])}
+
+
 def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """The processor's inputs of every record, and labels of its own mask of answers."""
     processor = ready_models.open_processor(runs.base, runs.family)
@@ -105,11 +118,10 @@ def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     for record in json.loads(Path(runs.given["data_path"]).read_text()):
         chat = []
         for turn in record["conversations"]:
-            text = turn["value"].removeprefix("<image>\n")
+            text = turn["value"].removeprefix("<image>\n").removeprefix("<video>\n")
             parts = [{"type": "text", "text": text}]
             if text != turn["value"]:
-                picture = Image.open(Path(runs.given["image_folder"]) / record["image"])
-                parts = [{"type": "image", "image": picture}, *parts]
+                parts = [shown(runs, processor, record.get("image") or record["video"]), *parts]
             chat.append({"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": parts})
         inputs = processor.apply_chat_template(
             chat, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
@@ -191,7 +203,8 @@ def check_answers(runs: Runs) -> None:
 
 
 def answers_of(runs: Runs, folder: Path) -> list[str]:
-    """Answers to a question about an image and to one without, which are those of transformers' own generate."""
+    """Answers to questions about an image, about nothing and about a video, where a family has these, which are those
+    of transformers' own generate."""
     loaded = load_model(folder)
     processor = ready_models.open_processor(folder, runs.family)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -200,9 +213,14 @@ def answers_of(runs: Runs, folder: Path) -> list[str]:
         Prompt((Message("human", "<image>\nWhat is it, number 0?"),), (path,)),
         Prompt((Message("human", "What is it, number 1?"),), ()),
     ]
+    names = ["0.png", None]
+    if runs.family in ready_models.QWEN_PROCESSORS:
+        refs = tuple(FileRef(str(Path(runs.given["image_folder"]) / name)) for name in FRAMES)
+        prompts.append(Prompt((Message("human", "<image>\nWhat is it, number 3?"),), (Media("frames", refs),)))
+        names.append(FRAMES)
     found = answer(loaded, prompts, max_new_tokens=8)
-    for prompt, text in zip(prompts, found):
-        parts = [{"type": "image", "image": Image.open(path)}] * len(prompt.images)
+    for prompt, name, text in zip(prompts, names, found, strict=True):
+        parts = [] if name is None else [shown(runs, processor, name)]
         question = prompt.messages[0].text.removeprefix("<image>\n")
         chat = [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
         inputs = processor.apply_chat_template(
@@ -226,6 +244,7 @@ def check_lora(runs: Runs, name: str) -> None:
     for source in (folder, folder / "checkpoint-4"):
         run_script("export.py", source, "--format", "hf", "--output_dir", merged, "--overwrite")
         if runs.bounds and name != "lora-experts":
+            assert load_model(folder).image_options.video_fps == load_model(merged).image_options.video_fps == 2
             settings = json.loads((merged / "preprocessor_config.json").read_text())
             assert settings["size"]["longest_edge"] == MAX_PIXELS
             assert load_model(folder).image_options.tiling.most == MAX_PIXELS

@@ -93,9 +93,12 @@ def _pack(model: LlavaModel, args: Arguments, dtype: torch.dtype) -> None:
 
 
 def sample(options: ImageOptions, num_text: int, media: list[tuple[str, tuple]] = (), source: int = 0) -> LoadedSample:
-    """Images and videos (kind, sizes), then text of which the second half is supervised."""
-    layouts = [media_layout(kind, sizes, len(media), options) for kind, sizes in media]
-    tiles = [torch.zeros(layout.num_tiles, 3, options.size, options.size, dtype=torch.uint8) for layout in layouts]
+    """Images and videos (kind, sizes, and footage where these are cells), then text of which the second half is
+    supervised."""
+    layouts = [media_layout(kind, sizes, len(media), options, *footage) for kind, sizes, *footage in media]
+    side = options.size
+    heights = [side * (options.tiling.video.frames if layout.is_video else 1) for layout in layouts]
+    tiles = [torch.zeros(one.num_tiles, 3, high, side, dtype=torch.uint8) for one, high in zip(layouts, heights)]
     marks = torch.full((sum(layout.num_tokens for layout in layouts),), IMAGE_TOKEN_INDEX)
     ids = torch.cat([torch.ones(1, dtype=torch.int64), marks, torch.full((num_text,), 5)])
     labels = torch.where(torch.arange(len(ids)) < len(ids) - num_text // 2, IGNORE_INDEX, ids)

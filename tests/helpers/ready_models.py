@@ -7,7 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from toys import ANSWERS, TEXTS
@@ -21,12 +23,15 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_smart_resize
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
+from transformers.video_utils import VideoMetadata, make_batched_videos
 
 SIDE, PATCH = 32, 8  # of a tile and of a patch, in pixels: 4 features a tile
 TEXT = {
@@ -53,7 +58,8 @@ SMOLVLM_TEMPLATE = (
 )
 QWEN_PARTS = (
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% elif part['type'] == 'video' %}"
+    "{{ '<|vision_start|><|video_pad|><|vision_end|>' }}{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{{ '<|im_end|>\n' }}"
 )
 # Qwen2-VL's and 2.5's write a system turn of their own, Qwen3-VL's does not.
@@ -190,6 +196,9 @@ QWEN_PROCESSORS = {
 }  # fmt: skip
 
 
+VIDEO_CELLS = 150  # of all frames of a video, where times are between them
+
+
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
     """Write a random ready model; text: other settings of its language model. Returns the flag that names it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +242,10 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         whole["processor_class"] = QWEN_PROCESSORS[family].__name__
     elif not family.startswith("gemma4"):
         whole[SAID_FEATURES.get(family, "image_seq_len")] = 4
-    for name, content in (("preprocessor_config.json", images), ("processor_config.json", whole)):
+    files = {"preprocessor_config.json": images, "processor_config.json": whole}
+    if family.startswith("qwen3"):  # as published; the others' videos have the bounds of images
+        files["video_preprocessor_config.json"] = {**images, "size": video_size_of(family)}
+    for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
     return {"model_name_or_path": str(folder)}
 
@@ -272,7 +284,7 @@ def processor_of(family: str, tokenizer):
     images, template = image_processor_of(family), tokenizer.chat_template
     if family in QWEN_PROCESSORS:
         with openable():
-            videos = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+            videos = Videos(family, video_size_of(family))
             return QWEN_PROCESSORS[family](images, tokenizer, videos, chat_template=template)
     if family == "internvl":
         with openable():
@@ -288,6 +300,48 @@ def processor_of(family: str, tokenizer):
     with openable():
         videos = SimpleNamespace(num_frames=1, fps=1)
         return processing_smolvlm.SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, chat_template=template)
+
+
+def video_size_of(family: str) -> dict:
+    """Bounds of pixels of a tiny Qwen's videos."""
+    size = image_processor_of(family).size
+    size = {name: size[name] for name in ("shortest_edge", "longest_edge")}
+    return {**size, "longest_edge": VIDEO_CELLS * (2 * PATCH) ** 2} if family.startswith("qwen3") else size
+
+
+class Videos:
+    """In the place of transformers' video processor, which needs torchvision: its own formulas, resized by Pillow.
+
+    metadata: of the videos of the next call, whose frames are chosen already.
+    """
+
+    merge_size = temporal_patch_size = 2
+
+    def __init__(self, family: str, size: dict) -> None:
+        self.in_all, self.size = family.startswith("qwen3"), size
+        self.metadata: list[VideoMetadata] = []
+
+    def __call__(self, videos, **_) -> dict:
+        """pixel_values_videos, video_grid_thw and video_metadata."""
+        images, patches, grids = image_processor_of("qwen2_vl"), [], []
+        bounds = self.size["shortest_edge"], self.size["longest_edge"]
+        for video in make_batched_videos(videos):
+            count, height, width, _ = video.shape
+            if self.in_all:
+                size = qwen3_smart_resize(count, height, width, 2, 2 * PATCH, *bounds)
+            else:
+                size = smart_resize(height, width, 2 * PATCH, *bounds)
+            frames = [Image.fromarray(frame).resize(size[::-1], Image.Resampling.BICUBIC) for frame in video]
+            pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)[None] / 255
+            mean, std = (torch.tensor(values).view(3, 1, 1) for values in (images.image_mean, images.image_std))
+            found, *grid = Qwen3VLVideoProcessor.patchify(None, (pixels - mean) / std, PATCH, 2, 2)
+            patches.append(found[0])
+            grids.append(grid)
+        return {
+            "pixel_values_videos": torch.cat(patches),
+            "video_grid_thw": torch.tensor(grids),
+            "video_metadata": self.metadata,
+        }
 
 
 @contextmanager

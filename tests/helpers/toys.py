@@ -205,7 +205,8 @@ def add_tokens(folder: Path, *tokens: str) -> None:
 
 
 def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) -> dict[str, str]:
-    """Write a data set with one sample per letter: "i" with an image, "t" text only; return the flags that name it."""
+    """Write a data set with one sample per letter: "i" with an image, "v" with a video's frames, "t" text only; return
+    the flags that name it."""
     rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     records = []
@@ -213,7 +214,7 @@ def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) 
         turns = 1 if plain else int(rng.integers(1, 4))
         talk = []
         for turn in range(turns):
-            mark = "<image>\n" if kind == "i" and turn == 0 else ""
+            mark = {"i": "<image>\n", "v": "<video>\n"}.get(kind, "") if turn == 0 else ""
             talk.append({"from": "human", "value": f"{mark}What is it, number {index}?"})
             talk.append({"from": "gpt", "value": ANSWERS[int(rng.integers(len(ANSWERS)))]})
         record = {"id": f"s{index}", "conversations": talk}
@@ -222,6 +223,10 @@ def write_data(folder: Path, kinds: str, *, seed: int = 0, plain: bool = False) 
             pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / "images" / f"{index}.png")
             record["image"] = f"{index}.png"
+        if kind == "v":
+            record["video"] = [f"{index}-{frame}.png" for frame in range(5)]
+            for name, pixels in zip(record["video"], rng.integers(0, 256, (5, 33, 44, 3), dtype=np.uint8)):
+                Image.fromarray(pixels).save(folder / "images" / name)
         records.append(record)
     (folder / "data.json").write_text(json.dumps(records))
     return {"data_path": str(folder / "data.json"), "image_folder": str(folder / "images")}

@@ -6,7 +6,7 @@ import functools
 import io
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
+from llava_ds.geometry import Footage, ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
+from llava_ds.tilings import CellTiling, Cut
 
 # Raster formats whose decoders run no program and open no other file. Not ICO, which hides images of other sizes.
 FORMATS = (
@@ -52,11 +53,28 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     for ref in used_files(media, options):
         with _opened(ref, options.max_pixels) as (_, _, size):
             sizes.append(size)
-        if options.tiling is not None:
-            _check_steps(ref, size, options)
-        else:
+        if options.tiling is None:
             _check_resized(ref, size, _aspect_ratio(media, options), options)
+        elif media.kind == "image":
+            _check_steps(ref, size, options.tiling.cut(size).steps, options)
     return tuple(sizes)
+
+
+def footage(media: Media, options: ImageOptions) -> tuple[Footage | None, tuple[Size, ...]]:
+    """The frames that a video has, where they become cells, else None; and the sizes as of probe.
+
+    Frames that are given as images are --video_fps of a second.
+    """
+    if media.kind == "image" or not isinstance(options.tiling, CellTiling):
+        return None, probe(media, options)
+    if media.kind == "frames":
+        found, sizes = Footage(len(media.refs), options.video_fps), probe(media, options)
+    else:
+        found, size = video.footage(media.refs[0], options)
+        sizes = (size,) * len(geometry.video_frames(*found, options))
+    if options.tiling.video is not None:
+        _check_steps(media.refs[0], sizes[0], geometry.tiled_cut(media.kind, sizes, options).steps, options)
+    return found, sizes
 
 
 def image_size(ref: FileRef) -> Size:
@@ -78,7 +96,7 @@ def load_media(
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
     if options.tiling is not None:
-        tiles = _tiles_by(media.refs[0], sizes[0], options)
+        tiles = _tiles_by(media, sizes, options)
         return tiles if wanted is None else tiles[list(wanted)]
     if media.kind == "video":
         frames = video.frames(media.refs[0], sizes, options)
@@ -101,9 +119,36 @@ def load_media(
     return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
 
 
-def _tiles_by(ref: FileRef, size: Size, options: ReadyImageOptions | NativeImageOptions) -> torch.Tensor:
-    """Tiles of an image as its tower's own image processor makes them. size: from probe."""
-    return cut_by(_load(ref, options.max_pixels, size), options.tiling.cut(size), options.size, options.resample)
+def _tiles_by(media: Media, sizes: tuple[Size, ...], options: ReadyImageOptions | NativeImageOptions) -> torch.Tensor:
+    """Tiles of an image or video as its tower's own processor makes them. sizes: from probe."""
+    cut = geometry.tiled_cut(media.kind, sizes, options)
+    if media.kind == "image":
+        return cut_by(_load(media.refs[0], options.max_pixels, sizes[0]), cut, options.size, options.resample)
+    return moments_of(_frames(media, sizes, options), cut, options)
+
+
+def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
+    """The frames to use, of the sizes that they had before."""
+    if media.kind == "frames":
+        for ref, size in zip(used_files(media, options), sizes, strict=True):
+            yield _load(ref, options.max_pixels, size)
+        return
+    for frame in video.frames(media.refs[0], sizes, options):
+        if frame.size != sizes[0]:
+            raise DataError(
+                f"{media.refs[0].path} has frames of {sizes[0][0]} x {sizes[0][1]} and of {frame.width} x "
+                f"{frame.height} pixels, which this model can't read: replace it or leave it out"
+            )
+        yield frame
+
+
+def moments_of(frames: Iterable[Image.Image], cut: Cut, options: ReadyImageOptions) -> torch.Tensor:
+    """Cells of a video, (n, 3, T * S, S) uint8: the frames of each moment below each other; the last one again where
+    too few are left."""
+    tiles = [cut_by(frame, cut, options.size, options.resample) for frame in frames]  # (cells, 3, S, S) each
+    step = options.tiling.video.frames
+    tiles += [tiles[-1]] * (-len(tiles) % step)
+    return torch.cat([torch.cat(tiles[i : i + step], 2) for i in range(0, len(tiles), step)])
 
 
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
@@ -258,9 +303,8 @@ def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOp
         raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
 
 
-def _check_steps(ref: FileRef, size: Size, options: ImageOptions) -> None:
+def _check_steps(ref: FileRef, size: Size, steps: tuple[Size, ...], options: ImageOptions) -> None:
     """Refuse an image that would be resized to more pixels than the bound, also halfway, by width alone."""
-    steps = options.tiling.cut(size).steps
     before = (size, *steps)
     if any(max(width * h, width * height) > options.max_pixels for (_, h), (width, height) in zip(before, steps)):
         raise DataError(

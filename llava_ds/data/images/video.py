@@ -9,10 +9,11 @@ from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.sample import FileRef
-from llava_ds.geometry import ImageOptions, Size
+from llava_ds.geometry import Footage, ImageOptions, Size
 
 # Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
+NO_RATE = 24.0  # frames a second where a file doesn't say it, as in transformers
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 
@@ -24,6 +25,19 @@ def probe(ref: FileRef, options: ImageOptions) -> tuple[Size, ...]:
     with _opened(ref) as (_, stream):
         size = _bounded(ref, stream.codec_context.width, stream.codec_context.height, options.max_pixels)
         return (size,) * len(_indices(ref, options))
+
+
+def footage(ref: FileRef, options: ImageOptions) -> tuple[Footage, Size]:
+    """The number of frames, how many are a second, and their upright size, of which a first frame is decoded to know
+    how they are turned."""
+    count, rate = _count_and_rate(ref)
+    with _opened(ref) as (container, stream):
+        _bounded(ref, stream.codec_context.width, stream.codec_context.height, options.max_pixels)
+        first = next(container.decode(stream), None)
+    if first is None:
+        raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
+    width, height = _bounded(ref, first.width, first.height, options.max_pixels)
+    return Footage(count, rate or NO_RATE), (height, width) if _is_on_its_side(first) else (width, height)
 
 
 def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
@@ -52,13 +66,23 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iter
 
 
 def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
-    """Indices of the frames to use, without decoding. If the header has no number of frames, packets are counted."""
+    """Indices of the frames to use, without decoding."""
+    return geometry.video_frames(*_count_and_rate(ref), options)
+
+
+def _count_and_rate(ref: FileRef) -> tuple[int, float]:
+    """Frames, and how many are a second, 0 where that is not known, without decoding. If the header has no number of
+    frames, packets are counted."""
     with _opened(ref) as (container, stream):
         count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = float(stream.average_rate or stream.base_rate or 0)
     if count < 1:
         raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
-    return geometry.video_frames(count, rate, options)
+    return count, rate
+
+
+def _is_on_its_side(frame) -> bool:
+    return round(frame.rotation) % 180 == 90
 
 
 def _bounded(ref: FileRef, width: int, height: int, max_pixels: int) -> Size:

@@ -21,7 +21,7 @@ from llava_ds.boxes import BoxFormat
 from llava_ds.model import attention
 from llava_ds.model.families.ready_family import (
     VISION,
-    Cells,
+    Layouts,
     ReadyFamily,
     TileSpec,
     expect,
@@ -80,10 +80,10 @@ def _patches(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
     return patches.reshape(n, merge**2, -1)
 
 
-def _processed(config: PreTrainedConfig, pixels: torch.Tensor, cells: Cells) -> torch.Tensor:
+def _processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts) -> torch.Tensor:
     """Cells (N, 3, S, S) of images to (P, 3 * (S / M)^2): the patches of every image row by row."""
     merge, parts = config.vision_config.pooling_kernel_size, []
-    patches = _patches(config.vision_config, pixels)
+    patches, cells = _patches(config.vision_config, pixels), [layout.cells for layout in layouts]
     for (across, down), own in zip(cells, patches.split([across * down for across, down in cells])):
         rows = own.reshape(down, across, merge, merge, -1).transpose(1, 2)
         parts.append(rows.reshape(down * merge * across * merge, -1))
@@ -91,12 +91,13 @@ def _processed(config: PreTrainedConfig, pixels: torch.Tensor, cells: Cells) -> 
 
 
 def _outer_inputs(
-    config: PreTrainedConfig, patches: torch.Tensor, cells: Cells, is_image: torch.Tensor
+    config: PreTrainedConfig, patches: torch.Tensor, layouts: Layouts, is_image: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Patches (P, 3 * (S / M)^2), image after image, to arguments of transformers' forward, padded to the largest."""
     merge = config.vision_config.pooling_kernel_size
     places = [
-        torch.cartesian_prod(torch.arange(down * merge), torch.arange(across * merge)).flip(1) for across, down in cells
+        torch.cartesian_prod(torch.arange(down * merge), torch.arange(across * merge)).flip(1)
+        for across, down in (layout.cells for layout in layouts)
     ]  # (p, 2): column and row
     padded = nn.utils.rnn.pad_sequence(patches.split([len(each) for each in places]), batch_first=True)
     positions = nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)

@@ -28,7 +28,12 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     if window < 1:
         raise ValueError(f"its vision_config says window_size {vision.window_size}, less than a cell of its patches")
     return qwen_vl.cell_tiles(
-        config, images, tokenizer, window=window, windowed_layers=vision.depth - len(set(vision.fullatt_block_indexes))
+        config,
+        images,
+        processor,
+        tokenizer,
+        window=window,
+        windowed_layers=vision.depth - len(set(vision.fullatt_block_indexes)),
     )
 
 

@@ -23,7 +23,7 @@ class Qwen2VLForCausalLM(qwen_vl.CausalTrunk):
 
 
 def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
-    return qwen_vl.cell_tiles(config, images, tokenizer)
+    return qwen_vl.cell_tiles(config, images, processor, tokenizer)
 
 
 def _build_connector(config: PreTrainedConfig) -> PatchMerger:

@@ -43,7 +43,8 @@ class Qwen35ForCausalLM(qwen_vl.CausalTrunk):
 
 
 def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
-    return qwen_vl.cell_tiles(config, images, tokenizer, table=int(config.vision_config.num_position_embeddings**0.5))
+    side = int(config.vision_config.num_position_embeddings**0.5)
+    return qwen_vl.cell_tiles(config, images, processor, tokenizer, table=side)
 
 
 def _shrink(config: PreTrainedConfig) -> None:

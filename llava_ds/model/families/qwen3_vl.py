@@ -87,7 +87,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     vision, layers = config.vision_config, config.text_config.num_hidden_layers
     if len(vision.deepstack_visual_indexes) >= layers:
         raise ValueError(f"its vision_config has {len(vision.deepstack_visual_indexes)} deepstack layers for {layers}")
-    return qwen_vl.cell_tiles(config, images, tokenizer, table=int(vision.num_position_embeddings**0.5))
+    return qwen_vl.cell_tiles(config, images, processor, tokenizer, table=int(vision.num_position_embeddings**0.5))
 
 
 def _build_tower(kind: type[PreTrainedModel], config: PreTrainedConfig) -> nn.Module:

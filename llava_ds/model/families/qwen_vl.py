@@ -6,6 +6,7 @@ A tile is a cell of M x M patches, which the connector (Qwen's merger) makes one
 connector in it; here a module that lays a cell's patches side by side is in its place.
 """
 
+import dataclasses
 import types
 from typing import ClassVar
 
@@ -16,11 +17,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llava_ds.model import attention
-from llava_ds.model.families.ready_family import Cells, TileSpec, expect, setting, token_of
-from llava_ds.tilings import CellTiling
+from llava_ds.model.families.ready_family import Layouts, TileSpec, expect, setting, token_of
+from llava_ds.tilings import CellTiling, VideoRule
 
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of the processor, where its files don't say it
-IMAGE_TOKEN = "<|image_pad|>"
+# The same of videos: of a frame, and of all frames of a video with times between them.
+FRAME_PIXELS = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
+VIDEO_PIXELS = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+# Features of a frame where the processor's cap_pixels_per_frame is set: by those of a whole video, and of a frame.
+FRAME_CAP, VIDEO_CAP = 128_000, 768
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 VISION, TRUNK = "model.visual", "model.language_model"
 
 
@@ -64,12 +70,14 @@ class SideBySide(nn.Module):
 def cell_tiles(
     config: PreTrainedConfig,
     images: dict,
+    processor: dict,
     tokenizer: PreTrainedTokenizerBase,
     window: int | None = None,
     table: int | None = None,
     windowed_layers: int = 0,
 ) -> TileSpec:
-    """An image's cells by the image processor's settings. window, table: as CellTiling has them. Raises ValueError."""
+    """Cells of an image and of a video by their processors' settings. window, table: as CellTiling has them; with a
+    table, times are written between a video's frames. Raises ValueError."""
     expect(images, do_resize=True, do_rescale=True, do_normalize=True, do_convert_rgb=True)
     vision = config.vision_config
     for name, mine in (("patch_size", vision.patch_size), ("merge_size", vision.spatial_merge_size),
@@ -86,13 +94,85 @@ def cell_tiles(
     token = token_of(tokenizer, getattr(tokenizer, "image_token", IMAGE_TOKEN))
     if tokenizer.convert_tokens_to_ids(token) != config.image_token_id:
         raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {token}")
-    tiling = CellTiling(side, vision.spatial_merge_size, least, most, token, window, table)
+    video = video_rule(config, images, processor.get("video_processor") or {}, tokenizer, table is not None)
+    tiling = CellTiling(side, vision.spatial_merge_size, least, most, token, window, table, video)
     return TileSpec(tiling, patches, patches, 1, windowed_layers)
+
+
+def video_rule(
+    config: PreTrainedConfig, images: dict, videos: dict, tokenizer: PreTrainedTokenizerBase, stamps: bool
+) -> VideoRule | None:
+    """How videos are cut, by the video processor's settings; None for a model without a token for them, or whose chat
+    template writes none. stamps: times are written between frames. Raises ValueError."""
+    vision, token = config.vision_config, getattr(tokenizer, "video_token", None) or VIDEO_TOKEN
+    known = token in tokenizer.get_vocab() and tokenizer.convert_tokens_to_ids(token) == config.video_token_id
+    if not known or token not in str(tokenizer.chat_template):
+        return None
+    expect(
+        videos,
+        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
+        patch_size=vision.patch_size,
+        merge_size=vision.spatial_merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        **{name: images[name] for name in ("image_mean", "image_std", "resample") if images.get(name) is not None},
+    )
+    rule = VideoRule(
+        token,
+        vision.temporal_patch_size,
+        *frame_bounds(videos, stamps),
+        in_all=stamps,
+        stamps=stamps,
+        tokens_per_second=getattr(vision, "tokens_per_second", None),
+    )
+    side = vision.patch_size * vision.spatial_merge_size
+    if not 1 <= rule.least <= rule.most or rule.most < side**2:
+        raise ValueError(
+            f"its video processor makes frames of {rule.least} to {rule.most} pixels, with cells of {side} a side"
+        )
+    return by_settings(rule, videos)
+
+
+def by_settings(rule: VideoRule, videos: dict) -> VideoRule:
+    """A rule with the bounds and the choice of frames that a video processor's settings say. Raises ValueError."""
+    least, most = frame_bounds(videos, rule.stamps)
+    cap = setting(videos, "max_video_tokens", VIDEO_CAP if rule.stamps else FRAME_CAP)
+    return dataclasses.replace(
+        rule,
+        least=least,
+        most=most,
+        cap=cap if videos.get("cap_pixels_per_frame") else None,
+        fps=_positive(videos, "fps"),
+        most_frames=_positive(videos, "max_frames"),
+        num_frames=_positive(videos, "num_frames"),
+    )
+
+
+def _positive(settings: dict, name: str) -> float | None:
+    """A setting above 0, None where there is none. Raises ValueError."""
+    value = settings.get(name)
+    if value is not None and (type(value) not in (int, float) or value < 1):
+        raise ValueError(f"its video processor says {name} {value!r}, expected a number of 1 or more")
+    return value
+
+
+def frame_bounds(videos: dict, stamps: bool) -> tuple[int, int]:
+    """Fewest and most pixels of a frame, or of all of a video's with times between them, by its processor's settings.
+    Raises ValueError for others."""
+    size = {**(VIDEO_PIXELS if stamps else FRAME_PIXELS), **(videos["size"] if is_size(videos) else {})}
+    least, most = (setting(size, name, 1) for name in ("shortest_edge", "longest_edge"))
+    if stamps:
+        return least, most
+    return setting(videos, "min_pixels", least), setting(videos, "max_pixels", most)
+
+
+def is_size(settings: dict) -> bool:
+    """True if a processor's settings have bounds of pixels under "size"."""
+    return isinstance(settings.get("size"), dict)
 
 
 def pixel_bounds(images: dict) -> tuple[int, int]:
     """Fewest and most pixels of an image by its processor's settings. Raises ValueError for others."""
-    size = {**PIXELS, **(images.get("size") if isinstance(images.get("size"), dict) else {})}
+    size = {**PIXELS, **(images["size"] if is_size(images) else {})}
     least = setting(images, "min_pixels", setting(size, "shortest_edge", PIXELS["shortest_edge"]))
     return least, setting(images, "max_pixels", setting(size, "longest_edge", PIXELS["longest_edge"]))
 
@@ -113,35 +193,58 @@ def _project_patches(self: nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
 
 
 def patches_of(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
-    """Normalised cells (N, 3, S, S) to patches (N * M * M, 3 * T * S / M * S / M) as the processor lays them out."""
-    n, channels, side, _ = pixels.shape
-    merge, frames = config.spatial_merge_size, config.temporal_patch_size
+    """Normalised cells (N, 3, S, S), or (N, 3, T * S, S), to patches (N * M * M, 3 * T * S / M * S / M) as the
+    processor lays them out."""
+    n, channels, height, side = pixels.shape
+    merge, frames, shown = config.spatial_merge_size, config.temporal_patch_size, height // side
     patch = side // merge
-    patches = pixels.reshape(n, channels, merge, patch, merge, patch).permute(0, 2, 4, 1, 3, 5)
-    patches = patches.reshape(n * merge**2, channels, 1, patch, patch)
-    return patches.expand(-1, -1, frames, -1, -1).flatten(1)
+    patches = pixels.reshape(n, channels, shown, merge, patch, merge, patch).permute(0, 3, 5, 1, 2, 4, 6)
+    patches = patches.reshape(n * merge**2, channels, shown, patch, patch)
+    return patches.expand(-1, -1, frames, -1, -1).flatten(1)  # an image is every frame of its moment
 
 
-def processed(config: PreTrainedConfig, pixels: torch.Tensor, cells: Cells) -> torch.Tensor:
+def processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts) -> torch.Tensor:
     """Normalised cells of a whole configuration's model to patches."""
     return patches_of(config.vision_config, pixels)
 
 
 def features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
-    """Normalised cells (N, 3, S, S) to (N, K, M * M * C)."""
+    """Normalised cells (N, 3, S, S), or (N, 3, T * S, S), to (N, K, M * M * C)."""
     found = tower(patches_of(tower.config, pixels), grid_thw=None, **tower_inputs)
     deeper = getattr(found, "deepstack_features", None) or []
     return torch.stack([found.pooler_output, *deeper], 1)
 
 
 def outer_inputs(
-    config: PreTrainedConfig, patches: torch.Tensor, cells: Cells, is_image: torch.Tensor
+    config: PreTrainedConfig, patches: torch.Tensor, layouts: Layouts, is_media: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Patches, and the cells of the images that they are of, to the arguments of transformers' forward, which makes
-    the positions itself."""
-    merge = config.vision_config.spatial_merge_size
-    grid = torch.tensor([(1, down * merge, across * merge) for across, down in cells], device=is_image.device)
-    return {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": is_image.long()}
+    """Patches, and the layouts of the images and videos that they are of, to the arguments of transformers' forward,
+    which makes the positions itself."""
+    merge, device = config.vision_config.spatial_merge_size, is_media.device
+    counts = torch.tensor([layout.num_tokens for layout in layouts])
+    are_videos = torch.tensor([layout.is_video for layout in layouts])
+    of_tokens = are_videos.repeat_interleave(counts).to(device)  # (M,)
+    of_patches = are_videos.repeat_interleave(counts * merge**2).to(device)
+    types = torch.zeros_like(is_media, dtype=torch.int64)
+    inputs = {"mm_token_type_ids": types.masked_scatter(is_media, of_tokens.long() + 1)}
+    for is_video, (pixels, grids) in enumerate(
+        (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+    ):
+        shown = [layout for layout in layouts if layout.is_video == is_video]
+        if shown:
+            rows = [(one.moments, one.cells[1] * merge, one.cells[0] * merge) for one in shown]
+            inputs |= {pixels: patches[of_patches == is_video], grids: torch.tensor(rows, device=device)}
+    if are_videos.any() and hasattr(config.vision_config, "tokens_per_second"):
+        seconds = [layout.seconds for layout in layouts if layout.is_video]
+        inputs["second_per_grid_ts"] = torch.tensor(seconds, device=device)
+    return inputs
+
+
+def media_ids(config: PreTrainedConfig, layouts: Layouts) -> torch.Tensor:
+    """The id of every feature of images and videos, (M,)."""
+    counts = torch.tensor([layout.num_tokens for layout in layouts], dtype=torch.int64)
+    ids = [config.video_token_id if layout.is_video else config.image_token_id for layout in layouts]
+    return torch.tensor(ids, dtype=torch.int64).repeat_interleave(counts)
 
 
 def merge(connector: nn.Module, config: PreTrainedConfig, features: torch.Tensor) -> torch.Tensor:

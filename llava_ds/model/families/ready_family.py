@@ -9,10 +9,11 @@ from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llava_ds.boxes import THOUSANDTHS, BoxFormat
+from llava_ds.geometry import MediaLayout
 from llava_ds.tilings import Tiling
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-Cells = Sequence[tuple[int, int]]  # across and down, of every image whose tiles are its cells; () for other families
+Layouts = Sequence[MediaLayout]  # of the images and videos of a batch, in order
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,14 @@ class ReadyFamily:
 
     name: for messages; model_types: of config.json; vision, trunk: parts of transformers' class, by name; connector:
     the same of the modules that make up the connector, and the beginning of their names in it; tiles: from the whole
-    configuration, the image processor's settings, the whole processor's, and the tokenizer, or raise ValueError that
+    configuration, the image processor's settings, the whole processor's, with the video
+    processor's under video_processor, and the tokenizer, or raise ValueError that
     says why such a model can't be trained; build_connector: from the whole configuration;
     features: (N, 3, S, S) normalised pixels, and Batch.tower_inputs, through the vision model to what connect takes;
     connect: those through the connector to (N, P, D), or (N, P, K * D) where K - 1 further features are added behind
     the language model's first layers; patch_embedding: the vision model's first layer; processed: from the whole
-    configuration, normalised pixels and the cells of their images, the pixels as the family's image processor gives
-    them, without padding; outer_inputs: the whole configuration, these pixels, the cells of their images, and (B, T)
+    configuration, normalised pixels and the layouts of their images, the pixels as the family's image processor gives
+    them, without padding; outer_inputs: the whole configuration, these pixels, the layouts of their images, and (B, T)
     bool, True at features, to the arguments of transformers' forward; resample: Pillow's number of the filter, where
     its files don't say it.
 
@@ -87,9 +89,11 @@ class ReadyFamily:
     features: Callable[[nn.Module, torch.Tensor, dict], torch.Tensor]
     connect: Callable[[nn.Module, PreTrainedConfig, torch.Tensor], torch.Tensor]
     patch_embedding: Callable[[nn.Module], nn.Module]
-    outer_inputs: Callable[[PreTrainedConfig, torch.Tensor, Cells, torch.Tensor], dict[str, torch.Tensor]]
+    outer_inputs: Callable[[PreTrainedConfig, torch.Tensor, Layouts, torch.Tensor], dict[str, torch.Tensor]]
     resample: int
-    processed: Callable[[PreTrainedConfig, torch.Tensor, Cells], torch.Tensor] = lambda config, pixels, cells: pixels
+    processed: Callable[[PreTrainedConfig, torch.Tensor, Layouts], torch.Tensor] = lambda config, pixels, layouts: (
+        pixels
+    )
     build_tower: Callable[[PreTrainedConfig], nn.Module] = build_tower
     text_models: tuple[type[PreTrainedModel], ...] = ()
     has_image_blocks: Callable[[PreTrainedConfig], bool] = lambda config: False

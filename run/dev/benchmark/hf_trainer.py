@@ -141,9 +141,9 @@ class PaddingCollator:
         if images:
             batch["pixel_values"] = (torch.cat(images).float() - self.mean) / self.std
         if images and self.family is not None:
-            cells = [layout.cells for s in samples for _, layout in s.media]
-            pixels = self.family.processed(self.config, batch["pixel_values"], cells)
-            batch |= self.family.outer_inputs(self.config, pixels, cells, batch["input_ids"] == self.image_token)
+            layouts = [layout for s in samples for _, layout in s.media]
+            pixels = self.family.processed(self.config, batch["pixel_values"], layouts)
+            batch |= self.family.outer_inputs(self.config, pixels, layouts, batch["input_ids"] == self.image_token)
         return batch
 
 
