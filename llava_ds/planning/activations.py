@@ -28,9 +28,10 @@ checkpointing a layer saves its input, T w D, and is recomputed in backward. A l
 with kernels, for sample by sample in torch it is more. A stage of a pipeline has some of the
 layers, and beside them, for each micro-batch that it has begun, T w D of what came in and of what went out.
 
-Beside the saved tensors, backward through a layer needs about T (w (3I + 2D) + 8D), and the tower alone one
-layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts. A mixture of experts counts as an MLP that
-saves as much (TextShape.intermediate), and 5I for backward: up to a quarter above what it takes.
+Beside the saved tensors, backward through a layer needs about T w (3I + 2D), of one that trains or has LoRA 2I, and at
+least T (2w + 8) D, and the tower alone one layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
+A mixture of experts counts as an MLP that saves as much (TextShape.intermediate), and 4I for backward: up to a quarter
+above what it takes.
 Source: transformers' modeling_llama (eager norms and MLP, attention that is fused), model/llava.py.
 """
 
@@ -75,13 +76,16 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     below = saved if shape.has_critic else saved - head
     at_the_loss = head + (saved - head) // (2 if shape.has_critic else 1)
     at_the_loss += loss_bytes(text, batch.num_supervised, w) if shape.is_last else 0
-    # What dropout saved for the MLP's first two matrices to go backward is gone by then.
+    # What dropout saved for the MLP's first two matrices to go backward is gone by then; where matrices keep inputs,
+    # so is the last one's.
     gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
-    mlp = (5 if text.routed else 3) * largest.intermediate
-    passing = w * 2 * text.hidden + 8 * text.hidden - gone
+    keeps_inputs = text.trained or text.lora_rank > 0
+    mlp = (4 if text.routed else 2 if keeps_inputs else 3) * largest.intermediate
     in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(largest, w)) if tiled else tokens * w * mlp
-    # DoRA measures rows in a forward, of a matrix, its product and their sum.
-    in_a_layer = below + again + tokens * passing + max(in_mlps, 4 * w * text.lora_read)
+    # Norms go backward in fp32 when MLPs are done. DoRA measures rows in a forward, of a matrix, its product and their
+    # sum.
+    at_once = max(in_mlps, tokens * 8 * text.hidden, 4 * w * text.lora_read)
+    in_a_layer = below + again + tokens * (w * 2 * text.hidden - gone) + at_once
     return max(at_the_loss, in_a_layer, _in_the_tower(shape, batch, w) if shape.is_first else 0)
 
 
