@@ -68,9 +68,7 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     tokens = batch.num_tokens
     tiled = batch.has_tiled_mlps
     largest = text.largest_layer
-    again = (
-        layer_bytes(largest, tokens, w, tiled) if batch.num_recomputed else 0
-    )  # the layer that is computed once more
+    again = layer_bytes(largest, tokens, w, tiled) if batch.num_recomputed else 0  # the layer computed once more
     saved, head = saved_bytes(shape, batch, w), head_bytes(text, batch, w) if shape.is_last else 0
     # A critic goes backward before the actor's loss does, while the actor keeps all that it saved.
     below = saved if shape.has_critic else saved - head
