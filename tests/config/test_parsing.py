@@ -489,7 +489,8 @@ def test_every_recipe_in_the_package_parses():
     for path in recipes:
         pairs = ["--data_path", path] if path.stem in ("tiny-dpo", "tiny-reward") else []
         training = parse("--recipe", path, *pairs).training
-        answers = (None, 4) if training.objective == "reward" else (0.1, 4)
+        without = training.objective == "reward" or path.stem.startswith("real-small")  # minutes on a CPU
+        answers = (None, 4) if without else (0.1, 4)
         assert (training.sample_steps, training.num_sample_questions) == answers, path
 
 
