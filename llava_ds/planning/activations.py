@@ -30,8 +30,8 @@ layers, and beside them, for each micro-batch that it has begun, T w D of what c
 
 Beside the saved tensors, backward through a layer needs about T w (3I + 2D), of one that trains or has LoRA 2I, and at
 least T (2w + 8) D, and the tower alone one layer's N P w (3C + 3I) and the pixels in fp32. The largest moment counts.
-A mixture of experts counts as an MLP that saves as much (TextShape.intermediate), and 4I for backward: up to a quarter
-above what it takes.
+A mixture of experts counts as an MLP that saves as much (TextShape.intermediate), and 5I beside a norm's 8D for
+backward: up to a half above what it takes.
 Source: transformers' modeling_llama (eager norms and MLP, attention that is fused), model/llava.py.
 """
 
@@ -78,11 +78,12 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     # so is the last one's.
     gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
     keeps_inputs = text.trained or text.lora_rank > 0
-    mlp = (4 if text.routed else 2 if keeps_inputs else 3) * largest.intermediate
+    mlp = (5 if text.routed else 2 if keeps_inputs else 3) * largest.intermediate
     in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(largest, w)) if tiled else tokens * w * mlp
-    # Norms go backward in fp32 when MLPs are done. DoRA measures rows in a forward, of a matrix, its product and their
-    # sum.
-    at_once = max(in_mlps, tokens * 8 * text.hidden, 4 * w * text.lora_read)
+    # Norms go backward in fp32 when MLPs are done; beside experts they stand for copies of tokens. DoRA measures rows
+    # in a forward, of a matrix, its product and their sum.
+    norms = tokens * 8 * text.hidden
+    at_once = max(in_mlps + norms if text.routed else in_mlps, norms, 4 * w * text.lora_read)
     in_a_layer = below + again + tokens * (w * 2 * text.hidden - gone) + at_once
     return max(at_the_loss, in_a_layer, _in_the_tower(shape, batch, w) if shape.is_first else 0)
 

@@ -74,7 +74,7 @@ QWEN35_2B = {
 def test_the_peak_of_a_mixture_is_not_above_the_estimate(name, trained, recomputes):
     """Of activations alone, for weights are most of it; four layers of each."""
     found, weights, expected = peak_of(AutoConfig.for_model(**MIXTURES[name]), trained, recomputes)
-    assert 0.7 * expected < found - weights < 1.03 * expected
+    assert 0.65 * expected < found - weights < 1.03 * expected
 
 
 @pytest.mark.full
