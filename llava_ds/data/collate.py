@@ -20,10 +20,10 @@ class LoadedSample:
     """input_ids and labels (length,) int64, IMAGE_TOKEN_INDEX at image positions.
 
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8, (n, 3, T * S, S) where a tile has T
-    frames, or what will decode them, and their
-    layout. Samples that share an image hold the same object, which is computed once. source: the number of the data
-    source of the sample; reference: the log-probability of its targets under the reference model, None without one;
-    margin: of a chosen answer, by which it shall be ahead of the rejected one.
+    frames, or what will decode them, and their layout. Samples that share an image hold the same object, which is
+    computed once. source: the number of the data source of the sample; reference: the log-probability of its targets
+    under the reference model, None without one; margin: of a chosen answer, by which it shall be ahead of the rejected
+    one.
     """
 
     input_ids: torch.Tensor

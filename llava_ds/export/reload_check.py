@@ -14,9 +14,8 @@ from llava_ds.batch import Batch
 from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer_by_layer
 from llava_ds.geometry import MediaLayout
 from llava_ds.model.families.language import final_logits
-from llava_ds.model.families.qwen_vl import media_ids
 from llava_ds.model.families.ready import READY
-from llava_ds.model.families.ready_family import ReadyFamily
+from llava_ds.model.families.ready_family import ReadyFamily, media_ids
 from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.

@@ -26,8 +26,8 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, MediaLayout, Size
 from llava_ds.infer.load import LoadedModel
 from llava_ds.model.families.language import has_layer_embeddings
-from llava_ds.model.families.qwen_vl import media_ids
 from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar

@@ -240,13 +240,6 @@ def outer_inputs(
     return inputs
 
 
-def media_ids(config: PreTrainedConfig, layouts: Layouts) -> torch.Tensor:
-    """The id of every feature of images and videos, (M,)."""
-    counts = torch.tensor([layout.num_tokens for layout in layouts], dtype=torch.int64)
-    ids = [config.video_token_id if layout.is_video else config.image_token_id for layout in layouts]
-    return torch.tensor(ids, dtype=torch.int64).repeat_interleave(counts)
-
-
 def merge(connector: nn.Module, config: PreTrainedConfig, features: torch.Tensor) -> torch.Tensor:
     """(N, 1, M * M * C) through a merger to (N, 1, D)."""
     patches = config.vision_config.spatial_merge_size**2

@@ -137,3 +137,10 @@ def token_of(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
     if not isinstance(token, str) or token not in tokenizer.get_vocab():
         raise ValueError(f"its tokenizer has no token {token!r}, which its processor writes around images")
     return token
+
+
+def media_ids(config: PreTrainedConfig, layouts: Layouts) -> torch.Tensor:
+    """The id of every feature of images and videos, (M,)."""
+    counts = torch.tensor([layout.num_tokens for layout in layouts], dtype=torch.int64)
+    ids = [config.video_token_id if layout.is_video else config.image_token_id for layout in layouts]
+    return torch.tensor(ids, dtype=torch.int64).repeat_interleave(counts)
