@@ -34,7 +34,7 @@ def test_two_ranks_train_from_a_store_as_from_the_disk(tmp_path, monkeypatch):
     for runs in (first, [again]):
         listed = tmp_path / "runs.json"
         listed.write_text(json.dumps([command_line(run) for run in runs]))
-        done = launch(2, WORKER, "--unfinished", str(listed), timeout_s=600)
+        done = launch(2, WORKER, str(listed), timeout_s=600)
         assert done.returncode == 0, done.stdout + done.stderr
         fetched.append(stores.fetched())
     runs = [*first, again]

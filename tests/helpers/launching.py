@@ -1,10 +1,15 @@
 """Starting the real thing: the deepspeed launcher with CPU ranks."""
 
+import atexit
 import json
 import os
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 from llava_ds.runtime.launchers import free_port
@@ -14,6 +19,7 @@ TRAIN = ROOT / "run" / "train.py"
 DEEPSPEED = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "warning"]
 SECRET = "planted-4f1c2e77"  # in the environment of all that is started: it may be found nowhere
 RUN_MANY = ROOT / "tests" / "workers" / "run_many.py"
+AXES = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
 
 
 def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 900) -> subprocess.CompletedProcess:
@@ -27,10 +33,81 @@ def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 900) 
 def environment() -> dict[str, str]:
     """This process's variables, without those of a launcher, and with what the real one needs to start CPU ranks."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMPI_", "PMI_"))}
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST"):
         kept.pop(name, None)
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
     return {**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PATH": path, "PLANTED_TOKEN": SECRET}
+
+
+class Served:
+    """A launch of run_many.py that runs what it is asked for, request by request, until it is told to end.
+
+    Starting two ranks takes 20 seconds of processor time; so a test process keeps the last launch for who comes next.
+    """
+
+    now: "Served | None" = None
+
+    def __init__(self, what: tuple, num_ranks: int):
+        self.what, self.count, self.read = what, 0, 0
+        self.folder = Path(tempfile.mkdtemp(prefix="served-"))
+        command = [*DEEPSPEED, "--num_accelerators", str(num_ranks), "--master_port", str(free_port()), str(RUN_MANY)]
+        with (self.folder / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, str(self.folder), str(os.getpid())],
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @classmethod
+    def of(cls, num_ranks: int, runs: list[dict[str, object]]) -> "Served":
+        """The launch that is there, if it has these ranks, variables and meshes; else a new one in its place."""
+        # The groups of ranks are made once in a process: it has one mesh, or the meshes of one request.
+        meshes = {tuple(flags.get(axis, 1) for axis in AXES) for flags in runs}
+        what = (num_ranks, Path.cwd(), environment(), meshes)
+        if cls.now is None or cls.now.what != what or len(meshes) > 1 or cls.now.process.poll() is not None:
+            cls.end()
+            cls.now = cls(what, num_ranks)
+        return cls.now
+
+    @classmethod
+    def end(cls) -> None:
+        """Let the launch end, if one is there."""
+        there, cls.now = cls.now, None
+        if there is not None:
+            there.put(None)
+            try:
+                there.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(there.process.pid, signal.SIGKILL)
+            shutil.rmtree(there.folder)
+
+    def put(self, request: object) -> Path:
+        """Ask for it; the file that is there when it is done."""
+        whole = self.folder / f"{self.count}.json"
+        whole.with_suffix(".part").write_text(json.dumps(request))
+        whole.with_suffix(".part").rename(whole)
+        self.count += 1
+        return whole.with_suffix(".done")
+
+    def run(self, request: object, timeout_s: float) -> str:
+        """Its output; fails with it if the launch ends before it is done, or is not done in time."""
+        done, until = self.put(request), time.monotonic() + timeout_s
+        while not done.exists() and self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        output = (self.folder / "output").read_bytes()[self.read :]
+        self.read += len(output)
+        text = output.decode(errors="replace")
+        if not done.exists():
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+            raise AssertionError(f"not done after {timeout_s} s, or ended: {text}")
+        return text
+
+
+atexit.register(Served.end)
 
 
 def run_many(
@@ -41,12 +118,8 @@ def run_many(
     finished: whether the runs leave finished models, beside checkpoints.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    listed = folder / "runs.json"
-    listed.write_text(json.dumps([command_line(flags) for flags in runs]))
-    options = [] if finished else ["--unfinished"]
-    done = launch(num_ranks, RUN_MANY, *options, str(listed), timeout_s=timeout_s)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    request = {"finished": finished, "runs": [command_line(flags) for flags in runs]}
+    return Served.of(num_ranks, runs).run(request, timeout_s)
 
 
 def run_script(name: str, *arguments: object) -> None:

@@ -1,12 +1,18 @@
 """Several runs of run/train.py in the processes of one launch, for starting processes is what costs time.
 
-Last argument: a JSON file with a list of command lines. Each goes through the same main() as a launch of its own; with
---unfinished before it, up to where the finished model would be written.
+Arguments: a folder, and the process that writes requests into it: 0.json, 1.json and so on, null for the end, else
+command lines, each of which goes through the same main() as a launch of its own; where nothing is to be finished, up to
+where the finished model would be written. 0.done says that all ranks are through with 0.json.
 """
 
+import contextlib
 import importlib.util
+import itertools
 import json
+import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,14 +36,41 @@ def leave_no_model() -> None:
     session.export_model = lambda *_: None
 
 
+@contextlib.contextmanager
+def no_model_left() -> Iterator[None]:
+    """The same within the block alone."""
+    from llava_ds.train import plan, session
+
+    before = plan.try_export, session.try_export, session.export_model
+    leave_no_model()
+    yield
+    plan.try_export, session.try_export, session.export_model = before
+
+
+def requests(folder: Path, writer: int) -> Iterator[tuple[dict, Path]]:
+    """What is asked for, until the end is, or the writer is gone; and the file that says that it is done."""
+    for number in itertools.count():
+        asked = folder / f"{number}.json"
+        while not asked.exists():
+            if not Path(f"/proc/{writer}").exists():
+                return
+            time.sleep(0.02)
+        if (request := json.loads(asked.read_text())) is None:
+            return
+        yield request, asked.with_suffix(".done")
+
+
 def main() -> None:
     train = load_train()
-    if "--unfinished" in sys.argv:
-        leave_no_model()
-    for argv in json.loads(Path(sys.argv[-1]).read_text()):
-        train.main(argv)
-        torch.distributed.barrier()  # the next run may read what rank 0 has just written
-    torch.distributed.destroy_process_group()
+    for request, done in requests(Path(sys.argv[-2]), int(sys.argv[-1])):
+        with contextlib.nullcontext() if request["finished"] else no_model_left():
+            for argv in request["runs"]:
+                train.main(argv)
+                torch.distributed.barrier()  # the next run may read what rank 0 has just written
+        if os.environ["RANK"] == "0":
+            done.touch()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
