@@ -18,6 +18,8 @@ from sharing import (
     write_data,
 )
 
+pytestmark = pytest.mark.full  # test_meshes.py has a little of it for every day
+
 PP = {"pipeline_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 400}
 ONE_BY_ONE = {"per_device_train_batch_size": 1}
@@ -29,7 +31,7 @@ FAMILIES = ("qwen3", "mistral", "qwen2_5")  # norms of heads; windows; windows i
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
 ONE_RANK = {"plain": (1, 0, TRAINED_TOWER)}
-DAILY = {
+FEW = {
     "plain-pp2": (2, 0, {**PP, **ONE_BY_ONE, **TRAINED_TOWER}),
     "plain-pp2-packed": (2, 1, {**PP, **PACKED, **TRAINED_TOWER}),
 }
@@ -67,7 +69,7 @@ MORE = {
 def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("stages")
     toys.write_base(folder / "base")
-    return train_all(folder, write_data(folder), {**ONE_RANK, **DAILY})
+    return train_all(folder, write_data(folder), {**ONE_RANK, **FEW})
 
 
 @pytest.fixture(scope="module")
@@ -88,25 +90,22 @@ def more_runs(runs) -> dict[str, Path]:
     return runs | train_all(folder, data, whole) | train_all(folder, data, staged)
 
 
-@pytest.mark.parametrize("name", DAILY)
+@pytest.mark.parametrize("name", FEW)
 def test_losses_and_gradients_are_those_of_one_rank(runs, name):
     check_same(runs["plain"], runs[name])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in MORE if "-" in name and not name.startswith("bf16")])
 def test_losses_and_gradients_are_those_of_one_rank_on_any_mesh(more_runs, name):
     check_same(more_runs[name.split("-")[0]], more_runs[name])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("stage", (0, 1))
 def test_in_bf16_stages_round_as_ranks_with_samples_of_their_own_do(more_runs, stage):
     one, own, staged = (more_runs[name] for name in ("bf16", "bf16-dp2", f"bf16-pp2-zero{stage}"))
     assert relative_difference(one, staged) <= 2 * relative_difference(one, own)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ("torn-pp2", "torn-pp2xsp2"))
 def test_eval_loss_books_and_answers_are_those_of_one_rank(more_runs, name):
     one, staged = more_runs["torn"], more_runs[name]
@@ -145,7 +144,6 @@ def guarded(runs) -> Path:
     return folder
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("stage", (0, 1))
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_norm_is_over_all_stages(guarded, stage, bf16):
@@ -156,7 +154,6 @@ def test_the_norm_is_over_all_stages(guarded, stage, bf16):
     assert losses(staged) == pytest.approx(losses(one), rel=0.01 if bf16 else 1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("stage", (0, 1))
 def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
     one, staged = (load_file(guarded / f"adamw{pp}-{stage}-False/ema/model.safetensors") for pp in (1, 2))
@@ -165,7 +162,6 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
         assert (weight - staged[name]).abs().max() <= 1e-5, name
 
 
-@pytest.mark.full
 def test_what_does_not_go_is_refused(runs):
     """The reasons are in tests/engine/ds_config/test_parallel.py."""
     folder = runs["plain"].parent

@@ -19,6 +19,8 @@ from sharing import (
     write_data,
 )
 
+pytestmark = pytest.mark.full  # test_meshes.py has a little of it for every day
+
 TP = {"tensor_parallel_size": 2}
 PACKED = {"tokens_per_micro_batch": 400}
 CLIPPED = {"max_grad_norm": 0.05}
@@ -27,7 +29,7 @@ FAMILIES = ("qwen2", "qwen3", "gemma2")  # biases; norms of heads; soft caps, an
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
 ONE_RANK = {"plain": (1, 0, TRAINED_TOWER)}
-DAILY = {
+FEW = {
     "plain-tp2": (2, 0, {**TP, **TRAINED_TOWER}),
     "plain-tp2-packed": (2, 3, {**TP, **PACKED, **TRAINED_TOWER}),
 }
@@ -58,7 +60,7 @@ MORE = {
 def runs(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("cut")
     toys.write_base(folder / "base")
-    return train_all(folder, write_data(folder), {**ONE_RANK, **DAILY})
+    return train_all(folder, write_data(folder), {**ONE_RANK, **FEW})
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +80,21 @@ def more_runs(runs) -> dict[str, Path]:
     return runs | train_all(folder, data, whole) | train_all(folder, data, cut)
 
 
-@pytest.mark.parametrize("name", DAILY)
+@pytest.mark.parametrize("name", FEW)
 def test_losses_and_gradients_are_those_of_one_rank(runs, name):
     check_same(runs["plain"], runs[name])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in MORE if "-" in name and not name.startswith("bf16")])
 def test_losses_and_gradients_are_those_of_one_rank_on_any_mesh(more_runs, name):
     check_same(more_runs[name.split("-")[0]], more_runs[name])
 
 
-@pytest.mark.full
 def test_in_bf16_ranks_round_as_those_with_samples_of_their_own_do(more_runs):
     one, own, cut = (more_runs[name] for name in ("bf16", "bf16-dp2", "bf16-tp2"))
     assert 0 < relative_difference(one, cut) <= 2 * relative_difference(one, own)
 
 
-@pytest.mark.full
 def test_eval_loss_books_and_answers_are_those_of_one_rank(more_runs):
     one, cut = more_runs["torn"], more_runs["torn-tp2"]
     assert sum(row["broken_samples"] for row in rows(one)) > 1
@@ -132,7 +131,6 @@ def guarded(runs) -> Path:
     return folder
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_norm_is_over_all_parts(guarded, stage, bf16):
@@ -143,7 +141,6 @@ def test_the_norm_is_over_all_parts(guarded, stage, bf16):
     assert losses(cut) == pytest.approx(losses(one), rel=0.01 if bf16 else 1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("stage", range(4))
 def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
     one, cut = (load_file(guarded / f"adamw{tp}-{stage}-False/ema/model.safetensors") for tp in (1, 2))
@@ -152,7 +149,6 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
         assert (weight - cut[name]).abs().max() <= 1e-5, name
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

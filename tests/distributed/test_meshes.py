@@ -1,0 +1,60 @@
+"""Every axis on two ranks, a little of each: losses and gradients are those of one rank that has all of it.
+
+The whole of it is in test_sequence_parallel.py, test_tensor_parallel.py and test_pipeline_parallel.py.
+"""
+
+from pathlib import Path
+
+import pytest
+import toys
+from launching import losses
+from sharing import LONG, TOLERANCE, TORN, TRAINED_TOWER, check_same, rows, train_all, write_data
+
+SP, TP, PP = ({f"{axis}_parallel_size": 2} for axis in ("sequence", "tensor", "pipeline"))
+PACKED = {"tokens_per_micro_batch": 250}  # of each rank
+
+# Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
+RUNS = {
+    "plain": (1, 0, TRAINED_TOWER),
+    "torn": (1, 0, TORN),
+    "plain-sp2": (2, 0, {**SP, **TRAINED_TOWER}),
+    "torn-sp2": (2, 2, {**SP, **PACKED, **TORN, "dataloader_num_workers": 1}),
+    "plain-tp2": (2, 3, {**TP, **PACKED, **TRAINED_TOWER}),
+    "plain-pp2": (2, 1, {**PP, **PACKED, **TRAINED_TOWER}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("meshes")
+    toys.write_base(folder / "base")
+    return train_all(folder, write_data(folder), RUNS)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("plain-")])
+def test_losses_and_gradients_are_those_of_one_rank(runs, name):
+    check_same(runs["plain"], runs[name])
+
+
+def test_the_trained_data_hold_a_long_sample_and_packs_are_cut(runs):
+    assert max(row["tokens"] for row in rows(runs["plain"])) > LONG
+
+
+def test_a_sample_that_one_rank_cannot_decode_is_left_out_on_all(runs):
+    one, shared = runs["torn"], runs["torn-sp2"]
+    assert sum(row["broken_samples"] for row in rows(one)) > 1
+    for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
+        assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
+    assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
+    assert rows(one, "skipped.jsonl") == rows(shared, "skipped.jsonl")
+
+
+def test_the_eval_loss_is_that_of_one_rank(runs):
+    (one,), (shared,) = ([row for row in rows(runs[name], "evals.jsonl")] for name in ("torn", "torn-sp2"))
+    assert shared["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
+    assert one.keys() == shared.keys()
+
+
+def test_sample_questions_are_answered_alike(runs):
+    one, shared = (rows(runs[name], "samples.jsonl") for name in ("torn", "torn-sp2"))
+    assert one and [row["answer"] for row in one] == [row["answer"] for row in shared]
