@@ -85,16 +85,19 @@ def test_every_module_has_a_place_in_the_order():
     assert {part_of(path) for path in SOURCES} - {"__init__"} <= set(LEVEL)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_imports_only_from_the_left(path):
-    assert wrong_imports(path, path.read_text(encoding="utf-8")) == []
+def test_a_module_imports_only_from_the_left():
+    wrong = {path.relative_to(ROOT): wrong_imports(path, path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert not any(wrong.values()), {path: names for path, names in wrong.items() if names}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_optional_packages_are_imported_where_they_are_needed(path):
-    statements = runs_at_import(ast.parse(path.read_text(encoding="utf-8")))
-    at_top = [node for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert not OPTIONAL & {name.split(".")[0] for node in at_top for name in imported(node)}
+def test_optional_packages_are_imported_where_they_are_needed():
+    wrong = []
+    for path in SOURCES:
+        statements = runs_at_import(ast.parse(path.read_text(encoding="utf-8")))
+        at_top = [node for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {name.split(".")[0] for node in at_top for name in imported(node)}
+        wrong += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(OPTIONAL & names)]
+    assert not wrong
 
 
 def test_modules_do_not_import_each_other_in_a_circle():

@@ -33,7 +33,7 @@ PARTS = {
     "critic": {},
     "tower": {"unfreeze_mm_vision_tower": True},
 }  # fmt: skip
-QUICK = {("qwen2-0.5b", "both", False), ("qwen2-0.5b", "both", True), ("qwen2-0.5b", "tower", False)}
+QUICK = {("qwen2-0.5b", "both", False)}
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
     for name in NAMED

@@ -7,6 +7,7 @@ import pytest
 import ready_models
 import torch
 import toys
+from daily import few, rest
 from fake_gpu import HostWait, gpu
 from fake_models import (
     arguments,
@@ -35,11 +36,6 @@ pytestmark = pytest.mark.cuda
 
 OPTIONS = toys.image_options()
 IMAGE = ("image", ((40, 30),))
-
-
-def rest(*values: object) -> list:
-    """Values of a parameter that are left to make test-cuda."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 CLIP = ("video", ((40, 30),) * 5, Footage(5, 1.0))
@@ -253,7 +249,7 @@ def test_weights_in_4_bits_with_lora(quant_type, double_quant):
 
 
 @pytest.mark.parametrize("trained", [True, *rest(False)], ids=["trained", "frozen"])
-@pytest.mark.parametrize("family", ready_models.FAMILIES)
+@pytest.mark.parametrize("family", few(ready_models.FAMILIES, ("smolvlm", "qwen2_5_vl", "gemma4")))
 def test_ready_models(family, trained, tmp_path):
     ready_model_trained_once(family, tmp_path, trained)
 
@@ -273,7 +269,7 @@ def test_images_that_see_each_other_with_flash_attn(monkeypatch, tmp_path, packa
 
 
 @pytest.mark.parametrize("checkpointed", [True, *rest(False)])
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_e"])
+@pytest.mark.parametrize("family", ["gemma4", *rest("gemma4_e")])
 def test_heads_that_are_too_wide_for_every_kernel(family, tmp_path, checkpointed):
     """Their samples are computed one by one, by lengths that the host knows."""
     ready_model_trained_once(family, tmp_path, checkpointed=checkpointed, global_head_dim=264)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import toys
+from daily import rest
 from exporting import export_plan
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -173,8 +174,8 @@ def written(model: nn.Module, plan, args: ModelArguments, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("bias", ["none", "all"])
+@pytest.mark.parametrize("bits", [16, *rest(8), 4])
+@pytest.mark.parametrize("bias", ["none", *rest("all")])
 def test_peft_opens_what_is_left_and_computes_the_same(base, batch, tmp_path, bits, bias):
     if bits < 16:
         pytest.importorskip("bitsandbytes")
@@ -365,7 +366,7 @@ def merged_tensors(model: nn.Module, plan: ModelPlan, args: ModelArguments) -> d
     return tensors
 
 
-@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("bits", [16, *rest(8), 4])
 def test_merged_weights_compute_what_lora_beside_them_did(base, batch, bits):
     if bits < 16:
         pytest.importorskip("bitsandbytes")

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import ready_models
 import torch
+from daily import few
 from ready_models import FAMILIES, write_ready
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -22,6 +23,7 @@ from llava_ds.model.plan import plan_model
 from llava_ds.train import ready_trial
 from llava_ds.train.plan import _plan_model
 
+DAILY = ("smolvlm", "qwen3_vl", "gemma4")  # of what is not tried with every family every day
 QWEN_SETTINGS = ("patch_size 9, expected 8", "images of 9 to 9 pixels")
 
 
@@ -81,6 +83,7 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
     assert not list(tmp_path.rglob("*.json"))  # a refusal is not remembered
 
 
+@pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
 def test_wrong_features_are_refused(planned, tmp_path):
     """Of a family whose connector is called with the rows of an image in another order."""
     plan, images, folder = planned
@@ -221,6 +224,7 @@ def test_a_frozen_tower_leaves_the_other_gradients(planned, monkeypatch):
     assert found.gradient < 1e-4
 
 
+@pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
 def test_the_result_is_kept(planned, monkeypatch, tmp_path):
     plan, images, folder = planned
     line = ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
@@ -241,6 +245,7 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 
+@pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
 def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
     plan, _, folder = planned
     kind = plan.ready.config.model_type
@@ -287,6 +292,7 @@ def test_ends_are_tied_as_transformers_ties_them(tmp_path):
         assert plan.text_config.tie_word_embeddings == tied == equal
 
 
+@pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
 @pytest.mark.parametrize(
     "name", ["sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size"]
 )

@@ -6,8 +6,8 @@ import io
 import json
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 
@@ -18,6 +18,9 @@ from llava_ds.data.sources.objects import OBJECTS
 from llava_ds.data.sources.options import Columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
+
+if TYPE_CHECKING:
+    import datasets
 
 BATCH_ROWS = 32  # of images of some 100 kB each: a few MB at a time
 READ_BYTES = 1 << 20
@@ -49,8 +52,10 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) ->
             raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
 
 
-def open_saved(folder: str) -> datasets.Dataset:
+def open_saved(folder: str) -> "datasets.Dataset":
     """Open a folder that `save_to_disk` wrote; of several splits, "train". Raises DataError or ConfigError."""
+    import datasets  # with pandas, a second of every start: only for who has such a folder
+
     try:
         opened = datasets.load_from_disk(folder)
     except Exception as error:  # a damaged folder can raise anything in `datasets`

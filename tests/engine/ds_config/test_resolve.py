@@ -284,7 +284,7 @@ def test_any_combination_resolves_without_auto_or_is_refused():
         return {key: value for key, value in drawn.items() if value is not None}
 
     numbers = [None, "auto"] * 6 + [1, 2, 4, 6, 8, 12]
-    for _ in range(3000):
+    for _ in range(800):
         raw = maybe(
             [
                 ("train_batch_size", numbers),
@@ -333,7 +333,7 @@ def test_any_combination_resolves_without_auto_or_is_refused():
         assert micro <= flags.get("per_device_train_batch_size", micro)
         assert training.max_grad_norm == config["gradient_clipping"]
         assert training.bf16 == config["bf16"]["enabled"]
-    assert min(outcomes.values()) > 500
+    assert min(outcomes.values()) > 130
 
 
 def test_what_the_engine_understood_is_compared_with_what_was_meant():
