@@ -53,9 +53,10 @@ help:
 
 install: $(VENV)/.installed
 
+# Bytecode is written by who imports a module first: of all there is, most is never imported, and compiling takes a minute.
 $(VENV)/.installed: setup.py constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
 # Stage 1: align the projector, ZeRO-2.
