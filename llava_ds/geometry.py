@@ -15,6 +15,7 @@ from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame,
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling, Cut, FlexTiling, Grid, Tiling
+from llava_ds.videos import Footage, FrameChoice, moment_times, used_frames
 
 Size = tuple[int, int]  # width, height
 
@@ -90,6 +91,11 @@ class ImageOptions:
     def tiling(self) -> Tiling | None:
         """The tiles of a ready model, or of images in their own shape; None for LLaVA's."""
         return None
+
+    @property
+    def frame_choice(self) -> FrameChoice:
+        """The frames to use of a video."""
+        return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample)
 
     @property
     def has_image_blocks(self) -> bool:
@@ -363,33 +369,6 @@ def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int
     return padding, 0, across - padding, down
 
 
-def even_frames(num_frames: int, most: int) -> list[int]:
-    """Indices of at most `most` frames (0: all), evenly spread from the first to the last. Source: LLaVA-NeXT."""
-    return _spread(num_frames, most) if 0 < most < num_frames else list(range(num_frames))
-
-
-def video_frames(num_frames: int, frame_rate: float, options: ImageOptions) -> list[int]:
-    """Rising indices of the frames to use of a video file: video_fps per second, evenly spread if too many.
-
-    With force_sample always frames_upbound of them, some repeated if the video has fewer.
-    Source: LLaVA-NeXT's process_video_with_decord.
-    """
-    most = options.frames_upbound
-    taken = list(range(0, num_frames, max(1, round(frame_rate / options.video_fps))))
-    return _spread(num_frames, most) if most > 0 and (len(taken) > most or options.force_sample) else taken
-
-
-def _spread(num_frames: int, count: int) -> list[int]:
-    return np.linspace(0, num_frames - 1, count, dtype=int).tolist()
-
-
-class Footage(NamedTuple):
-    """Frames that a video has, and how many of them are a second."""
-
-    num_frames: int
-    rate: float
-
-
 class ImageText(NamedTuple):
     """What a ready model's processor writes in an image's or video's place, and the features for each of its tokens
     there."""
@@ -550,7 +529,8 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
         seconds = rule.frames / (len(sizes) / footage.num_frames * footage.rate)
         if rule.tokens_per_second is not None:
             interval = float(np.float32(rule.tokens_per_second) * np.float32(seconds))
-        text = tiling.video_text(moment_times(kind, footage, options))
+        indices = used_frames(kind, footage, options.frame_choice)
+        text = tiling.video_text(moment_times(indices, footage.rate, rule.frames))
         written = ImageText(text, n // text.count(rule.token), True)
     elif not isinstance(tiling, FlexTiling):
         text = tiling.text(cut)
@@ -560,21 +540,6 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
         n, n * options.tokens_per_tile, side, None, box, None, None, "none", False, sizes, text=written, cells=cells,
         moments=moments, seconds=seconds, interval=interval,
     )  # fmt: skip
-
-
-def moment_times(kind: str, footage: Footage, options: ImageOptions) -> list[float]:
-    """Seconds from a video's start to each of its moments: the middle between the first and the last of its frames.
-
-    Source: transformers' Qwen3VLProcessor.
-    """
-    if kind == "video":
-        indices = video_frames(*footage, options)
-    else:
-        indices = even_frames(footage.num_frames, options.frames_upbound)
-    step = options.tiling.video.frames
-    indices += [indices[-1]] * (-len(indices) % step)
-    times = [index / footage.rate for index in indices]
-    return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:

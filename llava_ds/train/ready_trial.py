@@ -36,7 +36,7 @@ from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
 from llava_ds.files.writing import write_whole
-from llava_ds.geometry import Footage, MediaLayout, ReadyImageOptions, media_layout
+from llava_ds.geometry import MediaLayout, ReadyImageOptions, media_layout
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.llava import LlavaModel, assemble
@@ -46,6 +46,7 @@ from llava_ds.model.plan import ModelPlan
 from llava_ds.model.probe import draw, small_copy
 from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling
+from llava_ds.videos import Footage
 
 VERSION = 2  # raise it when the trial becomes stricter
 # Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
@@ -54,7 +55,9 @@ LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
 LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biases have a true one of zero
 LEAST_PIXEL = 1e-5  # of a normalised pixel
 # Rooms and files whose code the result depends on.
-OWN_CODE = ("model", "data", "batch.py", "geometry.py", "tilings.py", "tokenizer.py", "train/ready_trial.py")
+OWN_CODE = (
+    "model", "data", "batch.py", "geometry.py", "tilings.py", "videos.py", "tokenizer.py", "train/ready_trial.py",
+)  # fmt: skip
 
 CELLS_TIMES = 3  # images are as many times larger where they keep their size: wider than a window of the tower
 # Conversations: the sizes of their images, with the number of frames of videos, and turns of question and answer with

@@ -23,13 +23,13 @@ from fake_models import (
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
-from llava_ds.geometry import Footage
 from llava_ds.model import attention
 from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
 from llava_ds.model.projector import feature_stride
 from llava_ds.tilings import CellTiling
+from llava_ds.videos import Footage
 
 pytestmark = pytest.mark.cuda
 

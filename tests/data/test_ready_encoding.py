@@ -25,10 +25,11 @@ from llava_ds.data.native_resolution import axis_positions
 from llava_ds.data.preflight import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import Footage, ImageOptions, MediaLayout, media_layout, video_frames
+from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
 from llava_ds.model.families.ready import READY
 from llava_ds.model.plan import read_parts
 from llava_ds.tilings import CellTiling
+from llava_ds.videos import Footage, video_frames
 
 SIZES = [(40, 70), (70, 40), (32, 32), (33, 31), (200, 20), (20, 200), (1, 1), (97, 96), (5, 90), (300, 300)]
 WORDS = ["It is a red cat.", "two", "yes no", "  spaces  inside ", "日本。", "a\nline", "What?", "<b>it's</b>"]
@@ -66,11 +67,16 @@ class Video(NamedTuple):
 FOOTAGE = [Footage(7, 3.5), Footage(60, 29.97), Footage(100, 2.0), Footage(2, 1.0), Footage(90, 30.0)]
 
 
+def used(one: Video, options: ImageOptions) -> list[int]:
+    """The indices of its frames."""
+    return video_frames(*one.footage, options.frame_choice)
+
+
 def layout_of(one, options: ImageOptions) -> MediaLayout:
     """The layout of an image of a size, or of a video."""
     if not isinstance(one, Video):
         return media_layout("image", (one,), 1, options)
-    sizes = (one.size,) * len(video_frames(*one.footage, options))
+    sizes = (one.size,) * len(used(one, options))
     return media_layout("video", sizes, 1, options, one.footage)
 
 
@@ -78,16 +84,16 @@ def show(one, options: ImageOptions) -> dict:
     """The same as a part of a message for the processor."""
     if not isinstance(one, Video):
         return {"type": "image", "image": image(one)}
-    return {"type": "video", "video": np.stack([frame(one.size, i) for i in video_frames(*one.footage, options)])}
+    return {"type": "video", "video": np.stack([frame(one.size, i) for i in used(one, options)])}
 
 
 def tell_of(media, processor, options: ImageOptions) -> None:
     """Let the processor's stand-in for videos know of their times."""
     if not isinstance(processor, tuple(ready_models.QWEN_PROCESSORS.values())):
         return
-    videos = [one.footage for one in media if isinstance(one, Video)]
+    videos = [one for one in media if isinstance(one, Video)]
     processor.video_processor.metadata = [
-        VideoMetadata(count, rate, frames_indices=video_frames(count, rate, options)) for count, rate in videos
+        VideoMetadata(*one.footage, frames_indices=used(one, options)) for one in videos
     ]
 
 

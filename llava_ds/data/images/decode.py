@@ -18,8 +18,9 @@ from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import Footage, ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
+from llava_ds.geometry import ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
 from llava_ds.tilings import CellTiling, Cut
+from llava_ds.videos import Footage, even_frames, video_frames
 
 # Raster formats whose decoders run no program and open no other file. Not ICO, which hides images of other sizes.
 FORMATS = (
@@ -71,7 +72,7 @@ def footage(media: Media, options: ImageOptions) -> tuple[Footage | None, tuple[
         found, sizes = Footage(len(media.refs), options.video_fps), probe(media, options)
     else:
         found, size = video.footage(media.refs[0], options)
-        sizes = (size,) * len(geometry.video_frames(*found, options))
+        sizes = (size,) * len(video_frames(*found, options.frame_choice))
     if options.tiling.video is not None:
         _check_steps(media.refs[0], sizes[0], geometry.tiled_cut(media.kind, sizes, options).steps, options)
     return found, sizes
@@ -280,7 +281,7 @@ def used_files(media: Media, options: ImageOptions) -> list[FileRef]:
     """The files to load: all of them, or at most --frames_upbound frames."""
     if media.kind != "frames":
         return list(media.refs)
-    return [media.refs[i] for i in geometry.even_frames(len(media.refs), options.frames_upbound)]
+    return [media.refs[i] for i in even_frames(len(media.refs), options.frames_upbound)]
 
 
 def _aspect_ratio(media: Media, options: ImageOptions) -> str:
