@@ -14,8 +14,8 @@ import numpy as np
 from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, coordinate_units
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
-from llava_ds.tilings import WHOLE_IMAGES, CellTiling, Cut, FlexTiling, Grid, Tiling
-from llava_ds.videos import Footage, FrameChoice, moment_times, used_frames
+from llava_ds.tilings import WHOLE_IMAGES, Cut, FlexTiling, Grid, Tiling
+from llava_ds.videos import Footage, FrameChoice, VideoRule, moment_times, used_frames
 
 Size = tuple[int, int]  # width, height
 
@@ -93,6 +93,11 @@ class ImageOptions:
         return None
 
     @property
+    def video(self) -> VideoRule | None:
+        """A ready model's videos; None for LLaVA's, and for models that have none."""
+        return None
+
+    @property
     def frame_choice(self) -> FrameChoice:
         """The frames to use of a video."""
         return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample)
@@ -163,14 +168,17 @@ class ImageOptions:
 class ReadyImageOptions(ImageOptions):
     """The same of a ready model, whose own image processor decides. size: side of a tile; patch_size: side of what one
     feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter;
-    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes:
-    how boxes and points are written, which data without any don't depend on."""
+    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes,
+    video: how boxes and points are written, and what videos become, which data without any don't depend on; no_videos:
+    why there are none."""
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
     has_image_blocks: bool = False
     blocks_need_windows: bool = False
     boxes: BoxFormat = dataclasses.field(default=THOUSANDTHS, repr=False)
+    video: VideoRule | None = dataclasses.field(default=None, repr=False)
+    no_videos: str = dataclasses.field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -452,7 +460,7 @@ def media_layout(
     footage: Footage | None = None,
 ) -> MediaLayout:
     """The layout of one image (a size) or video (a size per frame) of a sample with num_media of them. footage: of a
-    video that is cut into cells.
+    ready model's video.
 
     Only a sample's single image is cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
@@ -500,20 +508,20 @@ def media_layout(
 
 
 def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
-    """The tiles that a tiling cuts an image into, or each frame of a video. Raises DataError where it has none."""
+    """The tiles that an image is cut into, or each frame of a video. Raises DataError where a model has none."""
     if kind == "image":
         return options.tiling.cut(sizes[0])
-    if not isinstance(options.tiling, CellTiling) or options.tiling.video is None:
-        whose = (
-            "this ready model" if isinstance(options, ReadyImageOptions) else "a tower that sees images in their shape"
-        )
-        raise DataError(f"videos of {whose} are not supported yet: take the record out, or give its frames as images")
+    if options.video is None:
+        whose = "a tower that sees images in their shape are not supported yet"
+        if isinstance(options, ReadyImageOptions):
+            whose = f"this ready model can't be read, as {options.no_videos}"
+        raise DataError(f"videos of {whose}: take the record out, or give its frames as images")
     if other := next((size for size in sizes if size != sizes[0]), None):
         raise DataError(
             f"a video has frames of {sizes[0][0]} x {sizes[0][1]} and of {other[0]} x {other[1]} pixels, which this "
             "model can't read: give it frames of one size"
         )
-    return options.tiling.cut_video(sizes[0], len(sizes))
+    return options.video.cut(sizes[0], len(sizes))
 
 
 def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, footage: Footage | None) -> MediaLayout:
@@ -523,15 +531,16 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
     n, side, moments = cut.num_tiles, options.side, 1
     seconds, interval = 0.0, 1.0
     if kind != "image":
-        rule = tiling.video
-        moments = math.ceil(len(sizes) / rule.frames)
+        rule = options.video
+        moments = math.ceil(len(sizes) / rule.moment)
         n *= moments
-        seconds = rule.frames / (len(sizes) / footage.num_frames * footage.rate)
+        seconds = rule.moment / (len(sizes) / footage.num_frames * footage.rate)
         if rule.tokens_per_second is not None:
             interval = float(np.float32(rule.tokens_per_second) * np.float32(seconds))
         indices = used_frames(kind, footage, options.frame_choice)
-        text = tiling.video_text(moment_times(indices, footage.rate, rule.frames))
-        written = ImageText(text, n // text.count(rule.token), True)
+        times, duration = moment_times(indices, footage.rate, rule.moment), footage.num_frames / footage.rate
+        text = rule.text(cut, times, duration)
+        written = ImageText(text, n * options.tokens_per_tile // text.count(rule.frame.image_token), True)
     elif not isinstance(tiling, FlexTiling):
         text = tiling.text(cut)
         written = ImageText(text, n * options.tokens_per_tile // text.count(tiling.image_token))

@@ -79,8 +79,8 @@ PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("
 class SizedMedia:
     """An image or video with the upright size in pixels of each image or sampled frame.
 
-    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a video that is cut
-    into cells.
+    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a ready model's
+    video.
     """
 
     media: Media
