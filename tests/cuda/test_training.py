@@ -28,7 +28,6 @@ from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
 from llava_ds.model.projector import feature_stride
-from llava_ds.tilings import CellTiling
 from llava_ds.videos import Footage
 
 pytestmark = pytest.mark.cuda
@@ -49,7 +48,7 @@ ANYRES = {"aspect_ratio": "anyres_max_4", "merge_type": "spatial_unpad"}
 def talks(options=OPTIONS) -> list:
     """Samples with one image, with text alone, and with two images; with a ready model's videos, if it has them."""
     found = [sample(options, 9, [IMAGE]), sample(options, 30), sample(options, 14, [IMAGE] * 2, source=1)]
-    if isinstance(options.tiling, CellTiling):
+    if options.video is not None:
         found.append(sample(options, 12, [CLIP, IMAGE]))
     return found
 
