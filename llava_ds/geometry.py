@@ -538,6 +538,7 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
         if rule.tokens_per_second is not None:
             interval = float(np.float32(rule.tokens_per_second) * np.float32(seconds))
         indices = used_frames(kind, footage, options.frame_choice)
+        assert len(indices) == len(sizes)
         times, duration = moment_times(indices, footage.rate, rule.moment), footage.num_frames / footage.rate
         text = rule.text(cut, times, duration)
         written = ImageText(text, n * options.tokens_per_tile // text.count(rule.frame.image_token), True)

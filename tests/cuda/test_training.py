@@ -41,7 +41,7 @@ def rest(*values: object) -> list:
     return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
-CLIP = ("video", ((40, 30),) * 5, Footage(5, 1.0))
+CLIP = ("frames", ((40, 30),) * 5, Footage(5, 1.0))
 ANYRES = {"aspect_ratio": "anyres_max_4", "merge_type": "spatial_unpad"}
 
 
