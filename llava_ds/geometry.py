@@ -14,7 +14,8 @@ import numpy as np
 from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, coordinate_units
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
-from llava_ds.tilings import WHOLE_IMAGES, CellTiling, Cut, FlexTiling, Grid, Tiling
+from llava_ds.tilings import WHOLE_IMAGES, Cut, FlexTiling, Grid, Tiling
+from llava_ds.videos import Footage, FrameChoice, VideoRule, moment_times, used_frames
 
 Size = tuple[int, int]  # width, height
 
@@ -92,6 +93,16 @@ class ImageOptions:
         return None
 
     @property
+    def video(self) -> VideoRule | None:
+        """A ready model's videos; None for LLaVA's, and for models that have none."""
+        return None
+
+    @property
+    def frame_choice(self) -> FrameChoice:
+        """The frames to use of a video."""
+        return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample)
+
+    @property
     def has_image_blocks(self) -> bool:
         """True if a ready model's image tokens see each other."""
         return False
@@ -157,14 +168,17 @@ class ImageOptions:
 class ReadyImageOptions(ImageOptions):
     """The same of a ready model, whose own image processor decides. size: side of a tile; patch_size: side of what one
     feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter;
-    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes:
-    how boxes and points are written, which data without any don't depend on."""
+    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes,
+    video: how boxes and points are written, and what videos become, which data without any don't depend on; no_videos:
+    why there are none."""
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
     has_image_blocks: bool = False
     blocks_need_windows: bool = False
     boxes: BoxFormat = dataclasses.field(default=THOUSANDTHS, repr=False)
+    video: VideoRule | None = dataclasses.field(default=None, repr=False)
+    no_videos: str = dataclasses.field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -363,33 +377,6 @@ def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int
     return padding, 0, across - padding, down
 
 
-def even_frames(num_frames: int, most: int) -> list[int]:
-    """Indices of at most `most` frames (0: all), evenly spread from the first to the last. Source: LLaVA-NeXT."""
-    return _spread(num_frames, most) if 0 < most < num_frames else list(range(num_frames))
-
-
-def video_frames(num_frames: int, frame_rate: float, options: ImageOptions) -> list[int]:
-    """Rising indices of the frames to use of a video file: video_fps per second, evenly spread if too many.
-
-    With force_sample always frames_upbound of them, some repeated if the video has fewer.
-    Source: LLaVA-NeXT's process_video_with_decord.
-    """
-    most = options.frames_upbound
-    taken = list(range(0, num_frames, max(1, round(frame_rate / options.video_fps))))
-    return _spread(num_frames, most) if most > 0 and (len(taken) > most or options.force_sample) else taken
-
-
-def _spread(num_frames: int, count: int) -> list[int]:
-    return np.linspace(0, num_frames - 1, count, dtype=int).tolist()
-
-
-class Footage(NamedTuple):
-    """Frames that a video has, and how many of them are a second."""
-
-    num_frames: int
-    rate: float
-
-
 class ImageText(NamedTuple):
     """What a ready model's processor writes in an image's or video's place, and the features for each of its tokens
     there."""
@@ -473,7 +460,7 @@ def media_layout(
     footage: Footage | None = None,
 ) -> MediaLayout:
     """The layout of one image (a size) or video (a size per frame) of a sample with num_media of them. footage: of a
-    video that is cut into cells.
+    ready model's video.
 
     Only a sample's single image is cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
@@ -521,20 +508,20 @@ def media_layout(
 
 
 def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
-    """The tiles that a tiling cuts an image into, or each frame of a video. Raises DataError where it has none."""
+    """The tiles that an image is cut into, or each frame of a video. Raises DataError where a model has none."""
     if kind == "image":
         return options.tiling.cut(sizes[0])
-    if not isinstance(options.tiling, CellTiling) or options.tiling.video is None:
-        whose = (
-            "this ready model" if isinstance(options, ReadyImageOptions) else "a tower that sees images in their shape"
-        )
-        raise DataError(f"videos of {whose} are not supported yet: take the record out, or give its frames as images")
+    if options.video is None:
+        whose = "a tower that sees images in their shape are not supported yet"
+        if isinstance(options, ReadyImageOptions):
+            whose = f"this ready model can't be read, as {options.no_videos}"
+        raise DataError(f"videos of {whose}: take the record out, or give its frames as images")
     if other := next((size for size in sizes if size != sizes[0]), None):
         raise DataError(
             f"a video has frames of {sizes[0][0]} x {sizes[0][1]} and of {other[0]} x {other[1]} pixels, which this "
             "model can't read: give it frames of one size"
         )
-    return options.tiling.cut_video(sizes[0], len(sizes))
+    return options.video.cut(sizes[0], len(sizes))
 
 
 def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, footage: Footage | None) -> MediaLayout:
@@ -544,14 +531,17 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
     n, side, moments = cut.num_tiles, options.side, 1
     seconds, interval = 0.0, 1.0
     if kind != "image":
-        rule = tiling.video
-        moments = math.ceil(len(sizes) / rule.frames)
+        rule = options.video
+        moments = math.ceil(len(sizes) / rule.moment)
         n *= moments
-        seconds = rule.frames / (len(sizes) / footage.num_frames * footage.rate)
+        seconds = rule.moment / (len(sizes) / footage.num_frames * footage.rate)
         if rule.tokens_per_second is not None:
             interval = float(np.float32(rule.tokens_per_second) * np.float32(seconds))
-        text = tiling.video_text(moment_times(kind, footage, options))
-        written = ImageText(text, n // text.count(rule.token), True)
+        indices = used_frames(kind, footage, options.frame_choice)
+        assert len(indices) == len(sizes)
+        times, duration = moment_times(indices, footage.rate, rule.moment), footage.num_frames / footage.rate
+        text = rule.text(cut, times, duration)
+        written = ImageText(text, n * options.tokens_per_tile // text.count(rule.frame.image_token), True)
     elif not isinstance(tiling, FlexTiling):
         text = tiling.text(cut)
         written = ImageText(text, n * options.tokens_per_tile // text.count(tiling.image_token))
@@ -560,21 +550,6 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
         n, n * options.tokens_per_tile, side, None, box, None, None, "none", False, sizes, text=written, cells=cells,
         moments=moments, seconds=seconds, interval=interval,
     )  # fmt: skip
-
-
-def moment_times(kind: str, footage: Footage, options: ImageOptions) -> list[float]:
-    """Seconds from a video's start to each of its moments: the middle between the first and the last of its frames.
-
-    Source: transformers' Qwen3VLProcessor.
-    """
-    if kind == "video":
-        indices = video_frames(*footage, options)
-    else:
-        indices = even_frames(footage.num_frames, options.frames_upbound)
-    step = options.tiling.video.frames
-    indices += [indices[-1]] * (-len(indices) % step)
-    times = [index / footage.rate for index in indices]
-    return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:

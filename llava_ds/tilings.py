@@ -4,7 +4,7 @@ A family's tiling says into which tiles an image of a size is cut, so that lengt
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -153,38 +153,12 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VideoRule:
-    """Videos of Qwen-VL, cut into cells as images are; a cell has several frames, which are a moment.
-
-    token: for features; frames: of a moment; least, most: pixels of a frame, or, if in_all, of all frames together;
-    cap: features of a frame that most is bounded by further, as the processor does with cap_pixels_per_frame; stamps:
-    the time of every moment is written before it; tokens_per_second: positions in the language model for a second of
-    video, None where it is one for every moment; fps, most_frames, num_frames: frames of a second, most of a video, and
-    of every video, that the processor's files say to choose, None where they don't.
-    Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
-    """
-
-    token: str
-    frames: int
-    least: int
-    most: int
-    in_all: bool
-    cap: int | None = None
-    stamps: bool = False
-    tokens_per_second: float | None = None
-    fps: float | None = field(default=None, repr=False, compare=False)
-    most_frames: int | None = field(default=None, repr=False, compare=False)
-    num_frames: int | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(frozen=True)
 class CellTiling:
     """Cells of Qwen-VL: the image at about its own size, a multiple of a cell's side, each cell one feature.
 
     Its cells are this program's tiles. side: of a cell in pixels; merge: patches along it; least, most: pixels of an
     image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
-    positions along its learned table; both None for towers without; video: None for models without videos. Positions in
-    the language model have three axes.
+    positions along its learned table; both None for towers without. Positions in the language model have three axes.
     Source: transformers' smart_resize and Qwen2VLProcessor.
     """
 
@@ -195,51 +169,67 @@ class CellTiling:
     image_token: str
     window: int | None = None
     table: int | None = None
-    video: VideoRule | None = field(default=None, repr=False)
 
     def cut(self, size: Size) -> Cut:
         """The cells of an image. Raises DataError for one whose shape the processor refuses."""
         _refuse_narrow(size)
         return _cut_to_cells(size, self.side, self.least, self.most)
 
-    def cut_video(self, size: Size, num_frames: int) -> Cut:
+    def text(self, cut: Cut) -> str:
+        """The text in the image's place, with one image_token for all of its features."""
+        return self.image_token
+
+
+@dataclass(frozen=True)
+class FrameCells:
+    """Cells of a frame of Qwen-VL's videos, of as many pixels as the number of frames allows.
+
+    side: of a cell in pixels; moment: frames that a cell has beside each other in time; least, most: pixels of a frame,
+    or, if in_all, of all frames together; cap: features of a frame that most is bounded by further, as the processor
+    does with cap_pixels_per_frame; image_token: for all features, start and end around it.
+    Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
+    """
+
+    side: int
+    moment: int
+    least: int
+    most: int
+    in_all: bool
+    image_token: str
+    cap: int | None = None
+    start: str = ""
+    end: str = ""
+
+    def cut(self, size: Size, num_frames: int) -> Cut:
         """The cells of each frame of a video. Raises DataError for one that the processor refuses."""
-        rule, side = self.video, self.side
-        if not rule.in_all:
+        side = self.side
+        if not self.in_all:
             _refuse_narrow(size)
-            return _cut_to_cells(size, side, rule.least, self._most_of_a_frame(num_frames))
-        if num_frames < rule.frames:
+            return _cut_to_cells(size, side, self.least, self._most_of_a_frame(num_frames))
+        if num_frames < self.moment:
             raise DataError(
-                f"a video has {num_frames} frames to use, and the model's processor refuses fewer than {rule.frames}: "
+                f"a video has {num_frames} frames to use, and the model's processor refuses fewer than {self.moment}: "
                 "raise --video_fps, or leave it out"
             )
         if min(size) < side:
             scale = side / min(size)
             size = int(size[0] * scale), int(size[1] * scale)
         _refuse_narrow(size)
-        most = rule.most if rule.cap is None else self._most_of_a_frame(num_frames) * num_frames
-        rounded = round(num_frames / rule.frames) * rule.frames
-        return _cut_to_cells(size, side, rule.least, most, num_frames, rounded)
+        most = self.most if self.cap is None else self._most_of_a_frame(num_frames) * num_frames
+        rounded = round(num_frames / self.moment) * self.moment
+        return _cut_to_cells(size, side, self.least, most, num_frames, rounded)
 
     def _most_of_a_frame(self, num_frames: int) -> int:
-        rule = self.video
-        if rule.cap is None:
-            return rule.most
-        floor = int(rule.least * 1.05)
-        if rule.in_all:
-            return max(min(rule.cap * self.side**2, rule.most // num_frames), floor)
-        return max(min(rule.most, int(rule.cap * self.side**2 * 0.9) * rule.frames // num_frames), floor)
+        if self.cap is None:
+            return self.most
+        floor, capped = int(self.least * 1.05), self.cap * self.side**2
+        if self.in_all:
+            return max(min(capped, self.most // num_frames), floor)
+        return max(min(self.most, int(capped * 0.9) * self.moment // num_frames), floor)
 
     def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all of its features."""
-        return self.image_token
-
-    def video_text(self, seconds: list[float]) -> str:
-        """The text in a video's place, with one token for all of its features, or for those of every moment. seconds:
-        the time of each."""
-        if not self.video.stamps:
-            return self.video.token
-        return "".join(f"<{time:.1f} seconds><|vision_start|>{self.video.token}<|vision_end|>" for time in seconds)
+        """The text in the place of a moment, or of all, with one image_token for all of its features."""
+        return f"{self.start}{self.image_token}{self.end}"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ LEVELS = [
     {"config"},
     {"runtime"},
     {"tilings"},
+    {"videos"},
     {"batch", "geometry", "tokenizer"},
     {"data", "model"},
     {"engine"},

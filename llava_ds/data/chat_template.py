@@ -73,10 +73,13 @@ def render_own(
     return _segments(_as_chat(messages, mm_use_im_start_end), tokenizer)
 
 
-def _segments(chat: list[dict[str, object]], tokenizer: PreTrainedTokenizerBase, prompt: str = "") -> list[Segment]:
+def _segments(
+    chat: list[dict[str, object]], tokenizer: PreTrainedTokenizerBase, prompt: str = "", source: str | None = None
+) -> list[Segment]:
     """Segments of a chat as render_own gives them. prompt: what the template writes before an answer that is to come;
-    spaces between it and an answer that is there are supervised with the answer."""
-    source = own_template(tokenizer)
+    spaces between it and an answer that is there are supervised with the answer; source: another template than the
+    tokenizer's."""
+    source = own_template(tokenizer) if source is None else source
     if re.search(r"\{%-?\s*generation\b", source):
         text, spans = _rendered(chat, tokenizer, source, marks=True)
         return _cut(text, spans)
@@ -125,23 +128,34 @@ def _with_text(turn: dict[str, object], text: str) -> dict[str, object]:
 
 
 def render_ready(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, prompt: str, kinds: Sequence[str] = ()
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    kinds: Sequence[str] = (),
+    source: str | None = None,
 ) -> list[Segment]:
     """Render a conversation as a ready model's processor does, with images where their marks are. prompt: of
-    answer_prompt; kinds: "image" or "video" for each mark. Raises DataError as render_own does."""
-    return _segments(_as_parts(messages, kinds), tokenizer, prompt)
+    answer_prompt; kinds: "image" or "video" for each mark; source: another template than the tokenizer's. Raises
+    DataError as render_own does."""
+    return _segments(_as_parts(messages, kinds), tokenizer, prompt, source)
 
 
 def render_ready_prompt(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, kinds: Sequence[str] = ()
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    kinds: Sequence[str] = (),
+    source: str | None = None,
 ) -> str:
-    """The text up to the beginning of the next answer, as a ready model's processor writes it. kinds: as above."""
-    return _rendered(_as_parts(messages, kinds), tokenizer, own_template(tokenizer), prompt=True)[0]
+    """The text up to the beginning of the next answer, as a ready model's processor writes it. kinds, source: as of
+    render_ready."""
+    source = own_template(tokenizer) if source is None else source
+    return _rendered(_as_parts(messages, kinds), tokenizer, source, prompt=True)[0]
 
 
-def answer_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text that the template writes before an answer that is to come; "" for a template that writes none."""
-    chat, source = _as_parts([Message("human", "x")]), own_template(tokenizer)
+def answer_prompt(tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> str:
+    """The text that the template writes before an answer that is to come; "" for a template that writes none. source:
+    another template than the tokenizer's."""
+    chat, source = _as_parts([Message("human", "x")]), own_template(tokenizer) if source is None else source
     before, after = (_rendered(chat, tokenizer, source, prompt=prompt)[0] for prompt in (False, True))
     return after[len(before) :] if after.startswith(before) else ""
 

@@ -20,7 +20,6 @@ from llava_ds.files.places import open_data, real_path
 from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import BICUBIC, ImageOptions
-from llava_ds.tilings import CellTiling
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
@@ -67,9 +66,8 @@ def box_parts(options: ImageOptions) -> list[str]:
 
 
 def video_parts(options: ImageOptions) -> list[str]:
-    """How videos are cut into cells, of models that do so."""
-    rule = options.tiling.video if isinstance(options.tiling, CellTiling) else None
-    return [] if rule is None else [repr(rule), repr(options.force_sample)]
+    """What a ready model makes of videos."""
+    return [] if options.video is None else [repr(options.video), repr(options.force_sample)]
 
 
 def options_that_matter(image_options: ImageOptions, videos: bool) -> ImageOptions:

@@ -22,6 +22,7 @@ from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.runtime.ranks import printable
+from llava_ds.videos import Footage
 
 Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
 
@@ -78,14 +79,14 @@ PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("
 class SizedMedia:
     """An image or video with the upright size in pixels of each image or sampled frame.
 
-    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a video that is cut
-    into cells.
+    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a ready model's
+    video.
     """
 
     media: Media
     sizes: tuple[tuple[int, int], ...]
     boxes: tuple[Numbers, ...] = ()
-    footage: geometry.Footage | None = None
+    footage: Footage | None = None
 
     @classmethod
     def of(cls, media: Media, options: geometry.ImageOptions) -> "SizedMedia":
@@ -276,7 +277,7 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
             Media(kind, tuple(FileRef(*ref) for ref in refs)),
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
-            next((geometry.Footage(*more["footage"]) for more in rest if "footage" in more), None),
+            next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )

@@ -14,7 +14,7 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
 from llava_ds.geometry import ImageOptions, ImageText, ReadyImageOptions
-from llava_ds.tilings import CellTiling, placeholder_of
+from llava_ds.tilings import placeholder_of
 from llava_ds.tokenizer import framing_ids
 
 
@@ -35,11 +35,10 @@ class ReadyEncoder(Encoder):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ReadyImageOptions) -> None:
         self.image_token, self.placeholder = images.tiling.image_token, placeholder_of(images.tiling)
-        rule = images.tiling.video if isinstance(images.tiling, CellTiling) else None
-        self.video_token = None if rule is None else rule.token
-        self.tokens = {self.image_token, self.placeholder} | ({self.video_token} - {None})
+        self.video = images.video
+        self.places = [self.placeholder, *([] if self.video is None else [self.video.token])]
         super().__init__(tokenizer, options)
-        self.prompt = answer_prompt(self.tokenizer)
+        self.prompts = {source: answer_prompt(self.tokenizer, source) for source in {None, self._template(True)}}
         self.bos = self.tokenizer.bos_token
         self.framing, last = framing_ids(self.tokenizer)
         if last:
@@ -49,36 +48,42 @@ class ReadyEncoder(Encoder):
             )
 
     def _find_image_token(self) -> None:
-        tokens = [self.image_token, self.video_token]
-        self.image_ids = tuple(self.backend.token_to_id(token) for token in tokens if token is not None)
+        tokens = [self.image_token] if self.video is None else [self.image_token, self.video.frame.image_token]
+        self.image_ids = tuple(self.backend.token_to_id(token) for token in dict.fromkeys(tokens))
+
+    def _template(self, has_videos: bool) -> str | None:
+        """The chat template of a conversation, None for the tokenizer's own."""
+        return self.video.template if has_videos and self.video is not None else None
 
     def _render(self, messages: Sequence[Message], features: Sequence[ImageText]) -> list[Segment]:
-        return render_ready(self._guarded(messages), self.tokenizer, self.prompt, _kinds(features))
+        source = self._template(any(mark.is_video for mark in features))
+        return render_ready(self._guarded(messages), self.tokenizer, self.prompts[source], _kinds(features), source)
 
     def _prompt_text(self, messages: Sequence[Message], features: Sequence[ImageText]) -> str:
-        return render_ready_prompt(messages, self.tokenizer, _kinds(features))
+        source = self._template(any(mark.is_video for mark in features))
+        return render_ready_prompt(messages, self.tokenizer, _kinds(features), source)
 
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[ImageText]
     ) -> tuple[list[Piece], list[tuple[int, int, int]]]:
         """The text with every image's or video's own text in its place, and its supervised spans."""
         spans, parts, length, left = [], [], 0, iter(mark.text for mark in features)
-        places = [token for token in (self.placeholder, self.video_token) if token is not None]
         for segment in self._chosen(segments):
-            pieces = re.split(f"({'|'.join(map(re.escape, places))})", segment.text)
+            pieces = re.split(f"({'|'.join(map(re.escape, self.places))})", segment.text)
             text = "".join(next(left, piece) if i % 2 else piece for i, piece in enumerate(pieces))
             if segment.supervised:
                 spans.append((length, length + len(text), 0))
             parts.append(text)
             length += len(text)
         written = "".join(segment.text for segment in segments)
-        found = sum(written.count(token) for token in self.tokens)
+        found = sum(written.count(token) for token in {self.image_token, *self.places})
         whole = "".join(parts)
-        if self.video_token is not None and written.count(self.video_token) != sum(mark.is_video for mark in features):
+        num_videos = sum(mark.is_video for mark in features)
+        if self.video is not None and written.count(self.video.token) != num_videos:
             raise DataError(
-                f"the conversation holds {written.count(self.video_token)} of the model's video token "
-                f"{self.video_token} for {sum(mark.is_video for mark in features)} videos: its text must not spell "
-                "that token, and the chat template has to write it for a video"
+                f"the conversation holds {written.count(self.video.token)} of the model's video token "
+                f"{self.video.token} for {num_videos} videos: its text must not spell that token, and the chat "
+                "template has to write it for a video"
             )
         if found != len(features) or (LITERAL_IMAGE in whole and self.image_token == IMAGE_TOKEN):
             raise DataError(
@@ -95,7 +100,7 @@ class ReadyEncoder(Encoder):
         spans: Sequence[tuple[int, int, int]],
         features: Sequence[ImageText],
     ) -> tuple[np.ndarray, np.ndarray]:
-        tokens = [self.video_token if mark.is_video else self.image_token for mark in features]
+        tokens = [self.video.frame.image_token if mark.is_video else self.image_token for mark in features]
         counts = [mark.features for mark, token in zip(features, tokens) for _ in range(mark.text.count(token))]
         return super()._join(pieces, coded, spans, counts)
 

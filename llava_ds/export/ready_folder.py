@@ -21,12 +21,13 @@ from llava_ds.files.model_files import (
     read_json_if_there,
 )
 from llava_ds.geometry import ReadyImageOptions
-from llava_ds.model.families.qwen_vl import by_settings, pixel_bounds
+from llava_ds.model.families.qwen_vl import pixel_bounds
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.ready import frames_options
+from llava_ds.model.ready import frames_options, plan_videos
 from llava_ds.model.vision import read_processor, read_whole_processor
-from llava_ds.tilings import CellTiling
+from llava_ds.tilings import CellTiling, FrameCells, SplitTiling, Tiling
+from llava_ds.videos import VideoRule
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 NOT_COPIED = ("config.json", "adapter_config.json")  # which are written, or belong to an adapter
@@ -67,18 +68,16 @@ def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
     where the source's say others."""
     options, source = export.image_options, source_folder(export)
     tiling = options.tiling
-    if not isinstance(tiling, CellTiling):
-        return
-    if _sizes(options) == _sizes_in(source, options):
+    if _sizes(options) == _sizes_in(export, source):
         return
     where = str(source)
     contents = {name: read_json_if_there(source / name, where) for name in PROCESSOR_FILES}
     for images in (contents["preprocessor_config.json"], contents["processor_config.json"].get("image_processor")):
-        if isinstance(images, dict) and images:
+        if isinstance(tiling, CellTiling) and isinstance(images, dict) and images:
             images["size"] = {"shortest_edge": tiling.least, "longest_edge": tiling.most}
             earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}  # names, which win over size
             images |= {key: value for key, value in earlier.items() if key in images}
-    if tiling.video is not None:
+    if options.video is not None:
         videos = _video_settings(options, read_whole_processor(source, where).get("video_processor", {}))
         whole = contents["processor_config.json"]
         if "video_processor" in whole:
@@ -92,37 +91,45 @@ def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
 
 def _sizes(options: ReadyImageOptions) -> tuple:
     """All that write_image_sizes writes."""
-    rule = options.tiling.video
-    bounds = (options.tiling.least, options.tiling.most), None if rule is None else (rule.least, rule.most)
-    return *bounds, options.video_fps, options.frames_upbound, options.force_sample
+    rule = options.video
+    frames = None if rule is None else (_bounds(rule.frame), options.frame_choice)
+    return _bounds(options.tiling), frames
 
 
-def _sizes_in(source: Path, options: ReadyImageOptions) -> tuple:
-    """The same as a folder says it. options: of a run that began with it."""
-    where = str(source)
-    least, most = pixel_bounds(read_processor(source, where))
-    rule = options.tiling.video
-    if rule is not None:
-        rule = by_settings(rule, read_whole_processor(source, where).get("video_processor") or {})
-    tiling = dataclasses.replace(options.tiling, least=least, most=most, video=rule)
+def _bounds(tiling: Tiling | FrameCells) -> tuple[int, int] | None:
+    """Fewest and most pixels, where flags may change them."""
+    return (tiling.least, tiling.most) if isinstance(tiling, (CellTiling, FrameCells)) else None
+
+
+def _sizes_in(export: ExportPlan, source: Path) -> tuple:
+    """The same as a folder says it, of the model that is exported."""
+    where, tiling, options = str(source), export.image_options.tiling, export.image_options
+    images = read_processor(source, where)
+    if isinstance(tiling, CellTiling):
+        least, most = pixel_bounds(images)
+        tiling = dataclasses.replace(tiling, least=least, most=most)
+    whole = read_whole_processor(source, where)
+    rule, _ = plan_videos(export.model.ready, tiling, images, whole, export.model.tokenizer)
     without_flags = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
-    return _sizes(dataclasses.replace(options, tiling=tiling, **frames_options(tiling, without_flags)))
+    return _sizes(dataclasses.replace(options, tiling=tiling, video=rule, **frames_options(rule, without_flags)))
 
 
 def _video_settings(options: ReadyImageOptions, source: dict) -> dict:
     """The video processor's settings of a run. source: of the folder that the model came from."""
-    rule = options.tiling.video
-    chosen = {"fps": options.video_fps, "max_frames": options.frames_upbound or None, "num_frames": None}
-    if options.force_sample:
-        chosen = {"fps": None, "num_frames": options.frames_upbound}
-    replaced = ("min_pixels", "max_pixels", "fps", "max_frames", "num_frames", "image_processor_type")
+    rule, most = options.video, options.frames_upbound
+    chosen = {"fps": options.video_fps, "num_frames": None, **({rule.bound: most} if most else {})}
+    if options.force_sample and rule.bound != "num_frames":
+        chosen = {"fps": None, "num_frames": most}
+    replaced = ("min_pixels", "max_pixels", "max_frames", "video_sampling", "image_processor_type")
     kept = {name: value for name, value in source.items() if name not in replaced}
-    return {
-        "video_processor_type": "Qwen3VLVideoProcessor" if rule.in_all else "Qwen2VLVideoProcessor",
-        **kept,
-        "size": {"shortest_edge": rule.least, "longest_edge": rule.most},
-        **{name: value for name, value in chosen.items() if value is not None},
-    }
+    return {"video_processor_type": rule.processor, **kept, **_size_of(rule), **chosen}
+
+
+def _size_of(rule: VideoRule) -> dict[str, dict[str, int]]:
+    """The size of frames in a video processor's settings, where flags may change it or it may have another name."""
+    if isinstance(rule.frame, FrameCells):
+        return {"size": {"shortest_edge": rule.frame.least, "longest_edge": rule.frame.most}}
+    return {"size": {"longest_edge": rule.frame.longest_edge}} if isinstance(rule.frame, SplitTiling) else {}
 
 
 def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:

@@ -14,7 +14,8 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import PIXEL_FLAGS, ImageSpec, ReadyImageOptions
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
-from llava_ds.tilings import WHOLE_IMAGES, BudgetTiling, CellTiling, Tiling, VideoRule
+from llava_ds.tilings import WHOLE_IMAGES, BudgetTiling, CellTiling, Tiling
+from llava_ds.videos import VideoRule
 
 
 class ReadyModel(NamedTuple):
@@ -34,13 +35,15 @@ class ReadyVision:
     """A ready model's vision model and connector before they are built; stands in the place of a TowerPlan.
 
     images: size and patch_size as of TowerPlan's, in features of the language model; tiles: their number and order;
-    resample: Pillow's number of the filter.
+    resample: Pillow's number of the filter; video: what videos become, or None, and no_videos why.
     """
 
     ready: ReadyModel
     images: ImageSpec
     tiles: TileSpec
     resample: int
+    video: VideoRule | None = None
+    no_videos: str = ""
     scales: tuple[int, ...] = ()
 
     @property
@@ -111,7 +114,9 @@ class ReadyVision:
             images.mean,
             max_pixels=data.max_image_pixels,
             tiling=_within(self.tiles.tiling, data),
-            **frames_options(self.tiles.tiling, args),
+            video=_video_within(self.video, data),
+            no_videos=self.no_videos,
+            **frames_options(self.video, args),
             resample=self.resample,
             has_image_blocks=self.has_image_blocks,
             blocks_need_windows=self.ready.family.blocks_need_windows,
@@ -132,8 +137,7 @@ class ReadyVision:
 
 
 def _within(tiling: Tiling, data: DataArguments) -> Tiling:
-    """A tiling within --min_pixels and --max_pixels, and the same of videos. Raises ConfigError for bounds that it
-    can't have."""
+    """A tiling within --min_pixels and --max_pixels. Raises ConfigError for bounds that it can't have."""
     given = {name: value for name in PIXEL_FLAGS if (value := getattr(data, name)) is not None}
     flags = ", ".join(f"--{name} {value}" for name, value in given.items())
     if given and not isinstance(tiling, CellTiling):
@@ -147,38 +151,39 @@ def _within(tiling: Tiling, data: DataArguments) -> Tiling:
             f"{flags}: an image would have {least} to {most} pixels: give --max_pixels of at least {tiling.side**2}, a "
             "single feature, and --min_pixels below it"
         )
-    return dataclasses.replace(tiling, least=least, most=most, video=_video_within(tiling, data))
+    return dataclasses.replace(tiling, least=least, most=most)
 
 
-def frames_options(tiling: Tiling, args: Arguments) -> dict[str, object]:
+def frames_options(rule: VideoRule | None, args: Arguments) -> dict[str, object]:
     """Options of choosing a video's frames: those of flags that are given, else what the model's files say."""
     names = ("video_fps", "frames_upbound", "force_sample")
     found = {name: getattr(args.data, name) for name in names}
-    rule = tiling.video if isinstance(tiling, CellTiling) else None
     if rule is not None:
-        forced = {} if rule.num_frames is None else {"frames_upbound": rule.num_frames, "force_sample": True}
+        is_forced = rule.num_frames is not None and "video_fps" not in args.given
+        forced = {"frames_upbound": rule.num_frames, "force_sample": True} if is_forced else {}
         own = {"video_fps": rule.fps, "frames_upbound": rule.most_frames, **forced}
         found |= {name: value for name, value in own.items() if value is not None and name not in args.given}
     return found
 
 
-def _video_within(tiling: CellTiling, data: DataArguments) -> VideoRule | None:
-    """The same of a model's videos."""
-    rule, given = tiling.video, (data.video_min_pixels, data.video_max_pixels)
+def _video_within(rule: VideoRule | None, data: DataArguments) -> VideoRule | None:
+    """A model's videos within --video_min_pixels and --video_max_pixels. Raises ConfigError as _within does."""
+    given = data.video_min_pixels, data.video_max_pixels
     if given == (None, None):
         return rule
     names = zip(PIXEL_FLAGS[2:], given)
     flags = ", ".join(f"--{name} {value}" for name, value in names if value is not None)
     if rule is None:
         raise ConfigError(f"{flags}: this model has no videos: leave it out")
-    least, most = (rule.least if given[0] is None else given[0]), (rule.most if given[1] is None else given[1])
-    if not tiling.side**2 <= most or least > most:
-        whose = "all frames of a video" if rule.in_all else "a frame of a video"
+    cells = rule.frame
+    least, most = (cells.least if given[0] is None else given[0]), (cells.most if given[1] is None else given[1])
+    if not cells.side**2 <= most or least > most:
+        whose = "all frames of a video" if cells.in_all else "a frame of a video"
         raise ConfigError(
             f"{flags}: {whose} would have {least} to {most} pixels: give --video_max_pixels of at least "
-            f"{tiling.side**2}, a single feature, and --video_min_pixels below it"
+            f"{cells.side**2}, a single feature, and --video_min_pixels below it"
         )
-    return dataclasses.replace(rule, least=least, most=most)
+    return dataclasses.replace(rule, frame=dataclasses.replace(cells, least=least, most=most))
 
 
 def plan_vision(
@@ -197,7 +202,19 @@ def plan_vision(
     per_row = round(tiles.features**0.5)
     if side // (side // per_row) != per_row:
         raise ConfigError(f"{where}: {per_row} x {per_row} features don't divide its tiles of {side} pixels")
-    return ReadyVision(ready, ImageSpec(side, side // per_row, mean, std), tiles, resample)
+    spec = ImageSpec(side, side // per_row, mean, std)
+    return ReadyVision(ready, spec, tiles, resample, *plan_videos(ready, tiles.tiling, images, processor, tokenizer))
+
+
+def plan_videos(
+    ready: ReadyModel, tiling: Tiling, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase
+) -> tuple[VideoRule | None, str]:
+    """What a model's videos become by its processors' settings, as plan_vision takes them; or None, and why."""
+    settings = processor.get("video_processor") or {}
+    try:
+        return ready.family.videos(ready.config, tiling, images, settings, tokenizer), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 class ReadyTower(nn.Module):

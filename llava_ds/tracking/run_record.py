@@ -109,9 +109,11 @@ def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 
 class RunRecord(TypedDict):
-    """The part of run.json that later commands read. folder: which relative paths in it are from."""
+    """The part of run.json that later commands read. given: flags that were; folder: which relative paths in it are
+    from."""
 
     arguments: dict[str, Any]
+    given: NotRequired[list[str]]
     num_steps: int
     versions: dict[str, str]
     folder: NotRequired[str]
@@ -136,7 +138,7 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
         sections.append(cls(**given))
     if flags:
         raise DataError(f"{path} has flags that this version does not know: {', '.join(flags)}")
-    return Arguments(*sections, frozenset()), record
+    return Arguments(*sections, frozenset(record.get("given", ()))), record
 
 
 def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:

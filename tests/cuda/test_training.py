@@ -24,13 +24,12 @@ from fake_models import (
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
-from llava_ds.geometry import Footage
 from llava_ds.model import attention
 from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
 from llava_ds.model.projector import feature_stride
-from llava_ds.tilings import CellTiling
+from llava_ds.videos import Footage
 
 pytestmark = pytest.mark.cuda
 
@@ -38,14 +37,14 @@ OPTIONS = toys.image_options()
 IMAGE = ("image", ((40, 30),))
 
 
-CLIP = ("video", ((40, 30),) * 5, Footage(5, 1.0))
+CLIP = ("frames", ((40, 30),) * 5, Footage(5, 1.0))
 ANYRES = {"aspect_ratio": "anyres_max_4", "merge_type": "spatial_unpad"}
 
 
 def talks(options=OPTIONS) -> list:
     """Samples with one image, with text alone, and with two images; with a ready model's videos, if it has them."""
     found = [sample(options, 9, [IMAGE]), sample(options, 30), sample(options, 14, [IMAGE] * 2, source=1)]
-    if isinstance(options.tiling, CellTiling):
+    if options.video is not None:
         found.append(sample(options, 12, [CLIP, IMAGE]))
     return found
 

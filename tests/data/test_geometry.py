@@ -18,12 +18,10 @@ from llava_ds.geometry import (
     ImageSpec,
     MediaLayout,
     best_pinpoint,
-    even_frames,
     image_options,
     media_layout,
     parse_pinpoints,
     unpadded_box,
-    video_frames,
 )
 
 # Per case: a picture's size or a video's frames, the flags, and what LLaVA-NeXT's functions made of features that are
@@ -166,26 +164,6 @@ def test_every_flag_of_images_is_read():
     pinpoints = ((24, 24), (24, 48), (48, 24), (48, 48))
     expected = (24, 8, MEAN, "anyres_max_4", pinpoints, "spatial", 7, True, 2, 5, 3, "average", "frame", True)
     assert found == ImageOptions(*expected) and found.max_tiles == 4
-
-
-def test_frames_are_taken_evenly():
-    assert even_frames(3, 5) == [0, 1, 2]
-    assert even_frames(10, 4) == [0, 3, 6, 9]
-    assert even_frames(40, 0) == list(range(40))
-    by_second = replace(ANYRES, video_fps=1, frames_upbound=32)
-    by_fifth = replace(by_second, video_fps=5)
-    assert video_frames(100, 25.0, by_second) == [0, 25, 50, 75]
-    assert video_frames(100, 24.6, by_fifth) == list(range(0, 100, 5))
-    assert video_frames(100, 25.0, replace(by_fifth, frames_upbound=4)) == [0, 33, 66, 99]
-    assert video_frames(3, 0.2, by_second) == [0, 1, 2]  # slower than one a second: all of them
-    assert len(video_frames(10_000, 25.0, replace(by_fifth, frames_upbound=0))) == 2000
-
-
-def test_a_forced_number_of_frames_is_taken_also_of_a_short_video():
-    forced = replace(ANYRES, frames_upbound=5, force_sample=True)
-    assert video_frames(100, 25.0, forced) == [0, 24, 49, 74, 99]  # 4 by the second
-    assert video_frames(3, 25.0, forced) == [0, 0, 1, 1, 2]
-    assert video_frames(100, 25.0, replace(forced, frames_upbound=0)) == [0, 25, 50, 75]  # LLaVA-NeXT's, too
 
 
 @pytest.mark.parametrize("text", ["(1x1),...,(99999x99999)", "(1x1),...,(6x" + "9" * 5000 + ")"])

@@ -22,7 +22,7 @@ from llava_ds.data.native_resolution import axis_positions, tower_inputs
 from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.model.families.ready import READY
 from llava_ds.model.plan import plan_model, read_parts
-from llava_ds.tilings import BudgetTiling, CellTiling, Grid, VideoRule
+from llava_ds.tilings import BudgetTiling, CellTiling, FrameCells, Grid
 
 
 def cells_of(side: int, least: int, most: int, **more) -> CellTiling:
@@ -62,10 +62,10 @@ def test_sizes_within_a_budget_are_the_processors():
         [Image.new("RGB", size) for size in ((90, 30), (40, 41))], return_tensors="pt"
     )["image_position_ids"]
     cells = [tiling.cut(size).grid for size in ((90, 30), (40, 41))]
-    layouts = [SimpleNamespace(cells=each) for each in cells]
+    layouts = [SimpleNamespace(cells=each, moments=1, is_video=False, num_tokens=0) for each in cells]
     config = SimpleNamespace(vision_config=SimpleNamespace(pooling_kernel_size=2))
     patches = torch.zeros(4 * sum(across * down for across, down in cells), 3)
-    own = READY["gemma4"].outer_inputs(config, patches, layouts, torch.zeros(1, 1))["image_position_ids"]
+    own = READY["gemma4"].outer_inputs(config, patches, layouts, torch.zeros(1, 1) > 0)["image_position_ids"]
     assert torch.equal(own, found[:, : own.shape[1]]) and (found[:, own.shape[1] :] == -1).all()
     rows, columns = tower_inputs([Grid(*cells[0])], tiling)["position_ids"].T
     across, down = cells[0]
@@ -81,11 +81,11 @@ def test_sizes_of_videos_are_the_processors(in_all):
         size, side = tuple(int(2 ** rng.uniform(1, 11)) for _ in range(2)), int(rng.choice([16, 28, 32]))
         frames, least = int(rng.integers(2, 40)), int(rng.integers(1, 50)) * side**2
         most, cap = least * int(rng.integers(1, 50)), int(rng.choice([0, 16])) if in_all else None
-        tiling = cells_of(side, 1, 10**9, video=VideoRule("<|video_pad|>", 2, least, most, in_all, cap or None))
+        tiling = FrameCells(side, 2, least, most, in_all, "<|video_pad|>", cap or None)
         upright = (max(side, size[0]), max(side, size[1])) if in_all else size
         if max(upright) > 100 * min(upright) or max(size) > 100 * min(size):
             continue
-        cut = tiling.cut_video(size, frames)
+        cut = tiling.cut(size, frames)
         if not in_all:
             assert cut.steps == (smart_resize(size[1], size[0], side, least, most)[::-1],)
             continue
@@ -160,37 +160,38 @@ def with_pixels(folder, **flags):
     return plan_model(args.model, 512), args
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm", "internvl", "gemma4"])
 @pytest.mark.parametrize("forced", [False, True])
 def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path, family, forced):
     """And so is the choice of a video's frames."""
     write_ready(tmp_path, family)
-    frames = {"video_fps": 3, "frames_upbound": 6, "force_sample": forced}
-    plan, args = with_pixels(
-        tmp_path, min_pixels=1024, max_pixels=2048, video_min_pixels=1280, video_max_pixels=4096, **frames
-    )
+    flags = {"video_fps": 3, "frames_upbound": 6, "force_sample": forced}
+    if family in QWEN_PROCESSORS:
+        flags |= {"min_pixels": 1024, "max_pixels": 2048, "video_min_pixels": 1280, "video_max_pixels": 4096}
+    plan, args = with_pixels(tmp_path, **flags)
     options = plan.tower.image_options(args)
-    assert (options.tiling.least, options.tiling.most) == (1024, 2048)
-    assert (options.tiling.video.least, options.tiling.video.most) == (1280, 4096)
-    assert options.tiling.cut((400, 400)).num_tiles <= 2048 // 16**2 < plan.tower.tiles.tiling.cut((400, 400)).num_tiles
-    named = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"max_pixels": 4096}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(named))  # as older folders have it
+    if family in QWEN_PROCESSORS:
+        assert (options.tiling.least, options.tiling.most) == (1024, 2048)
+        assert (options.video.frame.least, options.video.frame.most) == (1280, 4096)
+        most = options.tiling.cut((400, 400)).num_tiles
+        assert most <= 2048 // 16**2 < plan.tower.tiles.tiling.cut((400, 400)).num_tiles
+        named = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"max_pixels": 4096}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(named))  # as older folders have it
     written = tmp_path / "written"
     written.mkdir()
     write_image_sizes(SimpleNamespace(model=plan, image_options=options), written)
-    for name in ("preprocessor_config.json", "processor_config.json", "config.json"):
-        if not (written / name).exists():
-            (written / name).write_bytes((tmp_path / name).read_bytes())
     for file in tmp_path.iterdir():
         if file.is_file() and not (written / file.name).exists():
             (written / file.name).write_bytes(file.read_bytes())
     tower = read_parts(ModelArguments(model_name_or_path=str(written))).tower
     again = tower.image_options(Arguments(args.model, DataArguments(), TrainingArguments(), frozenset()))
-    assert again.tiling == options.tiling
+    assert (again.tiling, again.video) == (options.tiling, options.video)
+    forced = forced and family != "smolvlm"  # whose settings have no word for it
     assert (again.frames_upbound, again.force_sample) == (6, forced)
     assert again.video_fps == (1 if forced else 3)
-    whole = json.loads((written / "processor_config.json").read_text())["image_processor"]
-    assert whole["size"] == {"shortest_edge": 1024, "longest_edge": 2048}
+    if family in QWEN_PROCESSORS:
+        whole = json.loads((written / "processor_config.json").read_text())["image_processor"]
+        assert whole["size"] == {"shortest_edge": 1024, "longest_edge": 2048}
 
 
 @pytest.mark.parametrize(

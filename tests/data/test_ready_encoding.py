@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -25,10 +26,12 @@ from llava_ds.data.native_resolution import axis_positions
 from llava_ds.data.preflight import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import Footage, ImageOptions, MediaLayout, media_layout, video_frames
+from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
 from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.plan import read_parts
-from llava_ds.tilings import CellTiling
+from llava_ds.tilings import FrameCells
+from llava_ds.videos import Footage, video_frames
 
 SIZES = [(40, 70), (70, 40), (32, 32), (33, 31), (200, 20), (20, 200), (1, 1), (97, 96), (5, 90), (300, 300)]
 WORDS = ["It is a red cat.", "two", "yes no", "  spaces  inside ", "日本。", "a\nline", "What?", "<b>it's</b>"]
@@ -66,11 +69,16 @@ class Video(NamedTuple):
 FOOTAGE = [Footage(7, 3.5), Footage(60, 29.97), Footage(100, 2.0), Footage(2, 1.0), Footage(90, 30.0)]
 
 
+def used(one: Video, options: ImageOptions) -> list[int]:
+    """The indices of its frames."""
+    return video_frames(*one.footage, options.frame_choice)
+
+
 def layout_of(one, options: ImageOptions) -> MediaLayout:
     """The layout of an image of a size, or of a video."""
     if not isinstance(one, Video):
         return media_layout("image", (one,), 1, options)
-    sizes = (one.size,) * len(video_frames(*one.footage, options))
+    sizes = (one.size,) * len(used(one, options))
     return media_layout("video", sizes, 1, options, one.footage)
 
 
@@ -78,16 +86,19 @@ def show(one, options: ImageOptions) -> dict:
     """The same as a part of a message for the processor."""
     if not isinstance(one, Video):
         return {"type": "image", "image": image(one)}
-    return {"type": "video", "video": np.stack([frame(one.size, i) for i in video_frames(*one.footage, options)])}
+    return {"type": "video", "video": np.stack([frame(one.size, i) for i in used(one, options)])}
 
 
 def tell_of(media, processor, options: ImageOptions) -> None:
     """Let the processor's stand-in for videos know of their times."""
-    if not isinstance(processor, tuple(ready_models.QWEN_PROCESSORS.values())):
+    if not hasattr(processor, "video_processor"):
         return
-    videos = [one.footage for one in media if isinstance(one, Video)]
+    videos = [one for one in media if isinstance(one, Video)]
     processor.video_processor.metadata = [
-        VideoMetadata(count, rate, frames_indices=video_frames(count, rate, options)) for count, rate in videos
+        VideoMetadata(
+            *one.footage, duration=one.footage.num_frames / one.footage.rate, frames_indices=used(one, options)
+        )
+        for one in videos
     ]
 
 
@@ -100,9 +111,14 @@ def conversations(number: int, options: ImageOptions):
     """Generated conversations: our messages, the processor's, and their images (sizes) and videos, where a model has
     them."""
     rng = np.random.default_rng(0)
-    has_videos = isinstance(options.tiling, CellTiling)
+    # Tensors of all videos of a conversation hold videos of one length alone in these processors.
+    of_one_length = options.video is not None and options.video.processor in (
+        "SmolVLMVideoProcessor",
+        "InternVLVideoProcessor",
+    )
     for _ in range(number):
         ours, theirs, media = [], [], []
+        footage = FOOTAGE[rng.integers(len(FOOTAGE))]
         if rng.random() < 0.3:
             text = WORDS[rng.integers(len(WORDS))]
             ours.append(Message("system", text))
@@ -111,8 +127,8 @@ def conversations(number: int, options: ImageOptions):
             texts, parts = [], []
             for _ in range(rng.integers(0, 3)):
                 one = SIZES[rng.integers(len(SIZES))]
-                if has_videos and rng.random() < 0.3:
-                    one = Video(one, FOOTAGE[rng.integers(len(FOOTAGE))])
+                if options.video is not None and rng.random() < 0.3:
+                    one = Video(one, footage if of_one_length else FOOTAGE[rng.integers(len(FOOTAGE))])
                 media.append(one)
                 word = WORDS[rng.integers(len(WORDS))].strip()
                 texts += [IMAGE_TOKEN, "\n" if rng.random() < 0.5 else " ", word]
@@ -141,13 +157,13 @@ def test_ids_and_labels_are_the_processors(ready, number):
     for (_, theirs, media), coded, shown in zip(talks, found, layouts):
         tell_of(media, processor, options)
         # The twin writes the same text, and says which of it is an answer.
-        settings = {"tokenize": True, "return_dict": True}
-        expected = processor.apply_chat_template(theirs, **settings)["input_ids"][0]
+        settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        expected = processor.apply_chat_template(theirs, **settings)["input_ids"][0].tolist()
         twin = processor.apply_chat_template(
-            theirs, chat_template=marked, return_assistant_tokens_mask=True, return_tensors="pt", **settings
+            theirs, chat_template=marked, return_assistant_tokens_mask=True, **settings
         )
-        assert twin["input_ids"][0].tolist() == list(expected)
-        assert with_media_ids(coded.input_ids, shown, config).tolist() == list(expected)
+        assert twin["input_ids"][0].tolist() == expected
+        assert with_media_ids(coded.input_ids, shown, config).tolist() == expected
         if family in ready_models.QWEN_PROCESSORS:
             check_grids(config, coded.input_ids, shown, twin)
         learned = torch.as_tensor(twin["assistant_masks"])[0].bool().numpy()
@@ -159,10 +175,8 @@ def test_ids_and_labels_are_the_processors(ready, number):
 
 def with_media_ids(ids: np.ndarray, layouts: list[MediaLayout], config) -> np.ndarray:
     """Ids with the token of an image or a video at every feature."""
-    name = "image_token_id" if hasattr(config, "image_token_id") else "image_token_index"
-    tokens = [config.video_token_id if layout.is_video else getattr(config, name) for layout in layouts]
     ids = ids.copy()
-    ids[ids == IMAGE_TOKEN_INDEX] = np.repeat(tokens, [layout.num_tokens for layout in layouts])
+    ids[ids == IMAGE_TOKEN_INDEX] = media_ids(config, layouts)
     return ids
 
 
@@ -196,9 +210,9 @@ def test_prompts_are_the_processors(ready):
         ids = np.array(encoder.prompt_ids(ours[:-1], [layout.mark for layout in layouts]))
         ids = with_media_ids(ids, layouts, config)
         expected = processor.apply_chat_template(
-            theirs[:-1], tokenize=True, return_dict=True, add_generation_prompt=True
+            theirs[:-1], tokenize=True, return_dict=True, add_generation_prompt=True, return_tensors="pt"
         )
-        assert ids.tolist() == list(expected["input_ids"][0])
+        assert ids.tolist() == expected["input_ids"][0].tolist()
     ends = {tokenizer.eos_token, ready_models.ENDS.get(family, tokenizer.eos_token)}
     assert set(tokenizer.convert_ids_to_tokens(end_markers("processor", tokenizer))) == ends
 
@@ -236,7 +250,7 @@ def test_pixels_are_the_processors(ready, tmp_path):
         assert torch.equal(load_media(media, sizes, layout, options, [0]), tiles[:1])
 
 
-@pytest.mark.parametrize("ready", ready_models.QWEN_PROCESSORS, indirect=True)
+@pytest.mark.parametrize("ready", ready_models.WITH_VIDEOS, indirect=True)
 def test_pixels_of_videos_are_the_processors(ready, tmp_path):
     """Of a list of frames, and of a file, which may be turned; an odd last frame counts twice."""
     _, folder, processor = ready
@@ -256,11 +270,14 @@ def test_pixels_of_videos_are_the_processors(ready, tmp_path):
         frames = [np.array(each) for each in load_images(media, sized.sizes, options)]
         assert {each.shape[:2] for each in frames} == {sized.sizes[0][::-1]}
         tiles = load_media(media, sized.sizes, layout, options)
-        assert len(frames) == 5 and layout.moments == 3 and len(tiles) == layout.num_tiles
-        expected = processor.video_processor([np.stack(frames)])["pixel_values_videos"]
-        assert torch.equal(
-            READY[config.model_type].processed(config, (tiles.float() / 255 - mean) / std, [layout]), expected
-        )
+        moments = -(-len(frames) // options.video.moment)
+        assert layout.moments == moments > 1 and len(tiles) == layout.num_tiles
+        found = processor.video_processor([np.stack(frames)])
+        expected = found["pixel_values" if "pixel_values" in found else "pixel_values_videos"]
+        if "video_position_ids" in found:
+            expected = expected[found["video_position_ids"].amin(-1) >= 0]
+        own = READY[config.model_type].processed(config, (tiles.float() / 255 - mean) / std, [layout])
+        assert torch.equal(own, expected[0] if expected.ndim == 5 else expected)
     assert len({SizedMedia.of(media, options).sizes for media in shown[1:]}) == len(shown[1:])
 
 
@@ -291,20 +308,49 @@ def test_what_cannot_be_written_is_refused(ready):
     )
     assert "image token" in str(errors[0])
     assert "images belong to questions" in str(errors[1])
-    if not isinstance(options.tiling, CellTiling):
-        with pytest.raises(DataError, match="videos of this ready model"):
+    if options.video is None:
+        with pytest.raises(
+            DataError, match="videos of this ready model can't be read, as its processor has none: take"
+        ):
             media_layout("video", ((40, 40),), 1, options)
         return
     two = Footage(2, 1.0)
-    spelled = [Message("human", f"look: {options.tiling.video.token}"), Message("gpt", "a")]
+    spelled = [Message("human", f"look: {options.video.token}"), Message("gpt", "a")]
     assert "video token" in str(encoder.encode_batch([(spelled, [])])[0])
     with pytest.raises(DataError, match="frames of 40 x 40 and of 40 x 41 pixels"):
         media_layout("frames", ((40, 40), (40, 41)), 1, options, two)
-    with pytest.raises(DataError, match="more than 200 times longer than wide"):
-        media_layout("frames", ((1000, 2),) * 2, 1, options, two)
-    if options.tiling.video.in_all:
+    if isinstance(options.video.frame, FrameCells):
+        with pytest.raises(DataError, match="more than 200 times longer than wide"):
+            media_layout("frames", ((1000, 2),) * 2, 1, options, two)
+    if getattr(options.video.frame, "in_all", False):
         with pytest.raises(DataError, match="has 1 frames to use, and the model's processor refuses fewer than 2"):
             media_layout("frames", ((40, 40),), 1, options, Footage(1, 1.0))
-    without = dataclasses.replace(options, tiling=dataclasses.replace(options.tiling, video=None))
-    with pytest.raises(DataError, match="videos of this ready model"):
+    without = dataclasses.replace(options, video=None, no_videos="it is blind")
+    with pytest.raises(DataError, match="videos of this ready model can't be read, as it is blind: take"):
         media_layout("video", ((40, 40),) * 2, 1, without, two)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "why"),
+    [
+        ("smolvlm", {"max_image_size": {"longest_edge": 16}}, "makes frames of 16 pixels, but tiles have 32"),
+        ("internvl", {"size": {"height": 16, "width": 16}}, "makes frames of 16 pixels, but tiles have 32"),
+        ("gemma4", {"pooling_kernel_size": 3}, "its processor says pooling_kernel_size 3, expected 2"),
+        ("gemma4", {"max_soft_tokens": 151}, "max_soft_tokens 151, for which its tower has no positions"),
+        ("qwen2_vl", {"do_resize": False}, "its processor says do_resize False, expected True"),
+        ("qwen3_vl", {"fps": 0}, "its processor says fps 0, expected a number of 1 or more"),
+        ("internvl", None, "its chat template writes no <video> for one"),
+    ],
+)
+def test_videos_that_do_not_fit_are_left_out_alone(tmp_path, family, change, why):
+    """Images are read as before."""
+    template = ready_models.TEMPLATES[family].replace("{{ '<video>\n' }}", "") if change is None else None
+    write_ready(tmp_path, family, template=template)
+    file = tmp_path / "processor_config.json"
+    whole = json.loads(file.read_text())
+    settings = whole.get("video_processor") or json.loads((tmp_path / "preprocessor_config.json").read_text())
+    file.write_text(json.dumps({**whole, "video_processor": {**settings, **(change or {})}}))
+    _, options, _ = opened(tmp_path)
+    assert media_layout("image", ((40, 40),), 1, options).num_tokens
+    with pytest.raises(DataError, match=f"videos of this ready model can't be read, as .*{why}: take the record out"):
+        media_layout("video", ((40, 40),) * 2, 1, options, Footage(2, 1.0))

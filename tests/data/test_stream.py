@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from ready_models import write_ready
 
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import DataError
 from llava_ds.data import shards
 from llava_ds.data.dataset import ALONE, BrokenSample, DataSpec, PreflightOptions
@@ -19,6 +21,7 @@ from llava_ds.data.sample_order import SampleOrder, by_shards, shards_in_order
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.data.stream import StreamedDataset, streamed
+from llava_ds.model.plan import read_parts
 
 SIZE, NUMBER, BAD = 8, 44, (3, 17, 40)  # records of a shard, all records, and those that are rejected
 
@@ -202,3 +205,27 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1]
     except FileNotFoundError:
         return "Z"
+
+
+def test_videos_of_a_ready_model_are_streamed(tmp_path):
+    """Their tokens and tiles are those of data that is encoded before."""
+    write_ready(tmp_path / "model", "smolvlm")
+    parts = read_parts(ModelArguments(model_name_or_path=str(tmp_path / "model")))
+    options = parts.tower.image_options(Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset()))
+    data = toys.write_data(tmp_path / "data", "ivtv")
+    sources = open_sources(
+        data["data_path"], SourceOptions(image_folder=data["image_folder"], cache_dir=str(tmp_path / "cache"))
+    )
+    both = []
+    for name in ("streamed", "before"):
+        given = PreflightOptions(cache_dir=str(tmp_path / name), num_workers=1)
+        encoding = toys.encoding_options(template="processor")
+        both.append(DataSpec.of(sources, parts.open_tokenizer(), encoding, options, given))
+    data, before = streamed(both[0], range, ALONE), both[1].open(ALONE)
+    data.wait_for(range(4))
+    assert data.lengths.tolist() == before.lengths.tolist()
+    for one, other in zip((data[i] for i in range(4)), (before[i] for i in range(4))):
+        assert one.input_ids.tolist() == other.input_ids.tolist()
+        assert [layout.is_video for _, layout in one.media] == [layout.is_video for _, layout in other.media]
+        assert all(mine.equal(theirs) for (mine, _), (theirs, _) in zip(one.media, other.media))
+    assert [layout.is_video for _, layout in data[1].media] == [True]

@@ -15,9 +15,11 @@ import torch
 import toys
 from exporting import RANKS, export
 from launching import ROOT
+from ready_models import write_ready
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.engine.construct import build_model
 from llava_ds.evaluation import asking
 from llava_ds.evaluation.answers import Part, answer_rows, answered, open_store, write_answers, write_scores
@@ -30,7 +32,7 @@ from llava_ds.evaluation.scores import Scored, exact_match, shown_reference, yes
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.export.card import write_conversion_card
 from llava_ds.geometry import ImageOptions
-from llava_ds.infer.generate import Answer
+from llava_ds.infer.generate import Answer, Prompt, answer
 from llava_ds.infer.load import load_model
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import Ranks
@@ -144,6 +146,24 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
     with pytest.raises(ConfigError, match="holds no model"):
         main()
     assert (broken / "x.json").read_bytes() == whole[1]  # a slip moves nothing aside
+
+
+def test_questions_about_videos(tmp_path, monkeypatch):
+    """Of a ready model, which is shown all frames."""
+    write_ready(tmp_path / "model", "smolvlm")
+    data = toys.write_data(tmp_path / "data", "vit")
+    flags = {**data, "model_path": str(tmp_path / "model"), "max_new_tokens": "4", "output": str(tmp_path / "x.json")}
+    main = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]
+    asked = [token for name, value in flags.items() for token in (f"--{name}", value)]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *asked])
+    main()
+    rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
+    frames = [str(tmp_path / "data" / "images" / f"0-{i}.png") for i in range(5)]
+    row = next(row for row in rows if row["images"] == frames[:1])
+    media = Media("frames", tuple(map(FileRef, frames)))
+    prompt = Prompt((Message("human", "<image>\nWhat is it, number 0?"),), (media,))
+    assert row["prompt"] == "What is it, number 0?"
+    assert [row["text"]] == answer(load_model(tmp_path / "model"), [prompt], max_new_tokens=4) != [""]
 
 
 def test_only_what_is_not_answered_is_asked_and_in_whole_batches(questions, monkeypatch):

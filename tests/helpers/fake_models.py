@@ -97,7 +97,7 @@ def sample(options: ImageOptions, num_text: int, media: list[tuple[str, tuple]] 
     supervised."""
     layouts = [media_layout(kind, sizes, len(media), options, *footage) for kind, sizes, *footage in media]
     side = options.size
-    heights = [side * (options.tiling.video.frames if layout.is_video else 1) for layout in layouts]
+    heights = [side * (options.video.moment if layout.is_video else 1) for layout in layouts]
     tiles = [torch.zeros(one.num_tiles, 3, high, side, dtype=torch.uint8) for one, high in zip(layouts, heights)]
     marks = torch.full((sum(layout.num_tokens for layout in layouts),), IMAGE_TOKEN_INDEX)
     ids = torch.cat([torch.ones(1, dtype=torch.int64), marks, torch.full((num_text,), 5)])

@@ -16,7 +16,12 @@ from toys import ANSWERS, TEXTS
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    convert_image_to_patches,
+    get_aspect_ratio_preserving_size,
+    pad_along_first_dim,
+)
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -30,8 +35,11 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_smart_resize
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.video_processing_smolvlm import get_resize_output_image_size
 from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata, make_batched_videos
+
+from llava_ds.videos import in_words
 
 SIDE, PATCH = 32, 8  # of a tile and of a patch, in pixels: 4 features a tile
 TEXT = {
@@ -85,8 +93,9 @@ QWEN35_TEMPLATE = (
 INTERNVL_TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}{% elif content['type'] == 'text' %}"
-    "{{ content['text'] }}{% endif %}{% endfor %}{% endif %}{{'<|im_end|>\n'}}{% endfor %}"
+    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}{% elif content['type'] == 'video' %}"
+    "{{ '<video>\n' }}{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{{'<|im_end|>\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{'<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA_TEMPLATE = (
@@ -109,6 +118,7 @@ GEMMA4_SMALL_TEMPLATE = (
     "{{ bos_token }}{%- for message in messages -%}"
     "{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}"
     "{%- for item in message['content'] -%}{%- if item['type'] == 'image' -%}{{ '<|image|>' }}"
+    "{%- elif item['type'] == 'video' -%}{{ '<|video|>' }}"
     "{%- elif message['role'] == 'assistant' -%}{{ answer(item['text']) }}"
     "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}"
     "{{ '<turn|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}"
@@ -116,14 +126,19 @@ GEMMA4_SMALL_TEMPLATE = (
 GEMMA4_TEMPLATE = GEMMA4_SMALL_TEMPLATE.replace(
     "{{ '<|turn>model\n' }}", "{{ '<|turn>model\n<|channel>thought\n<channel|>' }}"
 )
-# Where answers are marked, transformers' processors say themselves what is learned.
-SMOLVLM_MARKED = SMOLVLM_TEMPLATE.replace(
-    "{{line['text']}}",
-    "{% if message['role'] == 'assistant' %}{% generation %}{{line['text']}}<end_of_utterance>{% endgeneration %}"
-    "{% else %}{{line['text']}}{% endif %}",
-).replace(
-    "{% endfor %}<end_of_utterance>\n",
-    "{% endfor %}{{ '\n' if message['role'] == 'assistant' else '<end_of_utterance>\n' }}",
+# Where answers are marked, transformers' processors say themselves what is learned. Conversations with videos are
+# written by another template than SmolVLM's own, which has none.
+SMOLVLM_MARKED = (
+    SMOLVLM_TEMPLATE.replace("{{ '<image>' }}", "{{ '<image>' }}{% elif line['type'] == 'video' %}{{ '<video>' }}")
+    .replace(
+        "{{line['text']}}",
+        "{% if message['role'] == 'assistant' %}{% generation %}{{line['text']}}<end_of_utterance>{% endgeneration %}"
+        "{% else %}{{line['text']}}{% endif %}",
+    )
+    .replace(
+        "{% endfor %}<end_of_utterance>\n",
+        "{% endfor %}{{ '\n' if message['role'] == 'assistant' else '<end_of_utterance>\n' }}",
+    )
 )
 INTERNVL_MARKED = INTERNVL_TEMPLATE.replace(
     "{% elif content['type'] == 'text' %}{{ content['text'] }}",
@@ -194,9 +209,10 @@ QWEN_PROCESSORS = {
     "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
     "qwen3_vl_moe": Qwen3VLProcessor, "qwen3_5": Qwen3VLProcessor,
 }  # fmt: skip
-
+WITH_VIDEOS = ("smolvlm", "internvl", "gemma4", "gemma4_e", *QWEN_PROCESSORS)
 
 VIDEO_CELLS = 150  # of all frames of a video, where times are between them
+FRAME_TOKENS = 20  # of Gemma 4
 
 
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
@@ -242,6 +258,11 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         whole["processor_class"] = QWEN_PROCESSORS[family].__name__
     elif not family.startswith("gemma4"):
         whole[SAID_FEATURES.get(family, "image_seq_len")] = 4
+    if family == "smolvlm":  # as published
+        images["video_sampling"] = {"fps": 1, "max_frames": 8, "video_size": {"longest_edge": SIDE}}
+    elif family.startswith("gemma4"):
+        own = {"max_soft_tokens": FRAME_TOKENS, "num_frames": 6, "video_processor_type": "Gemma4VideoProcessor"}
+        whole["video_processor"] = {**{name: images[name] for name in ("patch_size", "pooling_kernel_size")}, **own}
     files = {"preprocessor_config.json": images, "processor_config.json": whole}
     if family.startswith("qwen3"):  # as published; the others' videos have the bounds of images
         files["video_preprocessor_config.json"] = {**images, "size": video_size_of(family)}
@@ -282,24 +303,31 @@ def image_processor_of(family: str):
 def processor_of(family: str, tokenizer):
     """transformers' processor of a tiny model."""
     images, template = image_processor_of(family), tokenizer.chat_template
+    videos = Videos(family)
     if family in QWEN_PROCESSORS:
         with openable():
-            videos = Videos(family, video_size_of(family))
             return QWEN_PROCESSORS[family](images, tokenizer, videos, chat_template=template)
     if family == "internvl":
         with openable():
-            return InternVLProcessor(images, tokenizer, image_seq_length=4, chat_template=template)
+            return InternVLProcessor(images, tokenizer, videos, image_seq_length=4, chat_template=template)
     if family == "gemma3":
         return Gemma3Processor(images, tokenizer, image_seq_length=4, chat_template=template)
     if family.startswith("gemma4"):
         with openable():
-            others = {"feature_extractor": SimpleNamespace(), "video_processor": SimpleNamespace()}
+            others = {"feature_extractor": SimpleNamespace(), "video_processor": videos}
             return Gemma4Processor(image_processor=images, tokenizer=tokenizer, chat_template=template, **others)
     if family == "idefics3":
         return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
     with openable():
-        videos = SimpleNamespace(num_frames=1, fps=1)
-        return processing_smolvlm.SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, chat_template=template)
+        return SmolVLM(images, tokenizer, videos, image_seq_len=4, chat_template=template)
+
+
+class SmolVLM(processing_smolvlm.SmolVLMProcessor):
+    """SmolVLM's processor, without num2words also when it writes a video."""
+
+    def replace_video_token(self, *args, **options) -> str:
+        with openable():
+            return super().replace_video_token(*args, **options)
 
 
 def video_size_of(family: str) -> dict:
@@ -316,39 +344,71 @@ class Videos:
     """
 
     merge_size = temporal_patch_size = 2
+    num_frames = fps = 1  # which SmolVLM's processor looks at
 
-    def __init__(self, family: str, size: dict) -> None:
-        self.in_all, self.size = family.startswith("qwen3"), size
+    def __init__(self, family: str) -> None:
+        self.family = family
         self.metadata: list[VideoMetadata] = []
 
     def __call__(self, videos, **_) -> dict:
-        """pixel_values_videos, video_grid_thw and video_metadata."""
-        images, patches, grids = image_processor_of("qwen2_vl"), [], []
-        bounds = self.size["shortest_edge"], self.size["longest_edge"]
-        for video in make_batched_videos(videos):
-            count, height, width, _ = video.shape
-            if self.in_all:
-                size = qwen3_smart_resize(count, height, width, 2, 2 * PATCH, *bounds)
-            else:
-                size = smart_resize(height, width, 2 * PATCH, *bounds)
-            frames = [Image.fromarray(frame).resize(size[::-1], Image.Resampling.BICUBIC) for frame in video]
-            pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)[None] / 255
-            mean, std = (torch.tensor(values).view(3, 1, 1) for values in (images.image_mean, images.image_std))
-            found, *grid = Qwen3VLVideoProcessor.patchify(None, (pixels - mean) / std, PATCH, 2, 2)
-            patches.append(found[0])
-            grids.append(grid)
+        """Pixels, their places and the videos' metadata, as the processor has them."""
+        made = [self._pixels(video) for video in make_batched_videos(videos)]  # (frames, 3, height, width) each
+        found = {"video_metadata": self.metadata}
+        if self.family in QWEN_PROCESSORS:
+            parts = [Qwen3VLVideoProcessor.patchify(None, pixels[None], PATCH, 2, 2) for pixels in made]
+            grids = torch.tensor([grid for _, *grid in parts])
+            return {**found, "pixel_values_videos": torch.cat([p[0] for p, *_ in parts]), "video_grid_thw": grids}
+        if self.family == "smolvlm":
+            return {**found, "pixel_values": torch.stack(made)}
+        if self.family == "internvl":
+            return {**found, "pixel_values_videos": torch.stack(made)}
+        patches, places, counts = [], [], []
+        for pixels in made:
+            down, across = (length // PATCH for length in pixels.shape[-2:])
+            x, y = np.meshgrid(np.arange(across), np.arange(down))
+            own = np.stack([x, y], -1).reshape(-1, 2)
+            for frame in pixels.numpy():
+                padded = pad_along_first_dim(convert_image_to_patches(frame, PATCH), own, 4 * FRAME_TOKENS)
+                patches.append(padded[0])
+                places.append(padded[1])
+            counts.append(len(own) // 4)
         return {
-            "pixel_values_videos": torch.cat(patches),
-            "video_grid_thw": torch.tensor(grids),
-            "video_metadata": self.metadata,
+            **found,
+            "pixel_values_videos": torch.from_numpy(np.stack(patches)),
+            "video_position_ids": torch.from_numpy(np.stack(places)),
+            "num_frames_per_video": torch.tensor([len(pixels) for pixels in made]),
+            "num_soft_tokens_per_video": counts,
         }
+
+    def _pixels(self, video: np.ndarray) -> torch.Tensor:
+        """Normalised frames (frames, 3, height, width)."""
+        images, frames = image_processor_of(self.family), [Image.fromarray(frame) for frame in video]
+        for height, width in self._sizes(*video.shape[:3]):
+            frames = [frame.resize((width, height), images.resample) for frame in frames]
+        pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2) / 255
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (images.image_mean, images.image_std))
+        return (pixels - mean) / std
+
+    def _sizes(self, count: int, height: int, width: int) -> list[tuple[int, int]]:
+        """Heights and widths that frames are resized to, one after the other."""
+        if self.family in QWEN_PROCESSORS:
+            size = video_size_of(self.family)
+            bounds = size["shortest_edge"], size["longest_edge"]
+            if self.family.startswith("qwen3"):
+                return [qwen3_smart_resize(count, height, width, 2, 2 * PATCH, *bounds)]
+            return [smart_resize(height, width, 2 * PATCH, *bounds)]
+        if self.family == "smolvlm":
+            return [get_resize_output_image_size(torch.empty(height, width), 3 * SIDE), (SIDE, SIDE)]
+        if self.family == "internvl":
+            return [(SIDE, SIDE)]
+        return [get_aspect_ratio_preserving_size(height, width, PATCH, 4 * FRAME_TOKENS, 2)]
 
 
 @contextmanager
 def openable() -> Iterator[None]:
     """Let processors be made without num2words and torchvision, which videos need."""
     with (
-        mock.patch.object(processing_smolvlm, "num2words", str),
+        mock.patch.object(processing_smolvlm, "num2words", in_words),
         mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),
     ):
         yield

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ def write(run_dir: Path, **changed: object) -> Path:
 
 
 def test_flags_come_back_as_they_were(tmp_path):
-    assert read_run_record(write(tmp_path))[0] == FLAGS
+    assert read_run_record(write(tmp_path))[0] == FLAGS  # of an earlier version
+    args, record = read_run_record(write(tmp_path, given=["video_fps"]))
+    assert args == replace(FLAGS, given=frozenset({"video_fps"})) and record["num_steps"] == 2
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import Footage, ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
-from llava_ds.tilings import CellTiling, Cut
+from llava_ds.geometry import ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
+from llava_ds.tilings import Cut
+from llava_ds.videos import Footage, even_frames, video_frames
 
 # Raster formats whose decoders run no program and open no other file. Not ICO, which hides images of other sizes.
 FORMATS = (
@@ -61,19 +62,18 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
 
 
 def footage(media: Media, options: ImageOptions) -> tuple[Footage | None, tuple[Size, ...]]:
-    """The frames that a video has, where they become cells, else None; and the sizes as of probe.
+    """The frames that a ready model's video has, else None; and the sizes as of probe.
 
     Frames that are given as images are --video_fps of a second.
     """
-    if media.kind == "image" or not isinstance(options.tiling, CellTiling):
+    if media.kind == "image" or options.video is None:
         return None, probe(media, options)
     if media.kind == "frames":
         found, sizes = Footage(len(media.refs), options.video_fps), probe(media, options)
     else:
         found, size = video.footage(media.refs[0], options)
-        sizes = (size,) * len(geometry.video_frames(*found, options))
-    if options.tiling.video is not None:
-        _check_steps(media.refs[0], sizes[0], geometry.tiled_cut(media.kind, sizes, options).steps, options)
+        sizes = (size,) * len(video_frames(*found, options.frame_choice))
+    _check_steps(media.refs[0], sizes[0], geometry.tiled_cut(media.kind, sizes, options).steps, options)
     return found, sizes
 
 
@@ -143,10 +143,10 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
 
 
 def moments_of(frames: Iterable[Image.Image], cut: Cut, options: ReadyImageOptions) -> torch.Tensor:
-    """Cells of a video, (n, 3, T * S, S) uint8: the frames of each moment below each other; the last one again where
+    """Tiles of a video, (n, 3, T * S, S) uint8: the frames of each moment below each other; the last one again where
     too few are left."""
-    tiles = [cut_by(frame, cut, options.size, options.resample) for frame in frames]  # (cells, 3, S, S) each
-    step = options.tiling.video.frames
+    tiles = [cut_by(frame, cut, options.size, options.resample) for frame in frames]  # (tiles, 3, S, S) each
+    step = options.video.moment
     tiles += [tiles[-1]] * (-len(tiles) % step)
     return torch.cat([torch.cat(tiles[i : i + step], 2) for i in range(0, len(tiles), step)])
 
@@ -280,7 +280,7 @@ def used_files(media: Media, options: ImageOptions) -> list[FileRef]:
     """The files to load: all of them, or at most --frames_upbound frames."""
     if media.kind != "frames":
         return list(media.refs)
-    return [media.refs[i] for i in geometry.even_frames(len(media.refs), options.frames_upbound)]
+    return [media.refs[i] for i in even_frames(len(media.refs), options.frames_upbound)]
 
 
 def _aspect_ratio(media: Media, options: ImageOptions) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.sample import FileRef
-from llava_ds.geometry import Footage, ImageOptions, Size
+from llava_ds.geometry import ImageOptions, Size
+from llava_ds.videos import Footage, video_frames
 
 # Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
@@ -67,7 +67,7 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iter
 
 def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
     """Indices of the frames to use, without decoding."""
-    return geometry.video_frames(*_count_and_rate(ref), options)
+    return video_frames(*_count_and_rate(ref), options.frame_choice)
 
 
 def _count_and_rate(ref: FileRef) -> tuple[int, float]:

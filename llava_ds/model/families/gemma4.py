@@ -7,6 +7,8 @@ own for every layer of the language model and share keys and values between laye
 each other, in layers with a window only. An audio tower stays unused.
 """
 
+import dataclasses
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -24,14 +26,20 @@ from llava_ds.model.families.ready_family import (
     Layouts,
     ReadyFamily,
     TileSpec,
+    chosen_frames,
     expect,
+    expect_frames,
+    media_types,
     prompt_mask,
     setting,
     token_of,
+    written_token,
 )
 from llava_ds.tilings import BudgetTiling
+from llava_ds.videos import VideoRule
 
-MOST_TOKENS = 280  # of an image, where its processor's files don't say it
+MOST_TOKENS, FRAME_TOKENS = 280, 70  # of an image and of a frame, where the processor's files don't say it
+VIDEO_TOKEN = "<|video|>"
 PATCH, POOLING = 16, 3  # the same of a patch's side, and of patches along a cell
 _TOKENS = ("image_token", "boi_token", "eoi_token")
 
@@ -63,6 +71,29 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     return TileSpec(BudgetTiling(patch * merge, merge, most, image_token, start, end), merge**2, merge**2, 1)
 
 
+def _videos(
+    config: PreTrainedConfig, tiling: BudgetTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
+) -> VideoRule:
+    """A frame is an image of fewer tokens, behind its time."""
+    vision, token = config.vision_config, written_token(tokenizer, VIDEO_TOKEN)
+    if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
+        raise ValueError(f"config.json says video_token_id {config.video_token_id}, which is not {token}")
+    if tokenizer.tokenize(token) != [token]:
+        raise ValueError(f"its tokenizer cuts {token}: add it to the special tokens of its files")
+    expect_frames(settings, images, patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size)
+    most = setting(settings, "max_soft_tokens", FRAME_TOKENS)
+    if not 1 <= most <= vision.position_embedding_size // tiling.merge:
+        raise ValueError(f"its video processor says max_soft_tokens {most}, for which its tower has no positions")
+    return VideoRule(
+        token,
+        dataclasses.replace(tiling, most=most, image_token=token),
+        "Gemma4VideoProcessor",
+        stamp="{timestamp} ",
+        between=" ",
+        **chosen_frames(settings),
+    )
+
+
 def _build_tower(config: PreTrainedConfig) -> nn.Module:
     """The tower with this package's attention, in torch's default dtype."""
     tower = Gemma4VisionModel._from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
@@ -81,31 +112,42 @@ def _patches(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts) -> torch.Tensor:
-    """Cells (N, 3, S, S) of images to (P, 3 * (S / M)^2): the patches of every image row by row."""
+    """Cells (N, 3, S, S) of images to (P, 3 * (S / M)^2): the patches of every image, and frame, row by row."""
     merge, parts = config.vision_config.pooling_kernel_size, []
-    patches, cells = _patches(config.vision_config, pixels), [layout.cells for layout in layouts]
+    patches, cells = _patches(config.vision_config, pixels), [cells for _, cells in _shown(layouts)]
     for (across, down), own in zip(cells, patches.split([across * down for across, down in cells])):
         rows = own.reshape(down, across, merge, merge, -1).transpose(1, 2)
         parts.append(rows.reshape(down * merge * across * merge, -1))
     return torch.cat(parts)
 
 
+def _shown(layouts: Layouts) -> list[tuple[bool, tuple[int, int]]]:
+    """The cells of every image, and of every frame of videos; True with frames."""
+    return [(layout.is_video, layout.cells) for layout in layouts for _ in range(layout.moments)]
+
+
 def _outer_inputs(
-    config: PreTrainedConfig, patches: torch.Tensor, layouts: Layouts, is_image: torch.Tensor
+    config: PreTrainedConfig, patches: torch.Tensor, layouts: Layouts, is_media: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Patches (P, 3 * (S / M)^2), image after image, to arguments of transformers' forward, padded to the largest."""
-    merge = config.vision_config.pooling_kernel_size
+    merge, shown = config.vision_config.pooling_kernel_size, _shown(layouts)
     places = [
         torch.cartesian_prod(torch.arange(down * merge), torch.arange(across * merge)).flip(1)
-        for across, down in (layout.cells for layout in layouts)
+        for _, (across, down) in shown
     ]  # (p, 2): column and row
-    padded = nn.utils.rnn.pad_sequence(patches.split([len(each) for each in places]), batch_first=True)
-    positions = nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
-    return {
-        "pixel_values": padded,
-        "image_position_ids": positions.to(patches.device),
-        "mm_token_type_ids": is_image.long(),
-    }
+    parts = patches.split([len(each) for each in places])
+    inputs = {"mm_token_type_ids": media_types(layouts, is_media)}
+    for of_videos, pixels, positions in (
+        (False, "pixel_values", "image_position_ids"), (True, "pixel_values_videos", "video_position_ids"),
+    ):  # fmt: skip
+        own = [i for i, (is_frame, _) in enumerate(shown) if is_frame == of_videos]
+        if own:
+            inputs[pixels] = nn.utils.rnn.pad_sequence([parts[i] for i in own], batch_first=True)
+            padded = nn.utils.rnn.pad_sequence([places[i] for i in own], batch_first=True, padding_value=-1)
+            inputs[positions] = padded.to(patches.device)
+    if counts := [layout.moments for layout in layouts if layout.is_video]:
+        inputs["num_frames_per_video"] = torch.tensor(counts, device=patches.device)
+    return inputs
 
 
 def _features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
@@ -144,7 +186,7 @@ def _shrink(config: PreTrainedConfig) -> None:
     for name, value in {**VISION, "num_key_value_heads": 2, "head_dim": 16}.items():
         setattr(vision, name, value)
     config.audio_config = None
-    config.video_token_id = config.audio_token_id = -1  # no token of the copy is one
+    config.audio_token_id = -1  # no token of the copy is one
 
 
 FAMILY = ReadyFamily(
@@ -160,6 +202,7 @@ FAMILY = ReadyFamily(
     patch_embedding=lambda tower: tower.patch_embedder.input_proj,
     outer_inputs=_outer_inputs,
     resample=3,  # bicubic
+    videos=_videos,
     processed=_processed,
     build_tower=_build_tower,
     has_image_blocks=_sees_images,

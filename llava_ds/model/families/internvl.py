@@ -1,16 +1,30 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
 """InternVL 3 and 3.5 in transformers' format: square tiles through InternViT, pixel shuffle, two layers."""
 
+import dataclasses
+
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
 from llava_ds.boxes import BoxFormat
-from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, setting, side_of, token_of
+from llava_ds.model.families.ready_family import (
+    ReadyFamily,
+    TileSpec,
+    chosen_frames,
+    expect,
+    expect_frames,
+    setting,
+    side_of,
+    token_of,
+    written_token,
+)
 from llava_ds.tilings import CanvasTiling
+from llava_ds.videos import VideoRule
 
 MAX_TILES = 1000  # of an image; published models have 12
+VIDEO_SIDE = 384  # pixels of a frame, where the processor's files don't say it
 _TOKENS = ("context_image_token", "start_image_token", "end_image_token")
 
 
@@ -37,6 +51,25 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     return TileSpec(tiling, patches**2, patches**2 + 1, features)
 
 
+def _videos(
+    config: PreTrainedConfig, tiling: CanvasTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
+) -> VideoRule:
+    """A frame is a tile, behind its number."""
+    token = written_token(tokenizer, getattr(tokenizer, "video_token", None))
+    expect_frames(settings, images, do_normalize=True, do_center_crop=False)
+    side = side_of({"size": {"height": VIDEO_SIDE, "width": VIDEO_SIDE}, **settings}, "size", "height", "width")
+    if side != tiling.side:
+        raise ValueError(f"its video processor makes frames of {side} pixels, but tiles have {tiling.side}")
+    return VideoRule(
+        token,
+        dataclasses.replace(tiling, splits=False),
+        "InternVLVideoProcessor",
+        stamp="Frame{number}: ",
+        between="\n",
+        **chosen_frames(settings),
+    )
+
+
 def _connect(connector: nn.Module, config: PreTrainedConfig, features: torch.Tensor) -> torch.Tensor:
     """(N, patches, C) to (N, P, D): the features of 2 x 2 patches beside each other, then the projector."""
     n, patches, width = features.shape
@@ -59,5 +92,6 @@ FAMILY = ReadyFamily(
     patch_embedding=lambda tower: tower.embeddings.patch_embeddings.projection,
     outer_inputs=lambda config, pixels, *_: {"pixel_values": pixels},
     resample=3,  # bicubic
+    videos=_videos,
     boxes=BoxFormat("norm1000", "<box>[[{}, {}, {}, {}]]</box>", "<box>[[{}, {}]]</box>", "<ref>{}</ref>"),
 )

@@ -62,6 +62,7 @@ FAMILY = ReadyFamily(
     outer_inputs=qwen_vl.outer_inputs,
     resample=3,  # bicubic
     processed=qwen_vl.processed,
+    videos=qwen_vl.videos,
     build_tower=partial(qwen_vl.build_tower, Qwen2_5_VisionTransformerPretrainedModel),
     text_models=(Qwen25VLForCausalLM,),
     is_flat=True,

@@ -120,6 +120,7 @@ FAMILY = ReadyFamily(
     outer_inputs=qwen_vl.outer_inputs,
     resample=3,  # bicubic
     processed=qwen_vl.processed,
+    videos=qwen_vl.videos,
     build_tower=partial(_build_tower, Qwen3VLVisionModel),
     text_models=(Qwen3VLForCausalLM,),
     shrink=_shrink,

@@ -6,7 +6,6 @@ A tile is a cell of M x M patches, which the connector (Qwen's merger) makes one
 connector in it; here a module that lays a cell's patches side by side is in its place.
 """
 
-import dataclasses
 import types
 from typing import ClassVar
 
@@ -17,8 +16,19 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llava_ds.model import attention
-from llava_ds.model.families.ready_family import Layouts, TileSpec, expect, setting, token_of
-from llava_ds.tilings import CellTiling, VideoRule
+from llava_ds.model.families.ready_family import (
+    Layouts,
+    TileSpec,
+    chosen_frames,
+    expect,
+    expect_frames,
+    media_types,
+    setting,
+    token_of,
+    written_token,
+)
+from llava_ds.tilings import CellTiling, FrameCells
+from llava_ds.videos import VideoRule
 
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of the processor, where its files don't say it
 # The same of videos: of a frame, and of all frames of a video with times between them.
@@ -76,8 +86,7 @@ def cell_tiles(
     table: int | None = None,
     windowed_layers: int = 0,
 ) -> TileSpec:
-    """Cells of an image and of a video by their processors' settings. window, table: as CellTiling has them; with a
-    table, times are written between a video's frames. Raises ValueError."""
+    """Cells of an image by its processor's settings. window, table: as CellTiling has them. Raises ValueError."""
     expect(images, do_resize=True, do_rescale=True, do_normalize=True, do_convert_rgb=True)
     vision = config.vision_config
     for name, mine in (("patch_size", vision.patch_size), ("merge_size", vision.spatial_merge_size),
@@ -94,65 +103,52 @@ def cell_tiles(
     token = token_of(tokenizer, getattr(tokenizer, "image_token", IMAGE_TOKEN))
     if tokenizer.convert_tokens_to_ids(token) != config.image_token_id:
         raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {token}")
-    video = video_rule(config, images, processor.get("video_processor") or {}, tokenizer, table is not None)
-    tiling = CellTiling(side, vision.spatial_merge_size, least, most, token, window, table, video)
+    tiling = CellTiling(side, vision.spatial_merge_size, least, most, token, window, table)
     return TileSpec(tiling, patches, patches, 1, windowed_layers)
 
 
-def video_rule(
-    config: PreTrainedConfig, images: dict, videos: dict, tokenizer: PreTrainedTokenizerBase, stamps: bool
-) -> VideoRule | None:
-    """How videos are cut, by the video processor's settings; None for a model without a token for them, or whose chat
-    template writes none. stamps: times are written between frames. Raises ValueError."""
-    vision, token = config.vision_config, getattr(tokenizer, "video_token", None) or VIDEO_TOKEN
-    known = token in tokenizer.get_vocab() and tokenizer.convert_tokens_to_ids(token) == config.video_token_id
-    if not known or token not in str(tokenizer.chat_template):
-        return None
-    expect(
-        videos,
-        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
+def videos(
+    config: PreTrainedConfig, tiling: CellTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
+) -> VideoRule:
+    """What videos become by the video processor's settings; with a table, times are written between frames. Raises
+    ValueError."""
+    vision, stamped = config.vision_config, tiling.table is not None
+    token = written_token(tokenizer, getattr(tokenizer, "video_token", None) or VIDEO_TOKEN)
+    if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
+        raise ValueError(f"config.json says video_token_id {config.video_token_id}, which is not {token}")
+    expect_frames(
+        settings,
+        images,
+        do_normalize=True,
         patch_size=vision.patch_size,
         merge_size=vision.spatial_merge_size,
         temporal_patch_size=vision.temporal_patch_size,
-        **{name: images[name] for name in ("image_mean", "image_std", "resample") if images.get(name) is not None},
     )
-    rule = VideoRule(
-        token,
-        vision.temporal_patch_size,
-        *frame_bounds(videos, stamps),
-        in_all=stamps,
-        stamps=stamps,
-        tokens_per_second=getattr(vision, "tokens_per_second", None),
-    )
-    side = vision.patch_size * vision.spatial_merge_size
-    if not 1 <= rule.least <= rule.most or rule.most < side**2:
+    least, most = frame_bounds(settings, stamped)
+    if not 1 <= least <= most or most < tiling.side**2:
         raise ValueError(
-            f"its video processor makes frames of {rule.least} to {rule.most} pixels, with cells of {side} a side"
+            f"its video processor makes frames of {least} to {most} pixels, with cells of {tiling.side} a side"
         )
-    return by_settings(rule, videos)
-
-
-def by_settings(rule: VideoRule, videos: dict) -> VideoRule:
-    """A rule with the bounds and the choice of frames that a video processor's settings say. Raises ValueError."""
-    least, most = frame_bounds(videos, rule.stamps)
-    cap = setting(videos, "max_video_tokens", VIDEO_CAP if rule.stamps else FRAME_CAP)
-    return dataclasses.replace(
-        rule,
-        least=least,
-        most=most,
-        cap=cap if videos.get("cap_pixels_per_frame") else None,
-        fps=_positive(videos, "fps"),
-        most_frames=_positive(videos, "max_frames"),
-        num_frames=_positive(videos, "num_frames"),
+    cap = setting(settings, "max_video_tokens", VIDEO_CAP if stamped else FRAME_CAP)
+    cells = FrameCells(
+        tiling.side,
+        vision.temporal_patch_size,
+        least,
+        most,
+        stamped,
+        token,
+        cap if settings.get("cap_pixels_per_frame") else None,
+        *(("<|vision_start|>", "<|vision_end|>") if stamped else ()),
     )
-
-
-def _positive(settings: dict, name: str) -> float | None:
-    """A setting above 0, None where there is none. Raises ValueError."""
-    value = settings.get(name)
-    if value is not None and (type(value) not in (int, float) or value < 1):
-        raise ValueError(f"its video processor says {name} {value!r}, expected a number of 1 or more")
-    return value
+    return VideoRule(
+        token,
+        cells,
+        "Qwen3VLVideoProcessor" if stamped else "Qwen2VLVideoProcessor",
+        moment=cells.moment,
+        stamp="<{seconds:.1f} seconds>" if stamped else None,
+        tokens_per_second=getattr(vision, "tokens_per_second", None),
+        **chosen_frames(settings),
+    )
 
 
 def frame_bounds(videos: dict, stamps: bool) -> tuple[int, int]:
@@ -223,10 +219,8 @@ def outer_inputs(
     merge, device = config.vision_config.spatial_merge_size, is_media.device
     counts = torch.tensor([layout.num_tokens for layout in layouts])
     are_videos = torch.tensor([layout.is_video for layout in layouts])
-    of_tokens = are_videos.repeat_interleave(counts).to(device)  # (M,)
     of_patches = are_videos.repeat_interleave(counts * merge**2).to(device)
-    types = torch.zeros_like(is_media, dtype=torch.int64)
-    inputs = {"mm_token_type_ids": types.masked_scatter(is_media, of_tokens.long() + 1)}
+    inputs = {"mm_token_type_ids": media_types(layouts, is_media)}
     for is_video, (pixels, grids) in enumerate(
         (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
     ):

@@ -1,8 +1,8 @@
 """The families of ready vision-language models that can be trained, and the way to one in a folder.
 
 To add a family: write its file beside this one, whose FAMILY says what ready_family.py lists, and put it into FAMILIES.
-Its tiles are in llava_ds/tilings.py. Then add its small model to tests/helpers/ready_models.py and a row to
-docs/ready_models.md.
+Its tiles are in llava_ds/tilings.py, its videos are a VideoRule (llava_ds/videos.py). Then add its small model to
+tests/helpers/ready_models.py and a row to docs/ready_models.md.
 """
 
 from transformers import AutoModelForCausalLM

@@ -11,6 +11,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTraine
 from llava_ds.boxes import THOUSANDTHS, BoxFormat
 from llava_ds.geometry import MediaLayout
 from llava_ds.tilings import Tiling
+from llava_ds.videos import VideoRule
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 Layouts = Sequence[MediaLayout]  # of the images and videos of a batch, in order
@@ -52,14 +53,18 @@ def tower_widths(config: PreTrainedConfig) -> tuple[int, int]:
     return config.hidden_size, config.intermediate_size
 
 
+def no_videos(*_: object) -> VideoRule:
+    """What a family without videos says of them."""
+    raise ValueError("its processor has none")
+
+
 @dataclass(frozen=True)
 class ReadyFamily:
     """A family of models of transformers' AutoModelForImageTextToText.
 
     name: for messages; model_types: of config.json; vision, trunk: parts of transformers' class, by name; connector:
     the same of the modules that make up the connector, and the beginning of their names in it; tiles: from the whole
-    configuration, the image processor's settings, the whole processor's, with the video
-    processor's under video_processor, and the tokenizer, or raise ValueError that
+    configuration, the image processor's settings, the whole processor's and the tokenizer, or raise ValueError that
     says why such a model can't be trained; build_connector: from the whole configuration;
     features: (N, 3, S, S) normalised pixels, and Batch.tower_inputs, through the vision model to what connect takes;
     connect: those through the connector to (N, P, D), or (N, P, K * D) where K - 1 further features are added behind
@@ -73,6 +78,8 @@ class ReadyFamily:
     has no causal language model, or none that keeps samples apart; has_image_blocks: True for a whole configuration
     with which tokens of one image see each other (ImageBlocks), and blocks_need_windows: only in layers with a window;
     casts_pixels: False if its vision model computes with pixels in fp32 before its first layer;
+    videos: from the whole configuration, the tiling, the image processor's settings, the video processor's and the
+    tokenizer, or raise ValueError that says why its videos can't be read;
     beside: parts that no image needs, by the beginnings of their names, which are exported as they are;
     prompt_mask: the attention_mask of transformers' language model for prompts; is_flat: True if config.json may hold
     the language model's settings among its own; shrink, prompt_mask, tower_widths: as these functions do; boxes: how
@@ -98,6 +105,7 @@ class ReadyFamily:
     text_models: tuple[type[PreTrainedModel], ...] = ()
     has_image_blocks: Callable[[PreTrainedConfig], bool] = lambda config: False
     blocks_need_windows: bool = False
+    videos: Callable[[PreTrainedConfig, Tiling, dict, dict, PreTrainedTokenizerBase], VideoRule] = no_videos
     casts_pixels: bool = True
     beside: tuple[str, ...] = ()
     prompt_mask: Callable[[PreTrainedConfig, torch.Tensor, torch.Tensor, torch.Tensor], object] = prompt_mask
@@ -108,27 +116,27 @@ class ReadyFamily:
 
 
 def expect(settings: dict, **values: object) -> None:
-    """Raise ValueError for a setting of an image processor that is there and not as expected."""
+    """Raise ValueError for a setting of a processor that is there and not as expected."""
     for name, value in values.items():
         found = settings.get(name)
         if found is not None and found != value:
-            raise ValueError(f"its image processor says {name} {found!r}, expected {value!r}")
+            raise ValueError(f"its processor says {name} {found!r}, expected {value!r}")
 
 
 def setting(settings: dict, name: str, default: int) -> int:
-    """A setting of an image processor, or its default where it has none. Raises ValueError for one of another type."""
+    """A setting of a processor, or its default where it has none. Raises ValueError for one of another type."""
     value = settings.get(name)
     if value is not None and type(value) is not type(default):
-        raise ValueError(f"its image processor says {name} {value!r}, expected a value like {default!r}")
+        raise ValueError(f"its processor says {name} {value!r}, expected a value like {default!r}")
     return default if value is None else value
 
 
 def side_of(settings: dict, name: str, *keys: str) -> int:
-    """A side in pixels among an image processor's settings, the same under all keys of `name`. Raises ValueError."""
+    """A side in pixels among a processor's settings, the same under all keys of `name`. Raises ValueError."""
     value = settings.get(name)
     found = [value.get(key) for key in keys] if isinstance(value, dict) and set(value) == set(keys) else [None]
     if len(set(found)) != 1 or type(found[0]) is not int or not 1 <= found[0] <= 2**14:
-        raise ValueError(f"its image processor says {name} {value!r}, expected {', '.join(keys)}: one number of pixels")
+        raise ValueError(f"its processor says {name} {value!r}, expected {', '.join(keys)}: one number of pixels")
     return found[0]
 
 
@@ -139,8 +147,50 @@ def token_of(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
     return token
 
 
+def expect_frames(videos: dict, images: dict, **values: object) -> None:
+    """Raise ValueError for settings of a video processor that make other pixels of a frame than images have."""
+    expect(
+        videos,
+        **dict.fromkeys(("do_resize", "do_rescale", "do_convert_rgb"), True),
+        **{name: images[name] for name in ("image_mean", "image_std", "resample") if images.get(name) is not None},
+        **values,
+    )
+
+
+def written_token(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
+    """A token that the chat template writes for a video. Raises ValueError."""
+    if token_of(tokenizer, token) not in str(tokenizer.chat_template):
+        raise ValueError(f"its chat template writes no {token} for one")
+    return token
+
+
+def chosen_frames(videos: dict) -> dict[str, float | None]:
+    """The choice of frames that a video processor's settings say, as a VideoRule has it. Raises ValueError."""
+    names = {"fps": "fps", "most_frames": "max_frames", "num_frames": "num_frames"}
+    return {field: positive(videos, name) for field, name in names.items()}
+
+
+def positive(settings: dict, name: str) -> float | None:
+    """A number of a processor's settings, None where there is none. Raises ValueError for one below 1."""
+    value = settings.get(name)
+    if value is not None and (type(value) not in (int, float) or value < 1):
+        raise ValueError(f"its processor says {name} {value!r}, expected a number of 1 or more")
+    return value
+
+
 def media_ids(config: PreTrainedConfig, layouts: Layouts) -> torch.Tensor:
-    """The id of every feature of images and videos, (M,)."""
+    """The id of every feature of images and videos, (M,); frames of models without an id for videos are images."""
+    ids = torch.tensor([config.image_token_id, getattr(config, "video_token_id", config.image_token_id)])
+    return ids[_are_videos(layouts)]
+
+
+def media_types(layouts: Layouts, is_media: torch.Tensor) -> torch.Tensor:
+    """transformers' mm_token_type_ids (B, T): 1 at features of images, 2 at those of videos. is_media (B, T) bool."""
+    types = torch.zeros_like(is_media, dtype=torch.int64)
+    return types.masked_scatter(is_media, _are_videos(layouts).to(is_media.device) + 1)
+
+
+def _are_videos(layouts: Layouts) -> torch.Tensor:
+    """(M,) int64: 1 at features of videos."""
     counts = torch.tensor([layout.num_tokens for layout in layouts], dtype=torch.int64)
-    ids = [config.video_token_id if layout.is_video else config.image_token_id for layout in layouts]
-    return torch.tensor(ids, dtype=torch.int64).repeat_interleave(counts)
+    return torch.tensor([layout.is_video for layout in layouts], dtype=torch.int64).repeat_interleave(counts)
