@@ -104,7 +104,7 @@ def encode_together(
     most = num_workers or len(os.sched_getaffinity(0))
     claims = Claims(work.path)
     with (
-        older_objects_passed_over(),
+        older_objects_passed_over(collect=False),
         _Helpers(work, checker, most) as helpers,
         progress_bar(desc="checking and encoding", delay=2, **({"disable": True} if order else {})) as bar,
     ):

@@ -152,10 +152,14 @@ def no_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def older_objects_passed_over() -> Iterator[None]:
+def older_objects_passed_over(collect: bool = True) -> Iterator[None]:
     """Keep Python's search for cycles away from what exists by now: some 300,000 objects of libraries, which it would
-    go through again and again as new objects are made, 0.1 s each time, in forked processes too."""
-    gc.collect()  # what is garbage by now would stay until the end
+    go through again and again as new objects are made, 0.1 s each time, in forked processes too.
+
+    collect: whether it goes through them once more before, for what is garbage by now stays until the end.
+    """
+    if collect:
+        gc.collect()
     gc.freeze()
     try:
         yield
