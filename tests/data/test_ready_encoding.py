@@ -26,7 +26,8 @@ from llava_ds.data.native_resolution import axis_positions
 from llava_ds.data.preflight import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.ready import READY
 from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.plan import read_parts
