@@ -336,6 +336,11 @@ def test_what_cannot_be_written_is_refused(ready):
     [
         ("smolvlm", {"max_image_size": {"longest_edge": 16}}, "makes frames of 16 pixels, but tiles have 32"),
         ("internvl", {"size": {"height": 16, "width": 16}}, "makes frames of 16 pixels, but tiles have 32"),
+        (
+            "internvl",
+            {"do_center_crop": True, "crop_size": {"height": 16, "width": 16}},
+            "makes frames of 16 pixels, but tiles have 32",
+        ),
         ("gemma4", {"pooling_kernel_size": 3}, "its processor says pooling_kernel_size 3, expected 2"),
         ("gemma4", {"max_soft_tokens": 151}, "max_soft_tokens 151, for which its tower has no positions"),
         ("qwen2_vl", {"do_resize": False}, "its processor says do_resize False, expected True"),
