@@ -15,7 +15,7 @@ LEVELS = [
     {"config"},
     {"runtime"},
     {"tilings"},
-    {"videos"},
+    {"layouts", "videos"},
     {"batch", "geometry", "tokenizer"},
     {"data", "model"},
     {"engine"},

@@ -11,7 +11,8 @@ import torch
 from llava_ds.batch import Batch, ImageBlocks, TowerInputs
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.native_resolution import axis_positions, flex_inputs, tower_inputs
-from llava_ds.geometry import ImageOptions, MediaLayout
+from llava_ds.geometry import ImageOptions
+from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling, FlexTiling, Grid
 
 

@@ -56,6 +56,7 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns
 from llava_ds.files.object_store import configure
 from llava_ds.files.places import real_path
+from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
 ENCODING_VERSION = 5  # raise it when the same records would give other rows
@@ -96,7 +97,7 @@ class Undecoded:
 
     media: Media
     sizes: tuple[geometry.Size, ...]
-    layout: geometry.MediaLayout
+    layout: MediaLayout
     options: geometry.ImageOptions
 
     def decode(self, tiles: Sequence[int] | None = None) -> torch.Tensor:

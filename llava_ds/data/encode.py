@@ -23,7 +23,7 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTok
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
-from llava_ds.geometry import ImageText
+from llava_ds.layouts import ImageText
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, with_token
 
 # Characters of a conversation to tokenize first: at least, and per token that it may have. If they give too few tokens,

@@ -21,6 +21,7 @@ from llava_ds.data.images.decode import footage
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
+from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.ranks import printable
 from llava_ds.videos import Footage
 
@@ -205,7 +206,7 @@ class _Checked:
     sample: Sample
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
-    marks: list[int | geometry.ImageText]
+    marks: list[int | ImageText]
 
     @property
     def conversations(self) -> list[tuple[Message, ...]]:
@@ -240,7 +241,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> geometry.MediaLayout:
+def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
     """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
     return geometry.media_layout(one.media.kind, one.sizes, num_media, options, one.footage)
 

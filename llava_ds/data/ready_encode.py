@@ -13,7 +13,8 @@ from llava_ds.data.sample import Message
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
-from llava_ds.geometry import ImageOptions, ImageText, ReadyImageOptions
+from llava_ds.geometry import ImageOptions, ReadyImageOptions
+from llava_ds.layouts import ImageText
 from llava_ds.tilings import placeholder_of
 from llava_ds.tokenizer import framing_ids
 

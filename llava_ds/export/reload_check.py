@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from llava_ds.batch import Batch
 from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer_by_layer
-from llava_ds.geometry import MediaLayout
+from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.families.ready import READY
 from llava_ds.model.families.ready_family import ReadyFamily, media_ids

@@ -23,8 +23,9 @@ from llava_ds.data.encode import end_markers
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import ImageOptions, MediaLayout, Size
+from llava_ds.geometry import ImageOptions, Size
 from llava_ds.infer.load import LoadedModel
+from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.families.ready import READY
 from llava_ds.model.families.ready_family import media_ids

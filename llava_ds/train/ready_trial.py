@@ -36,7 +36,8 @@ from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
 from llava_ds.files.writing import write_whole
-from llava_ds.geometry import MediaLayout, ReadyImageOptions, media_layout
+from llava_ds.geometry import ReadyImageOptions, media_layout
+from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.families.ready_family import ReadyFamily, media_ids
 from llava_ds.model.llava import LlavaModel, assemble
@@ -56,7 +57,8 @@ LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biase
 LEAST_PIXEL = 1e-5  # of a normalised pixel
 # Rooms and files whose code the result depends on.
 OWN_CODE = (
-    "model", "data", "batch.py", "geometry.py", "tilings.py", "videos.py", "tokenizer.py", "train/ready_trial.py",
+    "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py", "tokenizer.py",
+    "train/ready_trial.py",
 )  # fmt: skip
 
 CELLS_TIMES = 3  # images are as many times larger where they keep their size: wider than a window of the tower

@@ -16,13 +16,13 @@ from llava_ds.constants import ConfigError
 from llava_ds.geometry import (
     ImageOptions,
     ImageSpec,
-    MediaLayout,
     best_pinpoint,
     image_options,
     media_layout,
     parse_pinpoints,
     unpadded_box,
 )
+from llava_ds.layouts import MediaLayout
 
 # Per case: a picture's size or a video's frames, the flags, and what LLaVA-NeXT's functions made of features that are
 # their own numbers (a newline is -1): how many, their mean, their mean weighted from 0 to 1, and a checksum where no

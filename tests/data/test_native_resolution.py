@@ -212,6 +212,18 @@ def test_impossible_bounds_are_refused(tmp_path, flags, message):
         plan.tower.image_options(args)
 
 
+def test_frames_are_chosen_by_flags_that_are_given_and_else_by_the_folder(tmp_path):
+    """Frames of a second replace a fixed number of frames."""
+    write_ready(tmp_path, "gemma4")
+    for flags, choice in (
+        ({}, (1, 6, True)),
+        ({"video_fps": 2}, (2, 32, False)),
+        ({"frames_upbound": 3}, (1, 3, True)),
+    ):
+        plan, args = with_pixels(tmp_path, **flags)
+        assert plan.tower.image_options(args).frame_choice == choice
+
+
 def test_bounds_are_for_models_whose_images_keep_their_size(tmp_path):
     write_ready(tmp_path, "smolvlm")
     plan, args = with_pixels(tmp_path, video_max_pixels=4096)

@@ -26,7 +26,8 @@ from llava_ds.data.native_resolution import axis_positions
 from llava_ds.data.preflight import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
-from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.ready import READY
 from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.plan import read_parts
@@ -335,6 +336,11 @@ def test_what_cannot_be_written_is_refused(ready):
     [
         ("smolvlm", {"max_image_size": {"longest_edge": 16}}, "makes frames of 16 pixels, but tiles have 32"),
         ("internvl", {"size": {"height": 16, "width": 16}}, "makes frames of 16 pixels, but tiles have 32"),
+        (
+            "internvl",
+            {"do_center_crop": True, "crop_size": {"height": 16, "width": 16}},
+            "makes frames of 16 pixels, but tiles have 32",
+        ),
         ("gemma4", {"pooling_kernel_size": 3}, "its processor says pooling_kernel_size 3, expected 2"),
         ("gemma4", {"max_soft_tokens": 151}, "max_soft_tokens 151, for which its tower has no positions"),
         ("qwen2_vl", {"do_resize": False}, "its processor says do_resize False, expected True"),

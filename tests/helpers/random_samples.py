@@ -7,7 +7,8 @@ import torch
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample
-from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.layouts import MediaLayout
 
 SIZE, P = 4, 4  # features per tile
 SQUARE = ImageOptions(SIZE, 2, (0.5, 0.5, 0.5))

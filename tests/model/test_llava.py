@@ -13,7 +13,8 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.construct import build_model
-from llava_ds.geometry import ImageOptions, MediaLayout, media_layout
+from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.layouts import MediaLayout
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.open import names as formats
 from llava_ds.model.plan import ModelPlan, plan_model

@@ -18,7 +18,8 @@ from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import ImageOptions, MediaLayout, NativeImageOptions, ReadyImageOptions, Size
+from llava_ds.geometry import ImageOptions, NativeImageOptions, ReadyImageOptions, Size
+from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Cut
 from llava_ds.videos import Footage, even_frames, video_frames
 

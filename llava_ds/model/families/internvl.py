@@ -56,10 +56,11 @@ def _videos(
 ) -> VideoRule:
     """A frame is a tile, behind its number."""
     token = written_token(tokenizer, getattr(tokenizer, "video_token", None))
-    expect_frames(settings, images, do_normalize=True, do_center_crop=False)
-    side = side_of({"size": {"height": VIDEO_SIDE, "width": VIDEO_SIDE}, **settings}, "size", "height", "width")
-    if side != tiling.side:
-        raise ValueError(f"its video processor makes frames of {side} pixels, but tiles have {tiling.side}")
+    expect_frames(settings, images, do_normalize=True)
+    sizes = {"size": {"height": VIDEO_SIDE, "width": VIDEO_SIDE}, **settings}
+    for name in ("size", *(["crop_size"] if settings.get("do_center_crop") else [])):
+        if (side := side_of(sizes, name, "height", "width")) != tiling.side:
+            raise ValueError(f"its video processor makes frames of {side} pixels, but tiles have {tiling.side}")
     return VideoRule(
         token,
         dataclasses.replace(tiling, splits=False),

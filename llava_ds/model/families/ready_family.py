@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llava_ds.boxes import THOUSANDTHS, BoxFormat
-from llava_ds.geometry import MediaLayout
+from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Tiling
 from llava_ds.videos import VideoRule
 
