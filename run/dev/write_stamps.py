@@ -24,7 +24,6 @@ from real.stamps import Stamp, draw, read_picture, read_stamps, split, without_o
 
 SIDE = 112  # pixels: 64 patches
 VARIED = 4  # images of a stamp for training, of which one is as it is
-FITTED = 2  # of these, for the projector to start from
 ROUNDS = 4  # questions about a held-out stamp, each with other names
 HELD_OUT = 0.15
 SYSTEM = "You name what pictures show."
@@ -67,7 +66,7 @@ def main() -> None:
         for variant in range(VARIED if i < len(training) else 1):
             rng = np.random.default_rng([i, variant]) if variant else None
             draw(pictures[stamp], SIDE, rng).save(images / image_name(stamp, variant))
-    named = [(images / image_name(each, variant), each.name) for each in training for variant in range(FITTED)]
+    named = [(images / image_name(each), each.name) for each in training]
     write_projector(args.folder / "tower", args.folder / "language_model", named, args.folder / "projector.bin")
 
 
