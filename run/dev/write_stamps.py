@@ -135,7 +135,7 @@ def pairs(stamps: list[Stamp], rng: np.random.Generator) -> list[dict]:
     order = [stamps[i] for i in rng.permutation(len(stamps))]
     couples = [couple for couple in zip(order[::2], order[1::2]) if couple[0].noun != couple[1].noun]
     records = []
-    for right, wrong in chain(couples, (couple[::-1] for couple in couples)):
+    for right, wrong in chain(*((couple, couple[::-1]) for couple in couples)):
         asked = record(right, image_name(right), *captioning(right))
         answer = asked["conversations"].pop()
         records.append({**asked, "chosen": answer["value"], "rejected": sentence(wrong)})
