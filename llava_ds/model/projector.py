@@ -14,7 +14,8 @@ from llava_ds.constants import ConfigError
 class Projector(nn.Module):
     """Projector of any kind; its layers are named as LLaVA's behind "mm_projector.".
 
-    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, and "..._psK" of each K x K, a part of P.
+    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, "..._psK" and
+    "..._avgK" of each K x K, a part of P.
     Source: LLaVA-NeXT's build_vision_projector.
     """
 
@@ -87,6 +88,19 @@ class Shuffled(nn.Sequential):
         return super().forward(space_to_depth(features, self.stride))
 
 
+class Averaged(nn.Sequential):
+    """Layers behind a mean, (N, P, C) to (N, P / K**2, D); they have the names that they have without it."""
+
+    def __init__(self, stride: int, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.stride = stride
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        n, patches, width = features.shape
+        squares = space_to_depth(features, self.stride).view(n, patches // self.stride**2, self.stride**2, width)
+        return super().forward(squares.mean(2))
+
+
 def space_to_depth(features: torch.Tensor, stride: int) -> torch.Tensor:
     """(N, P, C) to (N, P / K**2, K**2 * C): each square of K x K patches, row by row, as one feature.
 
@@ -110,26 +124,28 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
     found = _MLP.fullmatch(kind)
     if found is None:
         raise ConfigError(f"--mm_projector_type {kind} is unknown: give {PROJECTOR_KINDS}")
-    stride = shuffle_stride(kind)
-    layers: list[nn.Module] = [nn.Linear(stride**2 * tower_width, width)]
+    stride = square_stride(kind)
+    layers: list[nn.Module] = [nn.Linear(tower_width * (1 if found[3] == "avg" else stride**2), width)]
     for _ in range(1, int(found[1])):
         layers += [nn.GELU(), nn.Linear(width, width)]
     layers += [ResBlock(width) for _ in range(int(found[2] or 0))]
-    return Projector(nn.Sequential(*layers) if stride == 1 else Shuffled(stride, *layers))
+    if stride == 1:
+        return Projector(nn.Sequential(*layers))
+    return Projector((Averaged if found[3] == "avg" else Shuffled)(stride, *layers))
 
 
-def shuffle_stride(kind: str) -> int:
-    """K of a projector with a pixel shuffle; 1 for any other."""
+def square_stride(kind: str) -> int:
+    """K of a projector with a pixel shuffle or a mean; 1 for any other."""
     found = _MLP.fullmatch(kind)
-    return 1 if found is None else int(found[3] or 1)
+    return 1 if found is None else int(found[4] or 1)
 
 
 def feature_stride(kind: str) -> int:
     """Patches along the square that one projected feature stands for."""
-    return POOLER_STRIDE if kind == "pooler" else shuffle_stride(kind)
+    return POOLER_STRIDE if kind == "pooler" else square_stride(kind)
 
 
-_MLP = re.compile(r"mlp([1-9]\d?)x(?:_res([1-9]\d?)x)?_gelu(?:_ps([2-9]))?")
+_MLP = re.compile(r"mlp([1-9]\d?)x(?:_res([1-9]\d?)x)?_gelu(?:_(ps|avg)([2-9]))?")
 POOLER_STRIDE = 2
 SIMPLE = {
     "linear": lambda tower_width, width: nn.Sequential(nn.Linear(tower_width, width)),
@@ -137,5 +153,6 @@ SIMPLE = {
     "pooler": Pooler,
 }
 PROJECTOR_KINDS = (
-    "linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK behind it, pooler or identity, with numbers for N, M and K"
+    "linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK or _avgK behind it, pooler or identity, with numbers for "
+    "N, M and K"
 )

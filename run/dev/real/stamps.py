@@ -83,6 +83,17 @@ def split(stamps: list[Stamp], held_out: float) -> tuple[list[Stamp], list[Stamp
     return tuple(sorted(side, key=lambda stamp: stamp.id) for side in sides)
 
 
+def without_objects_of(stamps: list[Stamp], heldout: list[Stamp]) -> list[Stamp]:
+    """Those of the stamps whose name has not all words of a held-out object, plurals alike."""
+    texts = chain(*((stamp.name, stamp.id.rpartition("/")[2]) for stamp in heldout))
+    objects = {_singular(_object_of(text)) for text in texts} - {frozenset()}
+    return [stamp for stamp in stamps if not any(each <= _singular(_object_of(stamp.name)) for each in objects)]
+
+
+def _singular(words: str) -> frozenset[str]:
+    return frozenset(word.removesuffix("s") for word in words.split())
+
+
 def _object_of(text: str) -> str:
     """The words that say which object it is; an orange stays one."""
     words = [word for word in re.findall(r"[a-z]+", text.lower()) if len(word) > 1]
