@@ -43,7 +43,7 @@ OTHERS = {
     "sglang": {"--model-path"},
     "LLaVA's loader": {"--model-path", "--model-base"},
     "docker": {"--shm-size"},
-    "pip": {"--target", "--no-deps"},
+    "pip": {"--target", "--no-deps", "--no-compile"},
     "tensorboard": {"--logdir"},
     "llama-server": {"--model", "--mmproj"},
     "ollama": {"--file"},

@@ -210,17 +210,19 @@ def test_a_held_process_goes_on_when_its_holder_ends_in_whatever_way():
 
     def holder() -> None:
         hold(launcher.pid)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     pid = fork(holder)
-    time.sleep(0.25)
-    assert process.status() == psutil.STATUS_STOPPED
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+    os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    deadline = time.monotonic() + 10
-    while process.status() == psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: process.status() != psutil.STATUS_STOPPED)
     launcher.kill()
     launcher.wait()
 
