@@ -43,6 +43,14 @@ def width_first(monkeypatch):
     monkeypatch.setattr(Image.Image, "resize", in_two)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def launches_end():
+    """The launch that is kept for who comes next ends well."""
+    yield
+    if "launching" in sys.modules:
+        sys.modules["launching"].Served.end()
+
+
 @pytest.fixture(autouse=True)
 def torchs_own_linear():
     """zero.Init leaves DeepSpeed's linear layer in torch, which keeps other tensors: not for the next test."""

@@ -1,5 +1,15 @@
 """Videos: the frames that are used, and what ready models write in their place."""
 
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import toys
+
+from llava_ds.constants import DataError
+from llava_ds.data.images import video
+from llava_ds.data.sample import FileRef
+from llava_ds.model.families.ready_family import chosen_frames, media_ids
 from llava_ds.tilings import SplitTiling
 from llava_ds.videos import FrameChoice, VideoRule, even_frames, in_words, moment_times, video_frames
 
@@ -54,3 +64,30 @@ def test_a_time_is_written_before_every_frame():
     text = rule.text(cut, [59.99, 3600.0], 3725.5)
     assert text == f"two of 1:02:05\nFrame from 00:59:{shown}\nFrame from 60:00:{shown}."
     assert (cut.steps, cut.num_tiles) == (((64, 48), (32, 32)), 1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_frames": 8.5}, {"num_frames": True}, {"num_frames": 0}, {"fps": float("nan")}, {"fps": "2"}]
+)
+def test_settings_that_choose_no_frames_are_refused(settings):
+    [name] = settings
+    with pytest.raises(ValueError, match=f"its processor says {name} "):
+        chosen_frames(settings)
+
+
+def test_whole_numbers_of_frames_may_be_written_with_a_point():
+    chosen = chosen_frames({"num_frames": 8.0, "fps": 1.5})
+    assert chosen == {"fps": 1.5, "most_frames": None, "num_frames": 8} and isinstance(chosen["num_frames"], int)
+
+
+def test_images_need_no_id_of_videos():
+    image = SimpleNamespace(num_tokens=2, is_video=False)
+    for config in (SimpleNamespace(image_token_id=7), SimpleNamespace(image_token_id=7, video_token_id=None)):
+        assert media_ids(config, [image]).tolist() == [7, 7]
+
+
+def test_a_header_that_says_an_absurd_length_is_refused(monkeypatch):
+    stream = SimpleNamespace(frames=10**14, average_rate=0.5, base_rate=None)
+    monkeypatch.setattr(video, "_opened", lambda ref: contextlib.nullcontext((None, stream)))
+    with pytest.raises(DataError, match="a.mp4 would last 200000000000000 seconds"):
+        video.footage(FileRef("a.mp4"), toys.image_options())

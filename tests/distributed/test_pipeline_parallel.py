@@ -57,8 +57,11 @@ MORE = {
     "plain-pp2-tiled": (2, 0, {**PP, **PACKED, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
     "plain-pp2-recomputed": (2, 1, {**PP, **PACKED, **TRAINED_TOWER, "gradient_checkpointing": True}),
     **{f"plain-pp2xdp2-zero{stage}": (4, stage, {**PP, **PACKED, **TRAINED_TOWER}) for stage in (0, 1)},
-    **{f"plain-pp2xsp2-zero{stage}": (4, stage, {**PP, **PACKED, "sp_size": 2, **TRAINED_TOWER}) for stage in (0, 1)},
-    "torn-pp2xsp2": (4, 1, {**PP, **PACKED, **TORN, "sp_size": 2}),
+    **{
+        f"plain-pp2xsp2-zero{stage}": (4, stage, {**PP, **PACKED, "sequence_parallel_size": 2, **TRAINED_TOWER})
+        for stage in (0, 1)
+    },
+    "torn-pp2xsp2": (4, 1, {**PP, **PACKED, **TORN, "sequence_parallel_size": 2}),
     "bf16": (1, 1, {"bf16": True}),
     "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
     **{f"bf16-pp2-zero{stage}": (2, stage, {**PP, "bf16": True}) for stage in (0, 1)},

@@ -54,9 +54,12 @@ MORE = {
     **{f"plain-sp2-zero{stage}": (2, stage, {**SHARED, **TRAINED_TOWER}) for stage in (1, 2, 3)},
     **{f"plain-2x2-zero{stage}": (4, stage, {**SHARED, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
     # Two key heads on four ranks.
-    **{f"plain-1x4-zero{stage}": (4, stage, {"sp_size": 4, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
+    **{
+        f"plain-1x4-zero{stage}": (4, stage, {"sequence_parallel_size": 4, **PACKED, **TRAINED_TOWER})
+        for stage in range(4)
+    },
     "video-sp2": (2, 2, {**SHARED, **VIDEO, **TRAINED_TOWER}),
-    "video-1x4": (4, 3, {"sp_size": 4, **PACKED, **VIDEO, **TRAINED_TOWER}),
+    "video-1x4": (4, 3, {"sequence_parallel_size": 4, **PACKED, **VIDEO, **TRAINED_TOWER}),
     "plain-sp2-recomputed": (2, 3, {**SHARED, **TRAINED_TOWER, "gradient_checkpointing": True}),
     "plain-sp2-compiled": (2, 1, {**SHARED, **TRAINED_TOWER, "torch_compile": True, "torch_compile_backend": "eager"}),
     "plain-sp2-micro_batch": (2, 2, {**SHARED, **TRAINED_TOWER, "loss_reduction": "micro_batch"}),

@@ -49,7 +49,10 @@ MORE = {
     "plain-tp2-tiled": (2, 3, {**TP, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
     "plain-tp2-recomputed": (2, 3, {**TP, **TRAINED_TOWER, "gradient_checkpointing": True}),
     **{f"plain-2x2-zero{stage}": (4, stage, {**TP, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
-    **{f"plain-1x2x2-zero{stage}": (4, stage, {**TP, "sp_size": 2, **TRAINED_TOWER}) for stage in range(4)},
+    **{
+        f"plain-1x2x2-zero{stage}": (4, stage, {**TP, "sequence_parallel_size": 2, **TRAINED_TOWER})
+        for stage in range(4)
+    },
     "bf16": (1, 1, {"bf16": True}),
     "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
     "bf16-tp2": (2, 1, {**TP, "bf16": True}),

@@ -1,6 +1,5 @@
 """Starting the real thing: the deepspeed launcher with CPU ranks."""
 
-import atexit
 import json
 import os
 import runpy
@@ -73,15 +72,19 @@ class Served:
 
     @classmethod
     def end(cls) -> None:
-        """Let the launch end, if one is there."""
+        """Let the launch end, if one is there. Fails if it does not, or not well."""
         there, cls.now = cls.now, None
         if there is not None:
+            has_failed = there.process.poll() is not None  # which its test knows
             there.put(None)
             try:
-                there.process.wait(60)
+                code = there.process.wait(120)
             except subprocess.TimeoutExpired:
                 os.killpg(there.process.pid, signal.SIGKILL)
+                code = "none within 120 s"
+            output = (there.folder / "output").read_text(errors="replace")[-5000:]
             shutil.rmtree(there.folder)
+            assert has_failed or code == 0, f"exit code {code} after all runs: {output}"
 
     def put(self, request: object) -> Path:
         """Ask for it; the file that is there when it is done."""
@@ -105,9 +108,6 @@ class Served:
                 self.process.wait()
             raise AssertionError(f"not done after {timeout_s} s, or ended: {text}")
         return text
-
-
-atexit.register(Served.end)
 
 
 def run_many(

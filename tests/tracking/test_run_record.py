@@ -33,6 +33,7 @@ def test_flags_come_back_as_they_were(tmp_path):
         ({"arguments": None}, "arguments: input should be a valid dict"),
         ({"num_steps": "2"}, "num_steps: input should be a valid integer"),
         ({"versions": 1}, "versions: input should be a valid dict"),
+        ({"given": "video_fps"}, "given: input should be a valid list"),
         ({"arguments": {"model_name_or_path": {"a": 1}}}, "--model_name_or_path in it is of the wrong type"),
         ({"arguments": {"lora_r": "x"}}, "--lora_r in it is of the wrong type"),
         ({"arguments": {"unheard_of": 1}}, "flags that this version does not know: unheard_of"),

@@ -13,6 +13,7 @@ from llava_ds.videos import Footage, video_frames
 
 # Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
+LONGEST_S = 1e9  # of a video: some thirty years
 NO_RATE = 24.0  # frames a second where a file doesn't say it, as in transformers
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -37,7 +38,7 @@ def footage(ref: FileRef, options: ImageOptions) -> tuple[Footage, Size]:
     if first is None:
         raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
     width, height = _bounded(ref, first.width, first.height, options.max_pixels)
-    return Footage(count, rate or NO_RATE), (height, width) if _is_on_its_side(first) else (width, height)
+    return Footage(count, rate), (height, width) if _is_on_its_side(first) else (width, height)
 
 
 def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
@@ -71,13 +72,15 @@ def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
 
 
 def _count_and_rate(ref: FileRef) -> tuple[int, float]:
-    """Frames, and how many are a second, 0 where that is not known, without decoding. If the header has no number of
-    frames, packets are counted."""
+    """Frames, and how many are a second, NO_RATE where that is not known, without decoding. If the header has no number
+    of frames, packets are counted. Raises DataError for a video that is longer than any."""
     with _opened(ref) as (container, stream):
         count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        rate = float(stream.average_rate or stream.base_rate or 0)
+        rate = float(stream.average_rate or stream.base_rate or NO_RATE)
     if count < 1:
         raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
+    if count / rate > LONGEST_S:
+        raise DataError(f"{ref.path} would last {count / rate:.0f} seconds ({count} frames, {rate:g} a second)")
     return count, rate
 
 

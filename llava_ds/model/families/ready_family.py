@@ -1,6 +1,7 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
 """What a family of ready vision-language models says of itself: data, and a few functions of its parts."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -166,21 +167,30 @@ def written_token(tokenizer: PreTrainedTokenizerBase, token: object) -> str:
 
 def chosen_frames(videos: dict) -> dict[str, float | None]:
     """The choice of frames that a video processor's settings say, as a VideoRule has it. Raises ValueError."""
-    names = {"fps": "fps", "most_frames": "max_frames", "num_frames": "num_frames"}
-    return {field: positive(videos, name) for field, name in names.items()}
+    counts = {"most_frames": "max_frames", "num_frames": "num_frames"}
+    return {"fps": positive(videos, "fps"), **{field: whole(videos, name) for field, name in counts.items()}}
 
 
 def positive(settings: dict, name: str) -> float | None:
     """A number of a processor's settings, None where there is none. Raises ValueError for one below 1."""
     value = settings.get(name)
-    if value is not None and (type(value) not in (int, float) or value < 1):
+    if value is not None and not (type(value) in (int, float) and 1 <= value < math.inf):
         raise ValueError(f"its processor says {name} {value!r}, expected a number of 1 or more")
     return value
 
 
+def whole(settings: dict, name: str) -> int | None:
+    """The same of a whole number."""
+    value = positive(settings, name)
+    if value is not None and value != int(value):
+        raise ValueError(f"its processor says {name} {value!r}, expected a whole number")
+    return None if value is None else int(value)
+
+
 def media_ids(config: PreTrainedConfig, layouts: Layouts) -> torch.Tensor:
     """The id of every feature of images and videos, (M,); frames of models without an id for videos are images."""
-    ids = torch.tensor([config.image_token_id, getattr(config, "video_token_id", config.image_token_id)])
+    video_id = getattr(config, "video_token_id", None)
+    ids = torch.tensor([config.image_token_id, config.image_token_id if video_id is None else video_id])
     return ids[_are_videos(layouts)]
 
 

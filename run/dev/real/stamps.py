@@ -84,7 +84,7 @@ def split(stamps: list[Stamp], held_out: float) -> tuple[list[Stamp], list[Stamp
 
 
 def without_objects_of(stamps: list[Stamp], heldout: list[Stamp]) -> list[Stamp]:
-    """Those of the stamps whose name has not all words of a held-out object, plurals alike."""
+    """Those of the stamps whose name has not all words of a held-out object, plurals in -s alike."""
     texts = chain(*((stamp.name, stamp.id.rpartition("/")[2]) for stamp in heldout))
     objects = {_singular(_object_of(text)) for text in texts} - {frozenset()}
     return [stamp for stamp in stamps if not any(each <= _singular(_object_of(stamp.name)) for each in objects)]
