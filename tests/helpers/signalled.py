@@ -80,14 +80,14 @@ class Started:
         path = self.output_dir / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
-    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
+    def wait_for_step(self, step: int, timeout_s: float = 600) -> None:
         self.wait_until(lambda: len(self.steps()) >= step, timeout_s)
 
-    def wait_until(self, done: Callable[[], bool], timeout_s: float = 240) -> None:
+    def wait_until(self, done: Callable[[], bool], timeout_s: float = 600) -> None:
         """Wait for something that only happens while the run goes on."""
         self._wait(done, timeout_s, while_it_runs=True)
 
-    def wait_for_end(self, timeout_s: float = 90) -> int:
+    def wait_for_end(self, timeout_s: float = 300) -> int:
         """The runner's exit code, once every process of the run has ended."""
         self._wait(lambda: self.runner.poll() is not None and not self.processes(), timeout_s)
         return self.runner.wait()
