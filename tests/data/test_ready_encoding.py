@@ -345,6 +345,7 @@ def test_what_cannot_be_written_is_refused(ready):
         ("gemma4", {"max_soft_tokens": 151}, "max_soft_tokens 151, for which its tower has no positions"),
         ("qwen2_vl", {"do_resize": False}, "its processor says do_resize False, expected True"),
         ("qwen3_vl", {"fps": 0}, "its processor says fps 0, expected a number of 1 or more"),
+        ("smolvlm", {"video_sampling": {"max_frames": 8.5}}, "says max_frames 8.5, expected a whole number"),
         ("internvl", None, "its chat template writes no <video> for one"),
     ],
 )

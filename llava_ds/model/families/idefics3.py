@@ -20,6 +20,7 @@ from llava_ds.model.families.ready_family import (
     setting,
     side_of,
     token_of,
+    whole,
 )
 from llava_ds.tilings import MAX_SIDE, SplitTiling
 from llava_ds.videos import VideoRule
@@ -74,7 +75,7 @@ def _videos(
         template=processing_smolvlm.DEFAULT_CHAT_TEMPLATE,
         bound="num_frames",
         fps=positive(sampling or settings, "fps"),
-        most_frames=positive(sampling or settings, bound),
+        most_frames=whole(sampling or settings, bound),
     )
 
 
