@@ -13,7 +13,7 @@ from llava_ds.videos import Footage, video_frames
 
 # Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
-LONGEST_S = 1e9  # of a video: some thirty years
+LONGEST_S = 1e6  # of a video: eleven days; of a longer one a list of its frames could fill the memory
 NO_RATE = 24.0  # frames a second where a file doesn't say it, as in transformers
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -80,7 +80,10 @@ def _count_and_rate(ref: FileRef) -> tuple[int, float]:
     if count < 1:
         raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
     if count / rate > LONGEST_S:
-        raise DataError(f"{ref.path} would last {count / rate:.0f} seconds ({count} frames, {rate:g} a second)")
+        raise DataError(
+            f"{ref.path} would last {count / rate:.0f} seconds ({count} frames, {rate:g} a second): replace it or "
+            "leave it out"
+        )
     return count, rate
 
 
