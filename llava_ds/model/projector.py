@@ -14,8 +14,8 @@ from llava_ds.constants import ConfigError
 class Projector(nn.Module):
     """Projector of any kind; its layers are named as LLaVA's behind "mm_projector.".
 
-    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, "..._psK" and
-    "..._avgK" of each K x K, a part of P.
+    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, "..._psK" and "..._avgK" of each K x K, a part of
+    P.
     Source: LLaVA-NeXT's build_vision_projector.
     """
 

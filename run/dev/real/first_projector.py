@@ -1,6 +1,8 @@
 # N images, P patches, S squares of an image, C tower width, D language-model width
 """A projector for stage 1 to start from: ridge regression from images to the embeddings of their names' words.
 
+It is the recipes' mlp1x_gelu_avg4, a linear layer behind the mean of each 4 x 4 patches of their layer.
+
 Stage 1 alone needs far more images than there are here before a frozen language model names what they show.
 """
 
@@ -13,7 +15,6 @@ from PIL import Image
 from real.onnx_tower import PROCESSOR
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Model
 
-KIND = "mlp1x_gelu_avg4"  # a linear layer behind the mean of each 4 x 4 patches
 SQUARE = 4  # patches along one
 LAYER = -2
 RIDGE = 300.0  # for features of deviation 1, per square
