@@ -54,7 +54,7 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) ->
 
 def open_saved(folder: str) -> "datasets.Dataset":
     """Open a folder that `save_to_disk` wrote; of several splits, "train". Raises DataError or ConfigError."""
-    import datasets  # with pandas, a second of every start: only for who has such a folder
+    import datasets  # with pandas, half a second of every start: only for who has such a folder
 
     try:
         opened = datasets.load_from_disk(folder)
