@@ -14,6 +14,13 @@ sys.path[:0] = [
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests run in one process, and so do all that start ranks, which keep their launches for each other."""
+    for item in items:
+        of_ranks = item.path.parent.name == "distributed"
+        item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else str(item.path.relative_to(TESTS))))
+
+
 @pytest.fixture(scope="session")
 def toy_base(tmp_path_factory) -> dict[str, str]:
     """The flags that name a random language model and CLIP tower."""
@@ -45,10 +52,10 @@ def width_first(monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def launches_end():
-    """The launch that is kept for who comes next ends well."""
+    """The launches that are kept for who comes next end well."""
     yield
-    if "launching" in sys.modules:
-        sys.modules["launching"].Served.end()
+    if launching := sys.modules.get("launching"):
+        launching.Served.end(*launching.Served.kept)
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,8 @@ class Encoder:
             self.learned = []
         longest = max(map(len, self.backend.get_vocab(with_added_tokens=False)), default=1)
         self.most_chars = max(FIRST_CHARS, (options.max_length + TOKENS_BEHIND) * longest)
-        self.words = words_of(self._tokenize_whole, self.backend)
+        first = self.begins_with_space.pattern if self.begins_with_space else ""
+        self.words = words_of(self._tokenize_whole, self.backend, first)
         self.head = self._find_head()
 
     @property

@@ -1,12 +1,14 @@
 """Tokenization word by word, each word once. Gives the ids of the whole text, several times faster."""
 
+import hashlib
+import operator
 import random
 import re
 from bisect import bisect_left
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise, starmap
 
 from tokenizers import Tokenizer
 
@@ -16,6 +18,7 @@ MAX_WORD = 40  # characters; longer ones (a line of Chinese, a URL) are rarely r
 MAX_KNOWN = 300_000
 NUM_PROBES = 300
 
+_RULES: dict[tuple[bytes, str], tuple[re.Pattern, str] | None] = {}  # of Words, by tokenizer
 _FIRST = "\0"  # in front of the first word of a text, whose ids may differ from those behind a space
 _SPACES = set("▁Ġ ")
 
@@ -83,6 +86,11 @@ class WordRow:
         self.words = words
         self.ids = list(chain.from_iterable([word.ids for word in words]))
 
+    def begins(self) -> list[int]:
+        """The first character of each token."""
+        starts = accumulate([word.length for word in self.words], initial=0)
+        return [start + begin for start, word in zip(starts, self.words) for begin in word.begins]
+
     def tokens_before(self, places: Sequence[int]) -> list[int]:
         """Number of tokens that begin before each place (characters of the text)."""
         ends = list(accumulate([word.length for word in self.words]))
@@ -109,12 +117,25 @@ class WholeRow:
         return [bisect_left(self.offsets, (place, -1)) for place in places]
 
 
-def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
-    """A cache of words for a tokenizer; None if ids or beginnings of some text would differ."""
+def words_of(tokenize: Tokenize, backend: Tokenizer, more: str = "") -> Words | None:
+    """A cache of words for a tokenizer; None if ids or beginnings of some text would differ.
+
+    more: what tokenize depends on beside the backend. A process tries each tokenizer once.
+    """
+    said = backend.to_str()
+    tried = hashlib.blake2b(said.encode()).digest(), more
+    if tried not in _RULES:
+        _RULES[tried] = _rule_of(tokenize, backend, said)
+    rule = _RULES[tried]
+    return rule and Words(tokenize, *rule)
+
+
+def _rule_of(tokenize: Tokenize, backend: Tokenizer, said: str) -> tuple[re.Pattern, str] | None:
+    """space and joint of Words. said: all that there is to know about the backend."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     reaching = any(_SPACES & set(token.lstrip("▁Ġ ")) for token in backend.get_vocab(with_added_tokens=False))
     # A table of characters may add and remove spaces.
-    by_table = '"Precompiled"' in backend.to_str()
+    by_table = '"Precompiled"' in said
     if reaching or by_table or any(re.search(r"\S \S", token) for token in added):
         return None
     before, after = (_ordinary_but({token[i] for token in added if token}) for i in (-1, 0))
@@ -124,7 +145,7 @@ def words_of(tokenize: Tokenize, backend: Tokenizer) -> Words | None:
     for joint in ("", " "):
         words = Words(tokenize, space, joint)
         if all(_same(row, whole, len(text)) for text, whole, row in zip(probes, wholes, words(probes))):
-            return words
+            return space, joint
     return None
 
 
@@ -149,5 +170,10 @@ def _probes(added: list[str]) -> list[str]:
 
 
 def _same(row: WordRow, whole: WholeRow, length: int) -> bool:
+    if row.ids != whole.ids:
+        return False
+    begins = row.begins()
+    if begins == [begin for begin, _ in whole.offsets] and all(starmap(operator.le, pairwise(begins))):
+        return True
     places = range(length + 1)
-    return row.ids == whole.ids and row.tokens_before(places) == whole.tokens_before(places)
+    return row.tokens_before(places) == whole.tokens_before(places)

@@ -139,3 +139,17 @@ def test_known_words_are_not_tokenized_again():
     words.tokenize = lambda some: iter([]) if not some else pytest.fail(f"again: {some}")
     [again] = words(["What is it? It is a cat."])
     assert again.ids == before.ids
+
+
+def test_a_process_tries_each_tokenizer_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(words_module, "_RULES", {})
+    monkeypatch.setattr(words_module, "_probes", lambda added: tried.append(added) or ["a b"])
+    plain, other = backend_of(sentencepiece()), sentencepiece()
+    other.add_special_tokens([AddedToken("two words")])
+    for _ in range(2):
+        assert words_for(plain) is not None
+        assert words_for(backend_of(other)) is None  # so it is not taken for the first
+    assert len(tried) == 1
+    words_of(lambda some: ((row.ids, row.offsets) for row in whole(plain, some)), plain, "with a space in front")
+    assert len(tried) == 2

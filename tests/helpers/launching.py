@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import ClassVar
 
 from llava_ds.runtime.launchers import free_port
 
@@ -18,7 +19,6 @@ TRAIN = ROOT / "run" / "train.py"
 DEEPSPEED = [str(Path(sys.executable).parent / "deepspeed"), "--log_level", "warning"]
 SECRET = "planted-4f1c2e77"  # in the environment of all that is started: it may be found nowhere
 RUN_MANY = ROOT / "tests" / "workers" / "run_many.py"
-AXES = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
 
 
 def launch(num_ranks: int, script: Path, *arguments: str, timeout_s: int = 900) -> subprocess.CompletedProcess:
@@ -41,10 +41,10 @@ def environment() -> dict[str, str]:
 class Served:
     """A launch of run_many.py that runs what it is asked for, request by request, until it is told to end.
 
-    Starting two ranks takes 20 seconds of processor time; so a test process keeps the last launch for who comes next.
+    Starting two ranks takes 20 seconds of processor time; so a test process keeps one launch for each number of ranks.
     """
 
-    now: "Served | None" = None
+    kept: ClassVar[dict[int, "Served"]] = {}
 
     def __init__(self, what: tuple, num_ranks: int):
         self.what, self.count, self.read = what, 0, 0
@@ -60,31 +60,36 @@ class Served:
             )
 
     @classmethod
-    def of(cls, num_ranks: int, runs: list[dict[str, object]]) -> "Served":
-        """The launch that is there, if it has these ranks, variables and meshes; else a new one in its place."""
-        # The groups of ranks are made once in a process: it has one mesh, or the meshes of one request.
-        meshes = {tuple(flags.get(axis, 1) for axis in AXES) for flags in runs}
-        what = (num_ranks, Path.cwd(), environment(), meshes)
-        if cls.now is None or cls.now.what != what or len(meshes) > 1 or cls.now.process.poll() is not None:
-            cls.end()
-            cls.now = cls(what, num_ranks)
-        return cls.now
+    def of(cls, num_ranks: int) -> "Served":
+        """The launch that is there, if it has these ranks and variables; else a new one in its place."""
+        what = (Path.cwd(), environment())
+        there = cls.kept.get(num_ranks)
+        if there is None or there.what != what or there.process.poll() is not None:
+            cls.end(num_ranks)
+            cls.kept[num_ranks] = cls(what, num_ranks)
+        return cls.kept[num_ranks]
 
     @classmethod
-    def end(cls) -> None:
-        """Let the launch end, if one is there. Fails if it does not, or not well."""
-        there, cls.now = cls.now, None
-        if there is not None:
-            has_failed = there.process.poll() is not None  # which its test knows
-            there.put(None)
-            try:
-                code = there.process.wait(120)
-            except subprocess.TimeoutExpired:
-                os.killpg(there.process.pid, signal.SIGKILL)
-                code = "none within 120 s"
-            output = (there.folder / "output").read_text(errors="replace")[-5000:]
-            shutil.rmtree(there.folder)
-            assert has_failed or code == 0, f"exit code {code} after all runs: {output}"
+    def end(cls, *nums_ranks: int) -> None:
+        """Let launches end, where they are there. Fails if one does not, or not well."""
+        there = [cls.kept.pop(num_ranks) for num_ranks in nums_ranks if num_ranks in cls.kept]
+        running = [launch for launch in there if launch.process.poll() is None]  # others have failed, as tests know
+        for launch in running:
+            launch.put(None)
+        outputs = [launch.output_at_end() for launch in running]
+        for launch in there:
+            shutil.rmtree(launch.folder)
+        assert not any(outputs), f"not ended well after all runs: {outputs}"
+
+    def output_at_end(self) -> str:
+        """Nothing if it ends well, else what it wrote."""
+        try:
+            code = self.process.wait(120)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            code = "none within 120 s"
+        written = (self.folder / "output").read_text(errors="replace")[-5000:]
+        return "" if code == 0 else f"exit code {code}: {written}"
 
     def put(self, request: object) -> Path:
         """Ask for it; the file that is there when it is done."""
@@ -118,8 +123,8 @@ def run_many(
     finished: whether the runs leave finished models, beside checkpoints.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    request = {"finished": finished, "runs": [command_line(flags) for flags in runs]}
-    return Served.of(num_ranks, runs).run(request, timeout_s)
+    request = {"finished": finished, "runs": [command_line(flags) for flags in runs], "port": free_port()}
+    return Served.of(num_ranks).run(request, timeout_s)
 
 
 def run_script(name: str, *arguments: object) -> None:

@@ -1,8 +1,9 @@
-"""Several runs of run/train.py in the processes of one launch, for starting processes is what costs time.
+"""Runs of run/train.py in processes that the ranks of one launch fork, for most of what a launch takes is imports.
 
 Arguments: a folder, and the process that writes requests into it: 0.json, 1.json and so on, null for the end, else
-command lines, each of which goes through the same main() as a launch of its own; where nothing is to be finished, up to
-where the finished model would be written. 0.done says that all ranks are through with 0.json.
+command lines, each of which goes through the same main() as a launch of its own, all in one process of each rank; where
+nothing is to be finished, up to where the finished model would be written. 0.done says that all ranks are through with
+0.json. A rank that fails ends the launch.
 """
 
 import contextlib
@@ -14,10 +15,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 TRAIN = Path(__file__).parents[2] / "run" / "train.py"
+# What a run imports where it needs it, and most runs do.
+LATER = (
+    "matplotlib.backends.backend_agg", "matplotlib.figure", "transformers.models.clip.modeling_clip",
+    "transformers.models.llama.modeling_llama", "transformers.optimization",
+)  # fmt: skip
 
 
 def load_train():
@@ -60,17 +67,30 @@ def requests(folder: Path, writer: int) -> Iterator[tuple[dict, Path]]:
         yield request, asked.with_suffix(".done")
 
 
+def run(train: ModuleType, request: dict, done: Path) -> None:
+    """Become the rank of a request, to the end of this process."""
+    os.environ["MASTER_PORT"] = str(request["port"])
+    with contextlib.nullcontext() if request["finished"] else no_model_left():
+        for argv in request["runs"]:
+            train.main(argv)
+            torch.distributed.barrier()  # the next run may read what rank 0 has just written
+    if os.environ["RANK"] == "0":
+        done.touch()
+    torch.distributed.destroy_process_group()
+
+
 def main() -> None:
     train = load_train()
+    for name in LATER:
+        importlib.import_module(name)
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    # pyarrow's allocator takes care of forks itself.
+    assert len([name for name in threads if name != "jemalloc_bg_thd"]) == 1, f"forks would be without them: {threads}"
     for request, done in requests(Path(sys.argv[-2]), int(sys.argv[-1])):
-        with contextlib.nullcontext() if request["finished"] else no_model_left():
-            for argv in request["runs"]:
-                train.main(argv)
-                torch.distributed.barrier()  # the next run may read what rank 0 has just written
-        if os.environ["RANK"] == "0":
-            done.touch()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        if (process := os.fork()) == 0:
+            return run(train, request, done)
+        if code := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+            sys.exit(code)
 
 
 if __name__ == "__main__":
