@@ -211,7 +211,7 @@ docs: install
 
 # Three processes of one thread each, for two cores: some tests wait, and launchers do.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not full' tests/cuda
 
 # CUDA paths without a GPU, over fake tensors (tests/helpers/fake_gpu.py): waits, devices, dtypes, and the memory of named

@@ -15,10 +15,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process, and so do all that start ranks, which keep their launches for each other."""
+    """A file's tests run in one process, and so do all that start ranks, which keep their launches for each other.
+
+    They take longest, so they come first.
+    """
+
+    def starts_ranks(item: pytest.Item) -> bool:
+        return item.path.parent.name == "distributed"
+
+    items.sort(key=starts_ranks, reverse=True)
     for item in items:
-        of_ranks = item.path.parent.name == "distributed"
-        item.add_marker(pytest.mark.xdist_group("ranks" if of_ranks else str(item.path.relative_to(TESTS))))
+        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks(item) else str(item.path.relative_to(TESTS))))
 
 
 @pytest.fixture(scope="session")
