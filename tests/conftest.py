@@ -14,6 +14,7 @@ sys.path[:0] = [
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file's tests run in one process, and so do all that start ranks, which keep their launches for each other.
 
