@@ -211,7 +211,7 @@ docs: install
 
 # Three processes of one thread each, for two cores: some tests wait, and launchers do.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not full' tests/cuda
 
 # CUDA paths without a GPU, over fake tensors (tests/helpers/fake_gpu.py): waits, devices, dtypes, and the memory of named
@@ -221,7 +221,7 @@ test-cuda: install
 
 # The slow tests: more ranks, more layouts, a browser (Debian: chromium).
 test-full: install $(VENV)/.demo
-	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full and not cuda' -n 2 --dist loadgroup
+	DEMO_SITE='$(CURDIR)/$(VENV)/demo' OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'full and not cuda' -n 2 --dist loadfile
 
 # gradio, for the test of the web page, in its own folder: it needs another Pillow than constraints.txt has.
 $(VENV)/.demo: $(VENV)/.installed

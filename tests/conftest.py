@@ -14,19 +14,26 @@ sys.path[:0] = [
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist's own, which reads the groups
+def starts_ranks(path: str) -> bool:
+    """Whether tests of a file start ranks, by its path from the project's folder."""
+    return path.startswith("tests/distributed/")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process, and so do all that start ranks, which keep their launches for each other.
+    """Tests that start ranks come first, for they take longest."""
+    items.sort(key=lambda item: starts_ranks(item.nodeid), reverse=True)
 
-    They take longest, so they come first.
-    """
 
-    def starts_ranks(item: pytest.Item) -> bool:
-        return item.path.parent.name == "distributed"
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
+    """With --dist loadfile, tests that start ranks share one process, too: they keep their launches for each other."""
+    from xdist.scheduler import LoadFileScheduling
 
-    items.sort(key=starts_ranks, reverse=True)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks(item) else str(item.path.relative_to(TESTS))))
+    class ByFileOrRanks(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if starts_ranks(nodeid) else super()._split_scope(nodeid)
+
+    return ByFileOrRanks(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
