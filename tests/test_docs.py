@@ -38,7 +38,7 @@ OTHERS = {
     "sbatch": SLURM,
     "srun": SLURM,
     "hf": {"--local-dir"},
-    "pytest": {"--dist", "--durations"},
+    "pytest": {"--dist", "--durations", "--no-loadscope-reorder"},
     "ruff": {"--check"},
     "sglang": {"--model-path"},
     "LLaVA's loader": {"--model-path", "--model-base"},
