@@ -26,14 +26,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object):
-    """With --dist loadfile, tests that start ranks share one process, too: they keep their launches for each other."""
+    """In make test, tests that start ranks share one process, too: they keep their launches for each other.
+
+    That is, with --dist loadfile --no-loadscope-reorder. In make test-full they are most of what there is.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByFileOrRanks(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return "ranks" if starts_ranks(nodeid) else super()._split_scope(nodeid)
 
-    return ByFileOrRanks(config, log) if config.getvalue("dist") == "loadfile" else None
+    in_order = config.getvalue("dist") == "loadfile" and not config.getvalue("loadscopereorder")
+    return ByFileOrRanks(config, log) if in_order else None
 
 
 @pytest.fixture(scope="session")

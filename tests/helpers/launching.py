@@ -47,7 +47,7 @@ class Served:
     kept: ClassVar[dict[int, "Served"]] = {}
 
     def __init__(self, what: tuple, num_ranks: int):
-        self.what, self.count, self.read = what, 0, 0
+        self.what, self.count, self.read, self.has_failed = what, 0, 0, False
         self.folder = Path(tempfile.mkdtemp(prefix="served-"))
         command = [*DEEPSPEED, "--num_accelerators", str(num_ranks), "--master_port", str(free_port()), str(RUN_MANY)]
         with (self.folder / "output").open("wb") as output:
@@ -73,7 +73,7 @@ class Served:
     def end(cls, *nums_ranks: int) -> None:
         """Let launches end, where they are there. Fails if one does not, or not well."""
         there = [cls.kept.pop(num_ranks) for num_ranks in nums_ranks if num_ranks in cls.kept]
-        running = [launch for launch in there if launch.process.poll() is None]  # others have failed, as tests know
+        running = [launch for launch in there if not launch.has_failed]  # as far as tests know
         for launch in running:
             launch.put(None)
         outputs = [launch.output_at_end() for launch in running]
@@ -108,6 +108,7 @@ class Served:
         self.read += len(output)
         text = output.decode(errors="replace")
         if not done.exists():
+            self.has_failed = True
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()

@@ -2,11 +2,10 @@
 
 Arguments: a folder, and the process that writes requests into it: 0.json, 1.json and so on, null for the end, else
 command lines, each of which goes through the same main() as a launch of its own, all in one process of each rank; where
-nothing is to be finished, up to where the finished model would be written. 0.done says that all ranks are through with
-0.json. A rank that fails ends the launch.
+nothing is to be finished, up to where the finished model would be written. 0.done says that all runs are through, and
+that rank 0 has ended well. A rank that fails ends the launch.
 """
 
-import contextlib
 import importlib.util
 import itertools
 import json
@@ -43,17 +42,6 @@ def leave_no_model() -> None:
     session.export_model = lambda *_: None
 
 
-@contextlib.contextmanager
-def no_model_left() -> Iterator[None]:
-    """The same within the block alone."""
-    from llava_ds.train import plan, session
-
-    before = plan.try_export, session.try_export, session.export_model
-    leave_no_model()
-    yield
-    plan.try_export, session.try_export, session.export_model = before
-
-
 def requests(folder: Path, writer: int) -> Iterator[tuple[dict, Path]]:
     """What is asked for, until the end is, or the writer is gone; and the file that says that it is done."""
     for number in itertools.count():
@@ -67,15 +55,14 @@ def requests(folder: Path, writer: int) -> Iterator[tuple[dict, Path]]:
         yield request, asked.with_suffix(".done")
 
 
-def run(train: ModuleType, request: dict, done: Path) -> None:
+def run(train: ModuleType, request: dict) -> None:
     """Become the rank of a request, to the end of this process."""
     os.environ["MASTER_PORT"] = str(request["port"])
-    with contextlib.nullcontext() if request["finished"] else no_model_left():
-        for argv in request["runs"]:
-            train.main(argv)
-            torch.distributed.barrier()  # the next run may read what rank 0 has just written
-    if os.environ["RANK"] == "0":
-        done.touch()
+    if not request["finished"]:
+        leave_no_model()
+    for argv in request["runs"]:
+        train.main(argv)
+        torch.distributed.barrier()  # the next run may read what rank 0 has just written
     torch.distributed.destroy_process_group()
 
 
@@ -88,9 +75,11 @@ def main() -> None:
     assert len([name for name in threads if name != "jemalloc_bg_thd"]) == 1, f"forks would be without them: {threads}"
     for request, done in requests(Path(sys.argv[-2]), int(sys.argv[-1])):
         if (process := os.fork()) == 0:
-            return run(train, request, done)
+            return run(train, request)
         if code := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
             sys.exit(code)
+        if os.environ["RANK"] == "0":
+            done.touch()
 
 
 if __name__ == "__main__":
