@@ -192,7 +192,7 @@ class Encoder:
             refuse_noncharacters(message.text)
         if self.special is None:
             return messages
-        return [Message(message.role, self.special.guarded(message.text)) for message in messages]
+        return [replace(message, text=self.special.guarded(message.text)) for message in messages]
 
     def _named(self, segments: list[Segment]) -> list[Segment]:
         if self.special is None:

@@ -34,7 +34,7 @@ def write_objects(
 
     def filled(messages: Sequence[Message]) -> tuple[Message, ...]:
         left = {BOX_MARK: iter(texts), REF_MARK: iter(refs)}
-        return tuple(Message(each.role, _fill(each.text, left)) for each in messages)
+        return tuple(replace(each, text=_fill(each.text, left)) for each in messages)
 
     filled_sample = replace(sample, messages=filled(sample.messages), rejected=filled(sample.rejected))
     return filled_sample, [tuple(numbers) for numbers in written]

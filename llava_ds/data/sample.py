@@ -11,10 +11,19 @@ BOX_MARK, REF_MARK = "<bbox>", "<ref-object>"
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. role: "system", "human" or "gpt"; images and videos are <image> marks in the text."""
+    """One turn. role: "system", "human", "gpt" or "tool"; images and videos are <image> marks in the text.
+
+    thought: what an answer thinks before its text, None without one; tool_calls: an answer's calls, a JSON list in
+    OpenAI's form, "" for none; weight: of the loss of an answer's tokens, 0 for an answer that is read and not learned;
+    keeps_spaces: True if the text around marks is written as it stands, as a processor writes a list of parts.
+    """
 
     role: str
     text: str
+    thought: str | None = None
+    tool_calls: str = ""
+    weight: float = 1.0
+    keeps_spaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,10 +37,14 @@ class FileRef:
 
 @dataclass(frozen=True)
 class Media:
-    """The files of one <image> mark: an image, the frames of a video as images, or a video file."""
+    """The files of one <image> mark: an image, the frames of a video as images, or a video file.
+
+    settings: pairs of a name and a number that its part of a message gives, such as ("max_pixels", 50176).
+    """
 
     kind: Literal["image", "frames", "video"]
     refs: tuple[FileRef, ...]
+    settings: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,9 @@ class Sample:
     """One record. Paths are real and inside the given folders; media are in the order of the marks.
 
     rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages; margin:
-    by how much the chosen one is better; refs, boxes: what stands for the marks of names and boxes in a conversation.
+    by how much the chosen one is better; refs, boxes: what stands for the marks of names and boxes in a conversation;
+    tools: the tools that the record offers, a JSON list, "" for none; template_kwargs: variables of the chat template
+    that the record sets, a JSON object, "" for none.
     """
 
     id: str
@@ -69,3 +84,5 @@ class Sample:
     margin: float = 0.0
     refs: tuple[str, ...] = ()
     boxes: tuple[Box, ...] = ()
+    tools: str = ""
+    template_kwargs: str = ""

@@ -1,7 +1,7 @@
 """LLaVA's conversation templates: rendering to segments of text that are supervised or not."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import Message
@@ -111,7 +111,7 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
     placed = []
     for message in messages:
         if IMAGE_TOKEN in message.text:
-            message = Message(message.role, place(message.text).replace(IMAGE_TOKEN, mark))
+            message = replace(message, text=place(message.text).replace(IMAGE_TOKEN, mark))
         placed.append(message)
     return placed, system
 

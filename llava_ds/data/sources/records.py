@@ -6,7 +6,6 @@ make system calls for images and videos only.
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -28,27 +27,13 @@ from llava_ds.data.sources.objects import objects_of
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.source import Source
+from llava_ds.data.sources.turns import VIDEO_TOKEN, Mark, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
-VIDEO_TOKEN = "<video>"
 AUDIO_TOKEN, AUDIO_KEYS = "<audio>", ("audio", "audios")  # LLaMA-Factory's and ms-swift's
 MAX_ID = 1000  # characters of an id; a longer one is cut and gets a hash
-ROLES = {
-    "human": "human",
-    "user": "human",
-    "gpt": "gpt",
-    "assistant": "gpt",
-    "chatgpt": "gpt",
-    "bard": "gpt",
-    "bing": "gpt",
-    "model": "gpt",
-    "system": "system",
-    "developer": "system",
-}
-TOOL_ROLES = ("observation", "function", "function_call", "tool", "tool_call", "tool_response", "ipython")
 
 _DECODER = json.JSONDecoder()
-_MARK = re.compile(f"{IMAGE_TOKEN}|{VIDEO_TOKEN}")
 _UNMARKED = ": make them equal, or see --on_unmarked_image"
 _SHOWN = {"image": "images", "video": "videos"}
 
@@ -95,10 +80,6 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     )
 
 
-# A mark is (kind, value). value: an image or video from the part of a message, or None for the record's next one.
-Mark = tuple[str, object]
-
-
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
     """Messages, their marks, and the images and videos that the record lists."""
     columns = source.columns
@@ -112,11 +93,11 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     if system is not None and system != "":
         messages.append(Message("system", checked_text(system, f"has {short(system)} under {name!r}, expected a text")))
     for i, turn in enumerate(turns):
-        role, content = _turn(turn, i)
+        role, content = read_turn(turn, i)
         if not isinstance(content, str):
-            content = _parts(content, i, marks, named, source)
+            content = read_parts(content, i, marks, named, source)
         elif "<" in content:
-            content = _with_marks(content, marks, named, source)
+            content = with_marks(content, marks, named, source)
         if role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
         messages.append(Message(role, content))
@@ -143,7 +124,7 @@ def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str
         named |= {"image": [], "video": []}
         return IMAGE_LEFT_OUT
     if choice == "text" and all(value is None for _, value in marks):
-        messages[:] = [Message(each.role, each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
+        messages[:] = [replace(each, text=each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
         marks.clear()
         return MARK_AS_TEXT
     if images or all(value is None for _, value in marks):
@@ -167,69 +148,13 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     return messages, marks, named
 
 
-def _turn(turn: object, i: int) -> tuple[str, object]:
-    """Role and content of a turn in the form of LLaVA and ShareGPT, or of OpenAI."""
-    role = content = None
-    if isinstance(turn, dict):
-        role, content = turn.get("from"), turn.get("value")
-        if role is None:
-            role, content = turn.get("role"), turn.get("content")
-    if isinstance(content, str):
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"turn {i} is not valid Unicode: {error}") from None
-    elif not isinstance(content, list) or role is None:
-        expected = "{'from': 'human' or 'gpt', 'value': text} or {'role': 'user' or 'assistant', 'content': text}"
-        raise DataError(f"turn {i} is {short(turn)}, expected {expected}")
-    known = ROLES.get(role) if isinstance(role, str) else None
-    if known is None:
-        tool = isinstance(role, str) and role in TOOL_ROLES
-        why = "tools are not supported" if tool else "expected 'human' or 'gpt', or 'user' or 'assistant'"
-        raise DataError(f"turn {i} is from {short(role)}, {why}")
-    return known, content
-
-
-def _with_marks(text: str, marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """The text with every mark as <image>; adds the kinds of the marks to the list."""
-    # LLaVA has no <video>: without videos it is text, such as HTML. LLaMA-Factory would count it.
-    if VIDEO_TOKEN in text and (named["video"] or source.format != "llava"):
-        marks += [("video" if found == VIDEO_TOKEN else "image", None) for found in _MARK.findall(text)]
-        return text.replace(VIDEO_TOKEN, IMAGE_TOKEN)
-    if IMAGE_TOKEN in text:
-        marks += [("image", None)] * text.count(IMAGE_TOKEN)
-    return text
-
-
-def _parts(parts: list, i: int, marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """The text of a message in parts: texts in order, and images as marks on separate lines."""
-    pieces: list[str] = []
-    after_mark = False
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("text", "input_text", "output_text"):
-            text = checked_text(part.get("text"), f"turn {i} has the part {short(part)}, expected a text under 'text'")
-            text = _with_marks(text, marks, named, source)
-            pieces.append(f"\n{text}" if after_mark and text else text)
-            after_mark = after_mark and not text
-        elif kind in ("image", "image_url", "input_image", "video", "video_url", "input_video"):
-            kind = "video" if "video" in kind else "image"
-            keys = (kind, f"{kind}_url", "path", "url")
-            marks.append((kind, next((part[key] for key in keys if part.get(key) is not None), None)))
-            pieces.append(f"\n{IMAGE_TOKEN}" if pieces and any(pieces) else IMAGE_TOKEN)
-            after_mark = True
-        else:
-            raise DataError(f"turn {i} has the part {short(part)}, expected the type 'text', 'image' or 'image_url'")
-    return "".join(pieces)
-
-
 def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, list]) -> None:
     """Put a mark for every image and video at the start of the first question."""
     marks += [("image", None)] * len(named["image"]) + [("video", None)] * len(named["video"])
     for i, message in enumerate(messages):
         if message.role == "human":
             shown = "\n".join([IMAGE_TOKEN] * len(marks))
-            messages[i] = Message("human", f"{shown}\n{message.text}" if message.text else shown)
+            messages[i] = replace(message, text=f"{shown}\n{message.text}" if message.text else shown)
             return
     raise DataError("has images, but no question that could show them")
 
