@@ -1,13 +1,15 @@
 """Jinja chat templates: those for exported processors, and rendering with a tokenizer's own template."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
-from llava_ds.data.sample import Message
+from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
 from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
 from llava_ds.tokenizer import begins_with_bos, first_space_pattern, special_tokens
@@ -61,8 +63,24 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return source
 
 
+@dataclass(frozen=True)
+class _Chat:
+    """All that a Jinja template is handed of a conversation: turns as dicts, tools, and values of its variables."""
+
+    turns: list[dict[str, object]]
+    tools: list[object] | None = None
+    variables: dict[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, turns: list[dict[str, object]], conversation: Transcript) -> "_Chat":
+        """Turns, with the tools and variables of a transcript."""
+        tools = json.loads(conversation.tools) if conversation.tools else None
+        variables = json.loads(conversation.template_kwargs) if conversation.template_kwargs else {}
+        return cls(turns, tools, variables)
+
+
 def render_own(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+    conversation: Transcript | Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
 ) -> list[Segment]:
     """Render a conversation in the tokenizer's own template; an answer is supervised with its end marker.
 
@@ -70,11 +88,11 @@ def render_own(
     other texts in place of the answers, has to agree with the first in everything around them. Raises DataError if the
     template refuses the messages or changes more of an answer than its outer spaces.
     """
-    return _segments(_as_chat(messages, mm_use_im_start_end), tokenizer)
+    return _segments(_as_chat(Transcript.of(conversation), mm_use_im_start_end), tokenizer)
 
 
 def _segments(
-    chat: list[dict[str, object]], tokenizer: PreTrainedTokenizerBase, prompt: str = "", source: str | None = None
+    chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: str = "", source: str | None = None
 ) -> list[Segment]:
     """Segments of a chat as render_own gives them. prompt: what the template writes before an answer that is to come;
     spaces between it and an answer that is there are supervised with the answer; source: another template than the
@@ -84,11 +102,12 @@ def _segments(
         text, spans = _rendered(chat, tokenizer, source, marks=True)
         return _cut(text, spans)
     text, _ = _rendered(chat, tokenizer, source)
-    answers = [_text_of(turn) for turn in chat if turn["role"] == "assistant"]
+    answers = [_text_of(turn) for turn in chat.turns if turn["role"] == "assistant"]
     markers = [f"\ue000{i}\ue001" for i in range(len(answers))]
     names = iter(markers)
-    marked = [_with_text(turn, next(names)) if turn["role"] == "assistant" else turn for turn in chat]
-    around = re.split("|".join(markers), _rendered(marked, tokenizer, source)[0]) if markers else [text]
+    marked = [_with_text(turn, next(names)) if turn["role"] == "assistant" else turn for turn in chat.turns]
+    around = re.split("|".join(markers), _rendered(replace(chat, turns=marked), tokenizer, source)[0])
+    around = around if markers else [text]
     if len(around) != len(answers) + 1:
         raise DataError("the tokenizer's chat template leaves answers out: give --version one of LLaVA's templates")
     special = re.compile(r"\s*(?:" + "|".join(map(re.escape, special_tokens(tokenizer))) + ")")
@@ -128,7 +147,7 @@ def _with_text(turn: dict[str, object], text: str) -> dict[str, object]:
 
 
 def render_ready(
-    messages: Sequence[Message],
+    conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     kinds: Sequence[str] = (),
@@ -137,11 +156,11 @@ def render_ready(
     """Render a conversation as a ready model's processor does, with images where their marks are. prompt: of
     answer_prompt; kinds: "image" or "video" for each mark; source: another template than the tokenizer's. Raises
     DataError as render_own does."""
-    return _segments(_as_parts(messages, kinds), tokenizer, prompt, source)
+    return _segments(_as_parts(Transcript.of(conversation), kinds), tokenizer, prompt, source)
 
 
 def render_ready_prompt(
-    messages: Sequence[Message],
+    conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     kinds: Sequence[str] = (),
     source: str | None = None,
@@ -149,13 +168,14 @@ def render_ready_prompt(
     """The text up to the beginning of the next answer, as a ready model's processor writes it. kinds, source: as of
     render_ready."""
     source = own_template(tokenizer) if source is None else source
-    return _rendered(_as_parts(messages, kinds), tokenizer, source, prompt=True)[0]
+    return _rendered(_as_parts(Transcript.of(conversation), kinds), tokenizer, source, prompt=True)[0]
 
 
 def answer_prompt(tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> str:
     """The text that the template writes before an answer that is to come; "" for a template that writes none. source:
     another template than the tokenizer's."""
-    chat, source = _as_parts([Message("human", "x")]), own_template(tokenizer) if source is None else source
+    source = own_template(tokenizer) if source is None else source
+    chat = _as_parts(Transcript((Message("human", "x"),)))
     before, after = (_rendered(chat, tokenizer, source, prompt=prompt)[0] for prompt in (False, True))
     return after[len(before) :] if after.startswith(before) else ""
 
@@ -167,20 +187,20 @@ def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
 
 
-def _as_parts(messages: Sequence[Message], kinds: Sequence[str] = ()) -> list[dict[str, object]]:
+def _as_parts(conversation: Transcript, kinds: Sequence[str] = ()) -> _Chat:
     """Turns whose content is a list of parts: images where their marks are, and the text between without its outer
     spaces, as the vendors' own trainers cut it."""
-    roles = {**ROLES, "system": "system"}
+    roles, messages = {**ROLES, "system": "system"}, conversation.messages
     if not any(message.role == "human" for message in messages):
         raise DataError("there is no question in the conversation")
-    chat, left = [], iter(kinds)
+    turns, left = [], iter(kinds)
     for i, message in enumerate(messages):
         if message.role not in roles or (message.role == "system" and i > 0):
             raise DataError(f"turn {i} is from {message.role!r}, expected 'human' or 'gpt'")
         if IMAGE_TOKEN in message.text and message.role != "human":
             raise DataError(f"turn {i}, from {message.role!r}, holds an {IMAGE_TOKEN} mark: images belong to questions")
-        chat.append({"role": roles[message.role], "content": parts_of(message.text, left)})
-    return chat
+        turns.append({"role": roles[message.role], "content": parts_of(message.text, left)})
+    return _Chat.of(turns, conversation)
 
 
 def parts_of(text: str, kinds: Iterator[str]) -> list[dict[str, str]]:
@@ -195,10 +215,10 @@ def parts_of(text: str, kinds: Iterator[str]) -> list[dict[str, str]]:
 
 
 def render_own_prompt(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+    conversation: Transcript | Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
 ) -> str:
     """The text up to the beginning of the next answer, in the tokenizer's own template."""
-    chat = _as_chat(messages, mm_use_im_start_end)
+    chat = _as_chat(Transcript.of(conversation), mm_use_im_start_end)
     return _rendered(chat, tokenizer, own_template(tokenizer), prompt=True)[0]
 
 
@@ -208,14 +228,31 @@ _UNSTABLE = (
 )
 
 
-def _as_chat(messages: Sequence[Message], mm_use_im_start_end: bool) -> list[dict[str, str]]:
-    placed, system = prepare(messages, "chat_template", mm_use_im_start_end)
-    chat = [{"role": "system", "content": system}] if system else []
-    return chat + [{"role": ROLES[message.role], "content": message.text} for message in placed]
+def _as_chat(conversation: Transcript, mm_use_im_start_end: bool) -> _Chat:
+    placed, system = prepare(conversation.messages, "chat_template", mm_use_im_start_end)
+    turns = [{"role": "system", "content": system}] if system else []
+    turns += [{"role": ROLES[message.role], "content": message.text} for message in placed]
+    return _Chat.of(turns, conversation)
+
+
+# Arguments of transformers' render_jinja_template, and names under which it hands the conversation to a template.
+_NO_VARIABLES = (
+    "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
+    "continue_final_message", "add_generation_prompt",
+)  # fmt: skip
+
+
+def _refuse_variables(chat: _Chat, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Raise DataError for variables that belong to transformers, or that the template does not read."""
+    for name in chat.variables:
+        if name in _NO_VARIABLES or name in tokenizer.special_tokens_map:
+            raise DataError(f"sets the template variable {name!r}, which is set for every conversation: leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            raise DataError(f"sets the template variable {name!r}, which the chat template does not read: leave it out")
 
 
 def _rendered(
-    chat: list[dict[str, object]],
+    chat: _Chat,
     tokenizer: PreTrainedTokenizerBase,
     source: str,
     *,
@@ -223,8 +260,11 @@ def _rendered(
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text, and the spans inside {% generation %} blocks."""
+    _refuse_variables(chat, tokenizer, source)
     return template_process.render(
-        conversations=[chat],
+        **chat.variables,
+        conversations=[chat.turns],
+        tools=chat.tools,
         chat_template=source,
         add_generation_prompt=prompt,
         return_assistant_tokens_mask=marks,

@@ -18,7 +18,7 @@ from llava_ds.constants import (
     DataError,
 )
 from llava_ds.data.chat_template import answer_end, render_own, render_own_prompt
-from llava_ds.data.sample import Message
+from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
@@ -119,19 +119,19 @@ class Encoder:
         self.image_ids = (self.backend.token_to_id(MARKED_IMAGE),)
 
     def encode_batch(
-        self, conversations: Sequence[tuple[Sequence[Message], Sequence[int | ImageText]]]
+        self, conversations: Sequence[tuple[Transcript | Sequence[Message], Sequence[int | ImageText]]]
     ) -> list[Encoded | DataError]:
         """Ids and labels of every conversation, or the reason why it can't be encoded, in order.
 
-        A conversation: its messages, and MediaLayout.mark for each <image> mark in the text's order. Cut at
-        max_length, features included. A token is supervised if it begins in a supervised segment: a token that begins
-        before it can't follow a prompt.
+        A conversation: a transcript or its messages alone, and MediaLayout.mark for each <image> mark in the text's
+        order. Cut at max_length, features included. A token is supervised if it begins in a supervised segment: a token
+        that begins before it can't follow a prompt.
         """
         results: list[Encoded | DataError | None] = []
         rows: list[tuple[int, list[Piece], list[tuple[int, int, int]], Sequence[int]]] = []
-        for messages, features in conversations:
+        for given, features in conversations:
             try:
-                pieces, spans = self._pieces(self._render(messages, features), features)
+                pieces, spans = self._pieces(self._render(Transcript.of(given), features), features)
             except DataError as error:
                 results.append(error)
                 continue
@@ -167,32 +167,46 @@ class Encoder:
             f"{limit:,} tokens spell, are fewer: take out what the tokenizer passes over, such as spaces in a row"
         )
 
-    def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int | ImageText]) -> list[int]:
-        """The ids up to the beginning of the next answer, not cut. messages end with a question."""
-        text = self._prompt_text(self._guarded(messages), num_image_tokens)
+    def prompt_ids(
+        self, conversation: Transcript | Sequence[Message], num_image_tokens: Sequence[int | ImageText]
+    ) -> list[int]:
+        """The ids up to the beginning of the next answer, not cut. The conversation ends with a question."""
+        text = self._prompt_text(self._guarded(Transcript.of(conversation)), num_image_tokens)
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
         return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)[0].tolist()
 
-    def _prompt_text(self, messages: Sequence[Message], features: Sequence[int | ImageText]) -> str:
+    def _prompt_text(self, conversation: Transcript, features: Sequence[int | ImageText]) -> str:
         im_start_end = self.options.mm_use_im_start_end
         if self.template.write is None:
-            return render_own_prompt(messages, self.tokenizer, im_start_end)
-        return render_prompt(messages, self.options.template, im_start_end)
+            return render_own_prompt(conversation, self.tokenizer, im_start_end)
+        self._refuse_tools(conversation)
+        return render_prompt(conversation.messages, self.options.template, im_start_end)
 
-    def _render(self, messages: Sequence[Message], features: Sequence[int | ImageText]) -> list[Segment]:
-        messages = self._guarded(messages)
+    def _render(self, conversation: Transcript, features: Sequence[int | ImageText]) -> list[Segment]:
+        conversation = self._guarded(conversation)
         if self.template.write is None:
-            segments = render_own(messages, self.tokenizer, self.options.mm_use_im_start_end)
+            segments = render_own(conversation, self.tokenizer, self.options.mm_use_im_start_end)
         else:
-            segments = render(messages, self.options.template, self.options.mm_use_im_start_end)
+            self._refuse_tools(conversation)
+            segments = render(conversation.messages, self.options.template, self.options.mm_use_im_start_end)
         return self._named(segments)
 
-    def _guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
-        for message in messages:
+    def _refuse_tools(self, conversation: Transcript) -> None:
+        """Raise DataError for tools and variables, which LLaVA's own templates have no place for."""
+        if conversation.tools:
+            raise DataError(f"offers tools, which --version {self.options.template} has no place for")
+        if conversation.template_kwargs:
+            raise DataError(
+                f"sets template variables under 'chat_template_kwargs', and --version {self.options.template} has none"
+            )
+
+    def _guarded(self, conversation: Transcript) -> Transcript:
+        for message in conversation.messages:
             refuse_noncharacters(message.text)
         if self.special is None:
-            return messages
-        return [replace(message, text=self.special.guarded(message.text)) for message in messages]
+            return conversation
+        guarded = [replace(message, text=self.special.guarded(message.text)) for message in conversation.messages]
+        return replace(conversation, messages=tuple(guarded))
 
     def _named(self, segments: list[Segment]) -> list[Segment]:
         if self.special is None:
@@ -304,7 +318,7 @@ class Encoder:
         if self.template.write is None:
             return None
         probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
-        talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
+        talks = [Transcript((Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p))) for p in probes]
         rendered = [self._render(talk, (0,)) for talk in talks]
         texts = ["".join(segment.text for segment in segments) for segments in rendered]
         unlearned = itertools.takewhile(lambda segment: not segment.supervised, rendered[0])

@@ -18,7 +18,7 @@ from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
-from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
+from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.layouts import ImageText, MediaLayout
@@ -122,9 +122,9 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.conversations]))
+        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.sample.transcripts]))
         rows = [
-            self._row(one, [next(coded) for _ in one.conversations]) if isinstance(one, _Checked) else one
+            self._row(one, [next(coded) for _ in one.sample.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
@@ -207,11 +207,6 @@ class _Checked:
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
     marks: list[int | ImageText]
-
-    @property
-    def conversations(self) -> list[tuple[Message, ...]]:
-        """The conversation, or those with the chosen and with the rejected answer."""
-        return [each for each in (self.sample.messages, self.sample.rejected) if each]
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

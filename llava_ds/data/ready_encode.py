@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.chat_template import answer_prompt, render_ready, render_ready_prompt
 from llava_ds.data.encode import Encoder, EncodingOptions, Piece
-from llava_ds.data.sample import Message
+from llava_ds.data.sample import Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
@@ -56,13 +56,14 @@ class ReadyEncoder(Encoder):
         """The chat template of a conversation, None for the tokenizer's own."""
         return self.video.template if has_videos and self.video is not None else None
 
-    def _render(self, messages: Sequence[Message], features: Sequence[ImageText]) -> list[Segment]:
+    def _render(self, conversation: Transcript, features: Sequence[ImageText]) -> list[Segment]:
         source = self._template(any(mark.is_video for mark in features))
-        return render_ready(self._guarded(messages), self.tokenizer, self.prompts[source], _kinds(features), source)
+        guarded = self._guarded(conversation)
+        return render_ready(guarded, self.tokenizer, self.prompts[source], _kinds(features), source)
 
-    def _prompt_text(self, messages: Sequence[Message], features: Sequence[ImageText]) -> str:
+    def _prompt_text(self, conversation: Transcript, features: Sequence[ImageText]) -> str:
         source = self._template(any(mark.is_video for mark in features))
-        return render_ready_prompt(messages, self.tokenizer, _kinds(features), source)
+        return render_ready_prompt(conversation, self.tokenizer, _kinds(features), source)
 
     def _pieces(
         self, segments: Sequence[Segment], features: Sequence[ImageText]

@@ -1,5 +1,6 @@
 """Samples: a conversation and the images that its marks stand for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,24 @@ class Message:
     tool_calls: str = ""
     weight: float = 1.0
     keeps_spaces: bool = False
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation with all that a chat template is handed of its record.
+
+    tools: the tools that the record offers, a JSON list, "" for none; template_kwargs: variables of the chat template
+    that the record sets, a JSON object, "" for none.
+    """
+
+    messages: tuple[Message, ...]
+    tools: str = ""
+    template_kwargs: str = ""
+
+    @classmethod
+    def of(cls, conversation: "Transcript | Sequence[Message]") -> "Transcript":
+        """A transcript as it is, or one of messages without tools and variables."""
+        return conversation if isinstance(conversation, Transcript) else cls(tuple(conversation))
 
 
 @dataclass(frozen=True)
@@ -71,8 +90,7 @@ class Sample:
 
     rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages; margin:
     by how much the chosen one is better; refs, boxes: what stands for the marks of names and boxes in a conversation;
-    tools: the tools that the record offers, a JSON list, "" for none; template_kwargs: variables of the chat template
-    that the record sets, a JSON object, "" for none.
+    tools, template_kwargs: as a Transcript has them.
     """
 
     id: str
@@ -86,3 +104,12 @@ class Sample:
     boxes: tuple[Box, ...] = ()
     tools: str = ""
     template_kwargs: str = ""
+
+    @property
+    def transcripts(self) -> list[Transcript]:
+        """The conversation, or those with the chosen and with the rejected answer."""
+        return [
+            Transcript(messages, self.tools, self.template_kwargs)
+            for messages in (self.messages, self.rejected)
+            if messages
+        ]

@@ -11,6 +11,8 @@ from llava_ds.constants import ConfigError
 _REPR = reprlib.Repr()
 _REPR.maxstring, _REPR.maxother, _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 120, 120, 3, 4, 4
 
+TEMPLATE_KWARGS = "chat_template_kwargs"  # of a record, as in ms-swift, verl and vLLM's requests
+
 FIELDS = ("id", "conversations", "messages", "image", "video", "text", "system")
 
 

@@ -18,13 +18,14 @@ from llava_ds.data.sources.fields import (
     either,
     field_of,
     is_text,
+    json_of,
     keys_of,
     listed,
     to_media,
     videos,
 )
 from llava_ds.data.sources.objects import objects_of
-from llava_ds.data.sources.options import short
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turns import VIDEO_TOKEN, Mark, read_parts, read_turn, with_marks
@@ -77,6 +78,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         unmarked,
         refs=refs,
         boxes=boxes,
+        template_kwargs=json_of(record.get(TEMPLATE_KWARGS), TEMPLATE_KWARGS, dict),
     )
 
 

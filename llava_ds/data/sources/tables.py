@@ -15,7 +15,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.objects import OBJECTS
-from llava_ds.data.sources.options import Columns
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, Columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
 
@@ -118,14 +118,13 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 
 def _wanted(names: list[str], columns: Columns) -> list[str]:
-    known = {*columns.all(), "kind", OBJECTS}
+    known = {*columns.all(), "kind", OBJECTS, TEMPLATE_KWARGS}
     return [name for name in names if name in known]
 
 
 def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
     try:
-        record = embed(record, columns, store.embed)
-        text = json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+        text = json.dumps(_without_nulls(embed(record, columns, store.embed)), default=_plain)
         return (
             text
             if len(text) <= MAX_RECORD_CHARS
@@ -133,6 +132,13 @@ def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
         )
     except (RecursionError, ValueError, TypeError) as error:
         return rejected(f"can't be written as JSON: {error}")
+
+
+def _without_nulls(value: object) -> object:
+    """The value without the keys of its objects whose value is null: a table gives every key of a struct."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _plain(value: object) -> str:
