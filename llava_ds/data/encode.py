@@ -406,7 +406,8 @@ def _weights(labels: np.ndarray, supervised: Sequence[tuple[int, int, float]]) -
     for first, last, weight in supervised:
         weights[first:last] = weight
     labels[weights == 0] = IGNORE_INDEX
-    return weights if np.any(weights[labels != IGNORE_INDEX] != 1) else None
+    weights[labels == IGNORE_INDEX] = 1
+    return weights if np.any(weights != 1) else None
 
 
 def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
