@@ -1,5 +1,6 @@
 """Jinja chat templates: those for exported processors, and rendering with a tokenizer's own template."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -79,8 +80,31 @@ class _Chat:
         return cls(turns, tools, variables)
 
 
+@dataclass(frozen=True)
+class AnswerPrompt:
+    """The text that a template writes before an answer that is to come, "" for none; between that and an answer that is
+    there it writes one of gaps, such as a space or an empty thought, which is learned with the answer."""
+
+    text: str = ""
+    gaps: tuple[str, ...] = ()
+
+    def end_before(self, text: str, start: int, of_spaces: bool = False) -> int:
+        """The place behind the prompt before the answer that begins at start; start where there is no prompt.
+        of_spaces: only a gap of spaces counts."""
+        for gap in self.gaps:
+            if text.endswith(self.text + gap, 0, start) and not (of_spaces and gap.strip()):
+                return start - len(gap)
+        return start
+
+
+NO_PROMPT = AnswerPrompt()
+
+
 def render_own(
-    conversation: Transcript | Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+    conversation: Transcript | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    mm_use_im_start_end: bool = False,
+    prompt: AnswerPrompt = NO_PROMPT,
 ) -> list[Segment]:
     """Render a conversation in the tokenizer's own template; an answer is supervised with its end marker.
 
@@ -88,19 +112,18 @@ def render_own(
     other texts in place of the answers, has to agree with the first in everything around them. Raises DataError if the
     template refuses the messages or changes more of an answer than its outer spaces.
     """
-    return _segments(_as_chat(Transcript.of(conversation), mm_use_im_start_end), tokenizer)
+    return _segments(_as_chat(Transcript.of(conversation), mm_use_im_start_end), tokenizer, prompt)
 
 
 def _segments(
-    chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: str = "", source: str | None = None
+    chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPrompt = NO_PROMPT, source: str | None = None
 ) -> list[Segment]:
-    """Segments of a chat as render_own gives them. prompt: what the template writes before an answer that is to come;
-    spaces between it and an answer that is there are supervised with the answer; source: another template than the
-    tokenizer's."""
+    """Segments of a chat as render_own gives them. An answer is supervised from the end of its prompt on; source:
+    another template than the tokenizer's."""
     source = own_template(tokenizer) if source is None else source
     if re.search(r"\{%-?\s*generation\b", source):
         text, spans = _rendered(chat, tokenizer, source, marks=True)
-        return _cut(text, spans)
+        return _cut(text, [(prompt.end_before(text, start, of_spaces=True), end) for start, end in spans])
     text, _ = _rendered(chat, tokenizer, source)
     answers = [_text_of(turn) for turn in chat.turns if turn["role"] == "assistant"]
     markers = [f"\ue000{i}\ue001" for i in range(len(answers))]
@@ -121,19 +144,11 @@ def _segments(
             raise DataError(_UNSTABLE)
         end = start + len(written)
         marker = special.match(after)
-        spans.append((_behind_prompt(text, start, prompt), end + (marker.end() if marker else 0)))
+        spans.append((prompt.end_before(text, start), end + (marker.end() if marker else 0)))
         end += len(after)
     if end != len(text):
         raise DataError(_UNSTABLE)
     return _cut(text, spans)
-
-
-def _behind_prompt(text: str, start: int, prompt: str) -> int:
-    """The place behind the prompt before an answer at start, if only spaces are between them; else start."""
-    if not prompt.strip():
-        return start
-    behind = text.rfind(prompt, 0, start) + len(prompt)
-    return behind if behind >= len(prompt) and not text[behind:start].strip() else start
 
 
 def _text_of(turn: dict[str, object]) -> str:
@@ -149,7 +164,7 @@ def _with_text(turn: dict[str, object], text: str) -> dict[str, object]:
 def render_ready(
     conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: AnswerPrompt = NO_PROMPT,
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> list[Segment]:
@@ -171,19 +186,41 @@ def render_ready_prompt(
     return _rendered(_as_parts(Transcript.of(conversation), kinds), tokenizer, source, prompt=True)[0]
 
 
-def answer_prompt(tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> str:
-    """The text that the template writes before an answer that is to come; "" for a template that writes none. source:
-    another template than the tokenizer's."""
+def answer_prompt(
+    tokenizer: PreTrainedTokenizerBase, variables: str = "", source: str | None = None, as_parts: bool = True
+) -> AnswerPrompt:
+    """The prompt before an answer, in a template that is given the variables of a JSON object, "" for none. source:
+    another template than the tokenizer's; as_parts: as render_ready writes messages, not as render_own."""
     source = own_template(tokenizer) if source is None else source
-    chat = _as_parts(Transcript((Message("human", "x"),)))
-    before, after = (_rendered(chat, tokenizer, source, prompt=prompt)[0] for prompt in (False, True))
-    return after[len(before) :] if after.startswith(before) else ""
+    question, mark = Message("human", "x"), _ANSWER
+
+    def written(*answer: Message, prompt: bool = False) -> str:
+        conversation = Transcript((question, *answer), template_kwargs=variables)
+        chat = _as_parts(conversation) if as_parts else _as_chat(conversation, False)
+        return _rendered(chat, tokenizer, source, prompt=prompt)[0]
+
+    try:
+        before, asked = written(), written(prompt=True)
+    except DataError:  # no conversation can be written, which every record says by itself
+        return NO_PROMPT
+    gaps = {}
+    for answer in (Message("gpt", mark), Message("gpt", "y", thought=mark)):
+        with contextlib.suppress(DataError):  # of a template without thoughts
+            text = written(answer)
+            if text.startswith(asked) and mark in text:
+                gaps[text[len(asked) : text.index(mark)]] = None
+    return AnswerPrompt(
+        asked[len(before) :] if asked.startswith(before) else "", tuple(sorted(gaps, key=len, reverse=True))
+    )
+
+
+_ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The special token that ends an answer in a ready model's template; None if there is none."""
     answer = [Message("human", "x"), Message("gpt", "y")]
-    text = "".join(segment.text for segment in render_ready(answer, tokenizer, "") if segment.supervised)
+    text = "".join(segment.text for segment in render_ready(answer, tokenizer) if segment.supervised)
     return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
 
 

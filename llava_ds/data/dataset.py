@@ -44,6 +44,7 @@ from llava_ds.data.preflight import (
     reasons_in_short,
     rejections,
 )
+from llava_ds.data.prompt_check import refuse_unasked
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
@@ -59,7 +60,7 @@ from llava_ds.files.places import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
-ENCODING_VERSION = 5  # raise it when the same records would give other rows
+ENCODING_VERSION = 6  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 3"  # of the files; another one is another cache, and no other data
 PAIR_ROWS_FORMAT = "pairs 3"  # the same of preferences
 
@@ -423,7 +424,10 @@ class DataSpec:
         options: PreflightOptions,
         ranks: Ranks = ALONE,
     ) -> "DataSpec":
-        """Hash the files, and find the folder in the cache. All ranks call it together."""
+        """Hash the files, and find the folder in the cache. All ranks call it together.
+
+        Raises ConfigError where the first records would not be learned as they are asked for (prompt_check).
+        """
         cache_dir = Path(options.cache_dir).expanduser()
         common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
         common += [
@@ -438,6 +442,7 @@ class DataSpec:
             stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
+        refuse_unasked(checker.prompts, sources)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
         images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
         folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots])

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
+from llava_ds.data.prompt_check import PromptCheck
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
@@ -104,6 +106,11 @@ class Checker:
     encoder: Encoder
     image_options: geometry.ImageOptions
 
+    @cached_property
+    def prompts(self) -> PromptCheck:
+        """The check that answers are learned as they are asked for."""
+        return PromptCheck(self.encoder, self.image_options)
+
     @property
     def takes_pairs(self) -> bool:
         """True for preferences."""
@@ -150,6 +157,9 @@ class Checker:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
+            for transcript in sample.transcripts:
+                if reason := self.prompts.reason(transcript, marks):
+                    raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
         return _Checked(sample, media, seen, marks)

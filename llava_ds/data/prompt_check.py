@@ -1,0 +1,195 @@
+"""The text that asks for an answer has to be the beginning of the text that the answer was learned in, token by token.
+
+Chat templates of reasoning models end the prompt inside an open thought, or behind an empty one, that they may not
+write in front of an answer that is there: what is learned then is never asked. The check renders a few conversations
+for each template and set of variables, never a record.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.chat_template import own_template
+from llava_ds.data.encode import Encoder
+from llava_ds.data.sample import Message, Transcript
+from llava_ds.data.sources import Source, to_sample
+from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.layouts import ImageText
+from llava_ds.template_variables import FLAG, default_values, read_variables
+from llava_ds.videos import Footage
+
+# Answers to try: tokens may join the end of a prompt with the beginning of an answer.
+ANSWERS = ("A circle.", "7 of them.")
+THOUGHT = "It is round."
+NUM_RECORDS = 16  # of a source, looked at before all are encoded
+_SIZE, _FRAMES = (64, 64), 4  # of the image and the video in the conversations
+_SHOWN = 200  # characters of a text in a message
+
+Marks = Sequence[int | ImageText]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """asked, learned: what follows the question in the text that asks, and in the one that is learned; why: the way
+    in which the first is no beginning of the second."""
+
+    asked: str
+    learned: str
+    why: str
+
+    def lines(self) -> str:
+        """Both texts, for a person."""
+        return f"asked:   {self.asked[:_SHOWN]!r}\nlearned: {self.learned[:_SHOWN]!r} ({self.why})"
+
+    def clause(self) -> str:
+        """Both texts in one line."""
+        return f"asked is {self.asked[:_SHOWN]!r}, learned {self.learned[:_SHOWN]!r} ({self.why})"
+
+
+@dataclass(frozen=True)
+class AnswerForms:
+    """The differences for plain answers and for answers with a thought; None where there is none."""
+
+    plain: Difference | None
+    thought: Difference | None
+
+    def of(self, transcript: Transcript) -> Difference | None:
+        """The difference for the last answer of a conversation."""
+        return self.thought if has_thought(transcript) else self.plain
+
+
+def has_thought(transcript: Transcript) -> bool:
+    """True if the last answer of a conversation has a thought."""
+    last = next((message for message in reversed(transcript.messages) if message.role == "gpt"), None)
+    return last is not None and last.thought is not None
+
+
+@dataclass(eq=False)
+class PromptCheck:
+    """The check for one encoder. Conversations are rendered once for each set of variables. Can be pickled."""
+
+    encoder: Encoder
+    images: ImageOptions
+    _found: dict[tuple[str, bool], AnswerForms] = field(default_factory=dict)
+
+    def forms(self, variables: str = "", with_video: bool = False) -> AnswerForms:
+        """The differences under the variables of a JSON object, "" for none. with_video: in the template for videos."""
+        key = (variables, with_video)
+        if key not in self._found:
+            self._found[key] = AnswerForms(*(self._difference(*key, thought) for thought in (None, THOUGHT)))
+        return self._found[key]
+
+    def reason(self, transcript: Transcript, marks: Marks) -> str:
+        """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
+        with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
+        difference = self.forms(transcript.template_kwargs, with_video).of(transcript)
+        if difference is None:
+            return ""
+        lacks = "has a thought" if has_thought(transcript) else "has no thought"
+        return f"its last answer {lacks}, so what asks for it would not be the beginning of it: {difference.clause()}"
+
+    def _difference(self, variables: str, with_video: bool, thought: str | None) -> Difference | None:
+        """The first difference among conversations without and with an image, or with a video."""
+        shown = [[self._video()]] if with_video else [[], [media_layout("image", (_SIZE,), 1, self.images).mark]]
+        for marks in shown:
+            question = Message("human", f"{IMAGE_TOKEN}\nWhat is it?" if marks else "What is it?")
+            for answer in ANSWERS:
+                messages = (question, Message("gpt", answer, thought=thought))
+                difference = self._compare(Transcript(messages, template_kwargs=variables), marks)
+                if difference is not None:
+                    return difference
+        return None
+
+    def _video(self) -> ImageText:
+        layout = media_layout("frames", (_SIZE,) * _FRAMES, 1, self.images, Footage(_FRAMES, 1.0))
+        return layout.mark
+
+    def _compare(self, conversation: Transcript, marks: Marks) -> Difference | None:
+        encoder, asked = self.encoder, replace(conversation, messages=conversation.messages[:-1])
+        try:
+            prompt = encoder.prompt_ids(asked, marks)
+            ids, labels = encoder.whole_ids(conversation, marks)
+            texts = encoder.texts(conversation, marks)
+        except DataError:
+            return None  # no record like this can be written, which each of them says by itself
+        why = _why(prompt, ids, labels, texts)
+        if why is None:
+            return None
+        place = max(0, texts[0].rfind("What is it?")) + len("What is it?")
+        return Difference(texts[0][place:], texts[1][place:], why)
+
+
+def _why(prompt: list[int], ids: np.ndarray, labels: np.ndarray, texts: tuple[str, str]) -> str | None:
+    """The way in which a prompt is no beginning of what is learned; None if it is one, and all behind it is learned."""
+    if ids[: len(prompt)].tolist() != prompt:
+        if texts[1].startswith(texts[0]):
+            return "the texts begin alike, and are other tokens where the first one ends"
+        return "they begin differently"
+    behind = labels[len(prompt) :] != IGNORE_INDEX
+    if not behind.any():
+        return "no token behind what is asked is learned"
+    last = int(np.flatnonzero(behind)[-1])
+    return None if behind[:last].all() else "not all that comes behind what is asked is learned"
+
+
+def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
+    """Raise ConfigError where none of the first records of any source could be asked for as it is learned.
+
+    Single records among others are for PromptCheck.reason.
+    """
+    forms = check.forms()
+    if forms.plain is None and forms.thought is None:
+        return
+    found = []
+    for source in sources:
+        for record in source.first(NUM_RECORDS):
+            try:
+                transcripts = to_sample(record.text, source, record.index).transcripts
+            except DataError:
+                continue
+            found += transcripts
+    differences = [check.forms(transcript.template_kwargs).of(transcript) for transcript in found]
+    if not found or None in differences:
+        return
+    with_thoughts = {has_thought(transcript) for transcript in found}
+    kinds = {frozenset({False}): "no thought", frozenset({True}): "a thought"}
+    answers = kinds.get(frozenset(with_thoughts), "a thought or none")
+    raise ConfigError(
+        f"what asks the model for an answer would not be the beginning of what it learns: the answers of the first "
+        f"{len(found)} records have {answers}, and behind a question the chat template writes\n"
+        f"{differences[0].lines()}\n{_remedy(check, with_thoughts)}"
+    )
+
+
+def _remedy(check: PromptCheck, with_thoughts: set[bool]) -> str:
+    """What to do about answers, with a thought or without, that are not asked for as they are learned."""
+    tokenizer, template = check.encoder.tokenizer, check.encoder.options.template
+    if template not in ("chat_template", "processor"):
+        return "give another --version"
+    if (variables := fitting_variables(check, tokenizer, with_thoughts)) is not None:
+        return f"give --{FLAG} '{variables}', a variable of the template under which it is"
+    others = ["give --version one of LLaVA's templates"] if template == "chat_template" else []
+    if False in with_thoughts:
+        others.append("bring answers with thoughts (reasoning_content in a turn)")
+    else:
+        others.append("take the thoughts out of the answers")
+    others.append("put another chat template into the model's folder (chat_template.jinja)")
+    return "none of the template's variables makes it one: " + ", or ".join(others)
+
+
+def fitting_variables(check: PromptCheck, tokenizer: PreTrainedTokenizerBase, with_thoughts: set[bool]) -> str | None:
+    """A JSON object of variables, one of them changed to true or false, under which there is no difference for these
+    answers; None if there is none."""
+    source = own_template(tokenizer)
+    kept = default_values(source)
+    for name in sorted(read_variables(source, tokenizer)):
+        for value in (False, True):
+            variables = json.dumps({**kept, name: value})
+            forms = check.forms(variables)
+            if not any((forms.thought if thought else forms.plain) for thought in with_thoughts):
+                return variables
+    return None
