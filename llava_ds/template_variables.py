@@ -5,6 +5,7 @@ All that renders the template then asks alike without being told: training, an e
 
 import json
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import jinja2
@@ -63,13 +64,19 @@ def parse_variables(text: str | None) -> dict[str, object]:
 def read_variables(source: str, tokenizer: "PreTrainedTokenizerBase") -> set[str]:
     """The names of the variables that a template reads. Raises ConfigError for a template that is none."""
     try:
-        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-        tree = environment.parse(_GENERATION.sub(_as_condition, source))
-        names = jinja2.meta.find_undeclared_variables(tree)
+        names = _undeclared(source)
     except (jinja2.TemplateError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{tokenizer.name_or_path}: the tokenizer's chat template can't be read: {why}") from error
     return {name for name in names if not is_reserved(name, tokenizer)}
+
+
+@lru_cache(maxsize=8)
+def _undeclared(source: str) -> frozenset[str]:
+    """All names that a template reads and does not set before. Raises jinja2's errors."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    tree = environment.parse(_GENERATION.sub(_as_condition, source))
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 def is_reserved(name: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -152,9 +159,7 @@ def _literal(value: object) -> str:
     if isinstance(value, str):  # not json's escapes of half characters, which Jinja does not join
         text = json.dumps(value, ensure_ascii=False)
         return "".join(f"\\u{ord(char):04x}" if char in "\x7f\x85\u2028\u2029" else char for char in text)
-    return (
-        {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
-    )
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _as_condition(match: re.Match) -> str:

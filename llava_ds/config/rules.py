@@ -127,13 +127,8 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
-    return [
-        *problems,
-        *template_variables(args),
-        *lora_and_quantization(args),
-        *lora_variants(args),
-        *last_layers(args),
-    ]
+    problems += template_variables(args)
+    return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args)]
 
 
 def data_problems(args: Arguments) -> list[str]:

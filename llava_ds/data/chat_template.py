@@ -13,6 +13,7 @@ from llava_ds.data import template_process
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
 from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
+from llava_ds.template_variables import variables_problem
 from llava_ds.tokenizer import begins_with_bos, first_space_pattern, special_tokens
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -209,9 +210,8 @@ def answer_prompt(
             text = written(answer)
             if text.startswith(asked) and mark in text:
                 gaps[text[len(asked) : text.index(mark)]] = None
-    return AnswerPrompt(
-        asked[len(before) :] if asked.startswith(before) else "", tuple(sorted(gaps, key=len, reverse=True))
-    )
+    prompt = asked[len(before) :] if asked.startswith(before) else ""
+    return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)))
 
 
 _ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
@@ -272,20 +272,10 @@ def _as_chat(conversation: Transcript, mm_use_im_start_end: bool) -> _Chat:
     return _Chat.of(turns, conversation)
 
 
-# Arguments of transformers' render_jinja_template, and names under which it hands the conversation to a template.
-_NO_VARIABLES = (
-    "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
-    "continue_final_message", "add_generation_prompt",
-)  # fmt: skip
-
-
 def _refuse_variables(chat: _Chat, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Raise DataError for variables that belong to transformers, or that the template does not read."""
-    for name in chat.variables:
-        if name in _NO_VARIABLES or name in tokenizer.special_tokens_map:
-            raise DataError(f"sets the template variable {name!r}, which is set for every conversation: leave it out")
-        if not re.search(rf"\b{re.escape(name)}\b", source):
-            raise DataError(f"sets the template variable {name!r}, which the chat template does not read: leave it out")
+    if chat.variables and (problem := variables_problem(chat.variables, source, tokenizer)) is not None:
+        raise DataError(f"its chat_template_kwargs: {problem}")
 
 
 def _rendered(
