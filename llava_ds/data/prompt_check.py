@@ -6,6 +6,7 @@ for each template and set of variables, never a record.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,7 @@ from llava_ds.videos import Footage
 # Answers to try: tokens may join the end of a prompt with the beginning of an answer.
 ANSWERS = ("A circle.", "7 of them.")
 THOUGHT = "It is round."
+_QUESTION = "What is it?"
 NUM_RECORDS = 16  # of a source, looked at before all are encoded
 _SIZE, _FRAMES = (64, 64), 4  # of the image and the video in the conversations
 _SHOWN = 200  # characters of a text in a message
@@ -63,9 +65,13 @@ class AnswerForms:
 
 
 def has_thought(transcript: Transcript) -> bool:
-    """True if the last answer of a conversation has a thought."""
+    """True if the last answer of a conversation has a thought with words in it."""
     last = next((message for message in reversed(transcript.messages) if message.role == "gpt"), None)
-    return last is not None and last.thought is not None
+    return last is not None and holds_thought(last)
+
+
+def holds_thought(message: Message) -> bool:
+    return bool((message.thought or "").strip())
 
 
 @dataclass(eq=False)
@@ -87,22 +93,49 @@ class PromptCheck:
         """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
         with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
         difference = self.forms(transcript.template_kwargs, with_video).of(transcript)
+        if difference is None and self._may_join(transcript):
+            difference = self._compare(transcript, marks)
         if difference is None:
             return ""
         lacks = "has a thought" if has_thought(transcript) else "has no thought"
         return f"its last answer {lacks}, so what asks for it would not be the beginning of it: {difference.clause()}"
 
+    def _may_join(self, transcript: Transcript) -> bool:
+        """True if the last answer begins with a line break, which a tokenizer may join with one before it. LLaVA's own
+        templates keep LLaVA's ids."""
+        last = transcript.messages[-1]
+        begins = (last.thought or last.text)[:1]
+        return self.encoder.template.write is None and last.role == "gpt" and begins in ("\n", "\r")
+
     def _difference(self, variables: str, with_video: bool, thought: str | None) -> Difference | None:
         """The first difference among conversations without and with an image, or with a video."""
         shown = [[self._video()]] if with_video else [[], [media_layout("image", (_SIZE,), 1, self.images).mark]]
         for marks in shown:
-            question = Message("human", f"{IMAGE_TOKEN}\nWhat is it?" if marks else "What is it?")
+            question = Message("human", f"{IMAGE_TOKEN}\n{_QUESTION}" if marks else _QUESTION)
             for answer in ANSWERS:
                 messages = (question, Message("gpt", answer, thought=thought))
-                difference = self._compare(Transcript(messages, template_kwargs=variables), marks)
+                conversation = Transcript(messages, template_kwargs=variables)
+                difference = self._compare(conversation, marks) or self._unthought(conversation, marks)
                 if difference is not None:
                     return difference
         return None
+
+    def _unthought(self, conversation: Transcript, marks: Marks) -> Difference | None:
+        """The difference for a plain answer where the prompt ends inside an open thought, which is learned to be
+        empty; whether its end is then other tokens is up to the tokenizer."""
+        *before, answer = conversation.messages
+        if answer.thought:
+            return None
+        thinking = replace(conversation, messages=(*before, replace(answer, thought=THOUGHT)))
+        try:
+            asked, plain = self.encoder.texts(conversation, marks)
+            asked_too, thought = self.encoder.texts(thinking, marks)
+        except DataError:  # of a template without thoughts
+            return None
+        begin, thinks = plain[len(asked) :].lstrip(), thought[len(asked_too) :].lstrip()
+        if begin.startswith(answer.text) or not (thought.startswith(asked_too) and thinks.startswith(THOUGHT)):
+            return None
+        return _difference_of(asked, plain, "a thought is asked for, and an empty one learned")
 
     def _video(self) -> ImageText:
         layout = media_layout("frames", (_SIZE,) * _FRAMES, 1, self.images, Footage(_FRAMES, 1.0))
@@ -117,10 +150,14 @@ class PromptCheck:
         except DataError:
             return None  # no record like this can be written, which each of them says by itself
         why = _why(prompt, ids, labels, texts)
-        if why is None:
-            return None
-        place = max(0, texts[0].rfind("What is it?")) + len("What is it?")
-        return Difference(texts[0][place:], texts[1][place:], why)
+        return None if why is None else _difference_of(*texts, why)
+
+
+def _difference_of(asked: str, learned: str, why: str) -> Difference:
+    """The difference of two texts, from the end of the question on."""
+    alike = len(os.path.commonprefix([asked, learned]))
+    place = max(0, asked.rfind(_QUESTION, 0, alike))
+    return Difference(asked[place:].removeprefix(_QUESTION), learned[place:].removeprefix(_QUESTION), why)
 
 
 def _why(prompt: list[int], ids: np.ndarray, labels: np.ndarray, texts: tuple[str, str]) -> str | None:
