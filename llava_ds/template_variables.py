@@ -85,13 +85,13 @@ def is_reserved(name: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def variables_problem(variables: dict[str, object], source: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """The reason why a template can't be given these variables; None if it can."""
+    """The reason why a template can't be given these variables, as a predicate; None if it can."""
     if taken := [name for name in variables if is_reserved(name, tokenizer)]:
-        return f"{taken[0]!r} is set by the program for every conversation: leave it out"
+        return f"sets {taken[0]!r}, which is set for every conversation: leave it out"
     known = read_variables(source, tokenizer)
     if unknown := [name for name in variables if name not in known]:
         reads = f"the variables that it reads are {', '.join(sorted(known))}" if known else "it reads no variables"
-        return f"the chat template of {tokenizer.name_or_path} never reads {', '.join(map(repr, unknown))}: {reads}"
+        return f"sets {', '.join(map(repr, unknown))}, which the chat template does not read: {reads}"
     return None
 
 
@@ -139,7 +139,7 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, versio
         return []
     kept, _ = split_defaults(source)
     if variables and (problem := variables_problem(variables, source, tokenizer)) is not None:
-        raise ConfigError(f"--{FLAG} {text}: {problem}")
+        raise ConfigError(f"--{FLAG} {text} {problem}")
     if variables:
         tokenizer.chat_template = with_defaults(source, variables)
     lines = []

@@ -6,7 +6,6 @@ for each template and set of variables, never a record.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.chat_template import own_template
-from llava_ds.data.encode import Encoder
+from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.sources import Source, to_sample
+from llava_ds.data.turn_form import holds_thought
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.layouts import ImageText
 from llava_ds.template_variables import FLAG, default_values, read_variables
@@ -59,19 +59,20 @@ class AnswerForms:
     plain: Difference | None
     thought: Difference | None
 
-    def of(self, transcript: Transcript) -> Difference | None:
-        """The difference for the last answer of a conversation."""
-        return self.thought if has_thought(transcript) else self.plain
+    def of(self, answer: Message | None) -> Difference | None:
+        """The difference for an answer."""
+        return None if answer is None else self.thought if has_thought(answer) else self.plain
 
 
-def has_thought(transcript: Transcript) -> bool:
-    """True if the last answer of a conversation has a thought with words in it."""
+def last_answer(transcript: Transcript) -> Message | None:
+    """The last answer of a conversation; None without one, or where it is not learned."""
     last = next((message for message in reversed(transcript.messages) if message.role == "gpt"), None)
-    return last is not None and holds_thought(last)
+    return None if last is None or last.weight == 0 else last
 
 
-def holds_thought(message: Message) -> bool:
-    return bool((message.thought or "").strip())
+def has_thought(answer: Message) -> bool:
+    """True for an answer with a thought that has words in it."""
+    return bool(answer.thought and answer.thought.strip()) or holds_thought(answer)
 
 
 @dataclass(eq=False)
@@ -92,12 +93,13 @@ class PromptCheck:
     def reason(self, transcript: Transcript, marks: Marks) -> str:
         """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
         with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
-        difference = self.forms(transcript.template_kwargs, with_video).of(transcript)
+        answer = last_answer(transcript)
+        difference = self.forms(transcript.template_kwargs, with_video).of(answer)
         if difference is None and self._may_join(transcript):
             difference = self._compare(transcript, marks)
         if difference is None:
             return ""
-        lacks = "has a thought" if has_thought(transcript) else "has no thought"
+        lacks = "has a thought" if has_thought(answer) else "has no thought"
         return f"its last answer {lacks}, so what asks for it would not be the beginning of it: {difference.clause()}"
 
     def _may_join(self, transcript: Transcript) -> bool:
@@ -145,28 +147,28 @@ class PromptCheck:
         encoder, asked = self.encoder, replace(conversation, messages=conversation.messages[:-1])
         try:
             prompt = encoder.prompt_ids(asked, marks)
-            ids, labels = encoder.whole_ids(conversation, marks)
+            whole = encoder.encode_whole(conversation, marks)
             texts = encoder.texts(conversation, marks)
         except DataError:
             return None  # no record like this can be written, which each of them says by itself
-        why = _why(prompt, ids, labels, texts)
+        why = _why(prompt, whole, texts)
         return None if why is None else _difference_of(*texts, why)
 
 
 def _difference_of(asked: str, learned: str, why: str) -> Difference:
-    """The difference of two texts, from the end of the question on."""
-    alike = len(os.path.commonprefix([asked, learned]))
-    place = max(0, asked.rfind(_QUESTION, 0, alike))
-    return Difference(asked[place:].removeprefix(_QUESTION), learned[place:].removeprefix(_QUESTION), why)
+    """The difference of two texts, from the end of the check's question on, or of the last words of a record's."""
+    known = asked.rfind(_QUESTION)
+    place = max(0, len(asked) - _SHOWN // 2) if known < 0 else known + len(_QUESTION)
+    return Difference(asked[place:], learned[place:], why)
 
 
-def _why(prompt: list[int], ids: np.ndarray, labels: np.ndarray, texts: tuple[str, str]) -> str | None:
+def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | None:
     """The way in which a prompt is no beginning of what is learned; None if it is one, and all behind it is learned."""
-    if ids[: len(prompt)].tolist() != prompt:
+    if whole.input_ids[: len(prompt)].tolist() != prompt:
         if texts[1].startswith(texts[0]):
             return "the texts begin alike, and are other tokens where the first one ends"
         return "they begin differently"
-    behind = labels[len(prompt) :] != IGNORE_INDEX
+    behind = whole.labels[len(prompt) :] != IGNORE_INDEX
     if not behind.any():
         return "no token behind what is asked is learned"
     last = int(np.flatnonzero(behind)[-1])
@@ -189,15 +191,16 @@ def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
             except DataError:
                 continue
             found += transcripts
-    differences = [check.forms(transcript.template_kwargs).of(transcript) for transcript in found]
+    answers = [last_answer(transcript) for transcript in found]
+    differences = [check.forms(each.template_kwargs).of(answer) for each, answer in zip(found, answers)]
     if not found or None in differences:
         return
-    with_thoughts = {has_thought(transcript) for transcript in found}
+    with_thoughts = {has_thought(answer) for answer in answers}
     kinds = {frozenset({False}): "no thought", frozenset({True}): "a thought"}
-    answers = kinds.get(frozenset(with_thoughts), "a thought or none")
+    have = kinds.get(frozenset(with_thoughts), "a thought or none")
     raise ConfigError(
         f"what asks the model for an answer would not be the beginning of what it learns: the answers of the first "
-        f"{len(found)} records have {answers}, and behind a question the chat template writes\n"
+        f"{len(found)} records have {have}, and behind a question the chat template writes\n"
         f"{differences[0].lines()}\n{_remedy(check, with_thoughts)}"
     )
 
