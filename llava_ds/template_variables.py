@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 import jinja2.meta
+from jinja2 import nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from llava_ds.constants import ConfigError
@@ -76,7 +77,12 @@ def _undeclared(source: str) -> frozenset[str]:
     """All names that a template reads and does not set before. Raises jinja2's errors."""
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(_GENERATION.sub(_as_condition, source))
-    return frozenset(jinja2.meta.find_undeclared_variables(tree))
+    names = jinja2.meta.find_undeclared_variables(tree)
+    # jinja2 also names what a branch inside a loop sets, and what comes behind it reads.
+    inside = {id(name) for loop in tree.find_all(nodes.For) for name in loop.find_all(nodes.Name)}
+    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store" and id(name) in inside}
+    outside = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load" and id(name) not in inside}
+    return frozenset(names - (own - outside))
 
 
 def is_reserved(name: str, tokenizer: "PreTrainedTokenizerBase") -> bool:

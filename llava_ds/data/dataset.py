@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.training_flags import PAIR_OBJECTIVES
+from llava_ds.config.training_flags import DRAWING_OBJECTIVES, PAIR_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
@@ -380,6 +380,7 @@ def data_spec(
             mm_use_im_start_end=model.mm_use_im_start_end,
             supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
             split_special_tokens=model.split_special_tokens,
+            as_asked=args.training.objective in DRAWING_OBJECTIVES,
         ),
         image_options,
         PreflightOptions(

@@ -45,6 +45,7 @@ class EncodingOptions:
     mm_use_im_start_end: bool = False
     supervise_last_turn_only: bool = False
     split_special_tokens: bool = False
+    as_asked: bool = False  # the last answer is not learned, but compared with answers to the prompt before it
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,10 @@ class Encoder:
         """Ids and labels of a conversation, not cut."""
         pieces, spans = self._pieces(self._render(conversation, num_image_tokens), num_image_tokens)
         return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
+
+    def text_ids(self, text: str) -> np.ndarray:
+        """The ids (int32) of a text by itself."""
+        return np.array(next(self._tokenize([text])).ids, np.int32)
 
     def texts(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> tuple[str, str]:
         """The text that asks for the conversation's last answer, and that of training with the answer."""

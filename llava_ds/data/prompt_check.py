@@ -5,12 +5,12 @@ write in front of an answer that is there: what is learned then is never asked. 
 for each template and set of variables, never a record.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.chat_template import own_template
@@ -45,7 +45,7 @@ class Difference:
 
     def lines(self) -> str:
         """Both texts, for a person."""
-        return f"asked:   {self.asked[:_SHOWN]!r}\nlearned: {self.learned[:_SHOWN]!r} ({self.why})"
+        return f"  asked:   {self.asked[:_SHOWN]!r}\n  learned: {self.learned[:_SHOWN]!r} ({self.why})"
 
     def clause(self) -> str:
         """Both texts in one line."""
@@ -54,14 +54,25 @@ class Difference:
 
 @dataclass(frozen=True)
 class AnswerForms:
-    """The differences for plain answers and for answers with a thought; None where there is none."""
+    """The differences for plain answers and for answers with a thought, None where there is none; writes_plain,
+    writes_thought: True if the template writes such answers."""
 
     plain: Difference | None
     thought: Difference | None
+    writes_plain: bool
+    writes_thought: bool
 
     def of(self, answer: Message | None) -> Difference | None:
         """The difference for an answer."""
-        return None if answer is None else self.thought if has_thought(answer) else self.plain
+        if answer is None:
+            return None
+        return self.thought if has_thought(answer) and self.writes_thought else self.plain
+
+    def fits(self, with_thought: bool) -> bool:
+        """True if there is no difference for plain answers, or those with a thought, which the template writes."""
+        if with_thought:
+            return self.writes_thought and self.thought is None
+        return self.writes_plain and self.plain is None
 
 
 def last_answer(transcript: Transcript) -> Message | None:
@@ -82,25 +93,39 @@ class PromptCheck:
     encoder: Encoder
     images: ImageOptions
     _found: dict[tuple[str, bool], AnswerForms] = field(default_factory=dict)
+    _remedies: dict[bool, str] = field(default_factory=dict)
 
     def forms(self, variables: str = "", with_video: bool = False) -> AnswerForms:
         """The differences under the variables of a JSON object, "" for none. with_video: in the template for videos."""
         key = (variables, with_video)
         if key not in self._found:
-            self._found[key] = AnswerForms(*(self._difference(*key, thought) for thought in (None, THOUGHT)))
+            found = [list(self._differences(*key, thought)) for thought in (None, THOUGHT)]
+            first = [next(filter(None, each), None) for each in found]
+            self._found[key] = AnswerForms(*first, *map(bool, found))
         return self._found[key]
 
     def reason(self, transcript: Transcript, marks: Marks) -> str:
         """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
         with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
+        if self.encoder.options.as_asked:
+            return ""
         answer = last_answer(transcript)
         difference = self.forms(transcript.template_kwargs, with_video).of(answer)
         if difference is None and self._may_join(transcript):
-            difference = self._compare(transcript, marks)
+            with contextlib.suppress(DataError):  # the encoder's, too
+                difference = self._compare(transcript, marks)
         if difference is None:
             return ""
-        lacks = "has a thought" if has_thought(answer) else "has no thought"
-        return f"its last answer {lacks}, so what asks for it would not be the beginning of it: {difference.clause()}"
+        has = "has a thought" if has_thought(answer) else "has no thought"
+        text = f"its last answer {has}, and would be learned behind another text than is asked: {difference.clause()}"
+        return text + ("" if transcript.template_kwargs else self._remedy(has_thought(answer)))
+
+    def _remedy(self, with_thought: bool) -> str:
+        """The variables that a single record may bring itself, as the end of a sentence; "" for none."""
+        if with_thought not in self._remedies:
+            variables = fitting_variables(self, {with_thought}) if self.encoder.template.write is None else None
+            self._remedies[with_thought] = f": give it {FLAG} {variables}" if variables else ""
+        return self._remedies[with_thought]
 
     def _may_join(self, transcript: Transcript) -> bool:
         """True if the last answer begins with a line break, which a tokenizer may join with one before it. LLaVA's own
@@ -109,18 +134,17 @@ class PromptCheck:
         begins = (last.thought or last.text)[:1]
         return self.encoder.template.write is None and last.role == "gpt" and begins in ("\n", "\r")
 
-    def _difference(self, variables: str, with_video: bool, thought: str | None) -> Difference | None:
-        """The first difference among conversations without and with an image, or with a video."""
+    def _differences(self, variables: str, with_video: bool, thought: str | None) -> Iterator[Difference | None]:
+        """The difference of each conversation that the template writes, without and with an image, or with a video."""
         shown = [[self._video()]] if with_video else [[], [media_layout("image", (_SIZE,), 1, self.images).mark]]
         for marks in shown:
             question = Message("human", f"{IMAGE_TOKEN}\n{_QUESTION}" if marks else _QUESTION)
             for answer in ANSWERS:
                 messages = (question, Message("gpt", answer, thought=thought))
                 conversation = Transcript(messages, template_kwargs=variables)
-                difference = self._compare(conversation, marks) or self._unthought(conversation, marks)
-                if difference is not None:
-                    return difference
-        return None
+                with contextlib.suppress(DataError):  # which each such record says by itself
+                    if thought is None or thought in self.encoder.texts(conversation, marks)[1]:
+                        yield self._compare(conversation, marks) or self._unthought(conversation, marks)
 
     def _unthought(self, conversation: Transcript, marks: Marks) -> Difference | None:
         """The difference for a plain answer where the prompt ends inside an open thought, which is learned to be
@@ -145,13 +169,8 @@ class PromptCheck:
 
     def _compare(self, conversation: Transcript, marks: Marks) -> Difference | None:
         encoder, asked = self.encoder, replace(conversation, messages=conversation.messages[:-1])
-        try:
-            prompt = encoder.prompt_ids(asked, marks)
-            whole = encoder.encode_whole(conversation, marks)
-            texts = encoder.texts(conversation, marks)
-        except DataError:
-            return None  # no record like this can be written, which each of them says by itself
-        why = _why(prompt, whole, texts)
+        texts = encoder.texts(conversation, marks)
+        why = _why(encoder.prompt_ids(asked, marks), encoder.encode_whole(conversation, marks), texts)
         return None if why is None else _difference_of(*texts, why)
 
 
@@ -175,11 +194,37 @@ def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | Non
     return None if behind[:last].all() else "not all that comes behind what is asked is learned"
 
 
+def as_asked(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
+    """An encoded conversation with the prompt that asks for its last answer, and that answer supervised.
+
+    coded: as it would be learned, of which all is kept that comes behind the prompt, if that is the answer alone.
+    """
+    *before, answer = conversation.messages
+    if answer.role != "gpt" or not coded.num_targets:
+        return coded
+    prompt = np.array(encoder.prompt_ids(replace(conversation, messages=tuple(before)), marks), np.int32)
+    ids, count = coded.input_ids, len(prompt)
+    if not np.array_equal(ids[:count], prompt[: len(ids)]) or not _is_next(encoder, conversation, marks):
+        ids = np.concatenate([prompt, encoder.text_ids(answer.text.strip())])
+    labels = np.where(np.arange(len(ids)) < count, np.int32(IGNORE_INDEX), ids)
+    return Encoded(ids, labels, coded.truncated).cut(encoder.options.max_length)
+
+
+def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:
+    """True if the last answer comes right behind the prompt, with only spaces between them."""
+    if encoder.template.write is not None:
+        return True
+    asked, learned = encoder.texts(conversation, marks)
+    return learned[len(asked) :].lstrip().startswith(conversation.messages[-1].text.strip())
+
+
 def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
     """Raise ConfigError where none of the first records of any source could be asked for as it is learned.
 
     Single records among others are for PromptCheck.reason.
     """
+    if check.encoder.options.as_asked:
+        return
     forms = check.forms()
     if forms.plain is None and forms.thought is None:
         return
@@ -199,37 +244,39 @@ def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
     kinds = {frozenset({False}): "no thought", frozenset({True}): "a thought"}
     have = kinds.get(frozenset(with_thoughts), "a thought or none")
     raise ConfigError(
-        f"what asks the model for an answer would not be the beginning of what it learns: the answers of the first "
-        f"{len(found)} records have {have}, and behind a question the chat template writes\n"
-        f"{differences[0].lines()}\n{_remedy(check, with_thoughts)}"
+        f"the answers of the first {len(found)} records have {have}, and would be learned behind another text than the "
+        f"model is asked for them with. Behind a question, the chat template writes\n{differences[0].lines()}\n"
+        f"What is asked has to be the beginning of what is learned: {_remedy(check, with_thoughts)}"
     )
 
 
 def _remedy(check: PromptCheck, with_thoughts: set[bool]) -> str:
     """What to do about answers, with a thought or without, that are not asked for as they are learned."""
-    tokenizer, template = check.encoder.tokenizer, check.encoder.options.template
+    template = check.encoder.options.template
     if template not in ("chat_template", "processor"):
         return "give another --version"
-    if (variables := fitting_variables(check, tokenizer, with_thoughts)) is not None:
-        return f"give --{FLAG} '{variables}', a variable of the template under which it is"
+    if (variables := fitting_variables(check, with_thoughts)) is not None:
+        return f"give --{FLAG} '{variables}', under which it is"
     others = ["give --version one of LLaVA's templates"] if template == "chat_template" else []
     if False in with_thoughts:
         others.append("bring answers with thoughts (reasoning_content in a turn)")
     else:
         others.append("take the thoughts out of the answers")
     others.append("put another chat template into the model's folder (chat_template.jinja)")
-    return "none of the template's variables makes it one: " + ", or ".join(others)
+    return ", or ".join(others)
 
 
-def fitting_variables(check: PromptCheck, tokenizer: PreTrainedTokenizerBase, with_thoughts: set[bool]) -> str | None:
+def fitting_variables(check: PromptCheck, with_thoughts: set[bool]) -> str | None:
     """A JSON object of variables, one of them changed to true or false, under which there is no difference for these
     answers; None if there is none."""
+    tokenizer = check.encoder.tokenizer
     source = own_template(tokenizer)
     kept = default_values(source)
-    for name in sorted(read_variables(source, tokenizer)):
+    names = read_variables(source, tokenizer)
+    for name in sorted(names, key=lambda name: ("think" not in name, name)):
         for value in (False, True):
             variables = json.dumps({**kept, name: value})
             forms = check.forms(variables)
-            if not any((forms.thought if thought else forms.plain) for thought in with_thoughts):
+            if all(map(forms.fits, with_thoughts)):
                 return variables
     return None
