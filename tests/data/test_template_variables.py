@@ -101,6 +101,27 @@ def test_names_that_a_template_sets_itself_are_no_variables():
     assert read_variables(source, tokenizer_with(source)) == {"mood", "depth", "loud"}
 
 
+def test_variables_are_found_in_macros_and_not_what_is_set_around_them():
+    source = (
+        "{% macro shown(part, loud=volume) %}{{ count.value }}{{ part }}{{ mood }}{% set count.value = 1 %}"
+        "{% endmacro %}"
+        "{% set count = namespace(value=0) %}{% for m in messages if m.text %}{{ shown(m) }}{% endfor %}"
+        "{%- if depth is not defined %}{%- set depth = 3 %}{%- endif %}{{ depth }}"
+    )
+    assert read_variables(source, tokenizer_with(source)) == {"mood", "volume", "depth"}
+
+
+@pytest.mark.parametrize("source", ["{{ 'x' * 10 ** 12 }}", "{{ 9 ** 9 ** 9 }}", "{{ 'x' | center(10 ** 12) }}"])
+def test_nothing_of_a_template_is_computed_to_find_them(source):
+    assert read_variables(source + "{{ mood }}", tokenizer_with(source)) == {"mood"}
+
+
+def test_a_template_that_can_not_be_read_is_refused():
+    for source in ("{% if %}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"):
+        with pytest.raises(ConfigError, match="model: the tokenizer's chat template can't be read: "):
+            set_variables(tokenizer_with(source), '{"mood": 1}', "processor")
+
+
 VALUES = {
     "numbers": [0, -2.5, 1e-7, 12345678901234567890],
     "words": "'q' \"q\" \\n {% raw %} %} }} {# #} 猫 😀\u2028\x85\x01\n",
@@ -126,6 +147,16 @@ def test_a_template_with_its_values_renders_as_if_they_were_given(tokenizer, sou
     given = tokenizer.apply_chat_template(CHAT, chat_template=source, tokenize=False, **others)
     assert tokenizer.apply_chat_template(CHAT, chat_template=kept, tokenize=False, **others) == given
     assert with_defaults(kept, values) == kept
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["2 ** 2 ** 2", "lipsum.__globals__", "'x' | upper", "[cycler]", "range(9)", "(1, 2)", "'a' }}{{ 'b'", "1 %}"],
+)
+def test_only_literals_count_as_kept_values(value):
+    """A template may be a stranger's, and nothing of it is computed outside of its own process."""
+    source = f"{{%- if a is not defined %}}{{%- set a = {value} %}}{{%- endif %}}\n{{{{ a }}}}"
+    assert split_defaults(source) == ({}, source)
 
 
 def test_another_value_replaces_the_kept_one_and_says_so(tokenizer):
