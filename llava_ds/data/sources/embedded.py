@@ -16,6 +16,7 @@ from typing import BinaryIO
 from llava_ds.data.cache import put_in_place, scratch_beside
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.sources.options import Columns
+from llava_ds.data.sources.turn_lists import loose_turns
 
 REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
 REJECTED = "llava_ds_rejected"  # key of an object in place of a record that its reader rejected: the reason
@@ -31,19 +32,30 @@ def reference(path: str, offset: int, num_bytes: int) -> dict[str, object]:
 
 
 def embed(record: dict, columns: Columns, convert: Callable[[object], object]) -> dict:
-    """Replace all values of image and video fields of a record by `convert` of them, in place."""
+    """Replace all values of image and video fields of a record by `convert` of them, in place.
+
+    Conversations in JSON text or in objects of lists become lists of turns, so that no part of them is left out.
+    """
     for name in (*columns.image, *columns.video):
         if record.get(name) is not None:
             record[name] = _converted(record[name], convert)
-    for name in columns.turns:
-        turns = record.get(name)
-        for turn in turns if isinstance(turns, list) else ():
-            for parts in turn.values() if isinstance(turn, dict) else ():
-                for part in parts if isinstance(parts, list) else ():
-                    for key in PART_KEYS if isinstance(part, dict) else ():
-                        if part.get(key) is not None:
-                            part[key] = _converted(part[key], convert)
+    for name in columns.spoken():
+        value = record.get(name)
+        if isinstance(value, (str, dict)):
+            value = record[name] = loose_turns(value)
+        for turn in value if isinstance(value, list) else [value]:
+            if isinstance(turn, dict):
+                _embed_parts([turn], convert)  # a part itself
+                for parts in turn.values():
+                    _embed_parts(parts, convert)
     return record
+
+
+def _embed_parts(parts: object, convert: Callable[[object], object]) -> None:
+    for part in parts if isinstance(parts, list) else ():
+        for key in PART_KEYS if isinstance(part, dict) else ():
+            if part.get(key) is not None:
+                part[key] = _converted(part[key], convert)
 
 
 def _converted(value: object, convert: Callable[[object], object], depth: int = 0) -> object:

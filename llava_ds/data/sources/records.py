@@ -26,6 +26,7 @@ from llava_ds.data.sources.fields import (
 from llava_ds.data.sources.objects import objects_of
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
+from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turns import VIDEO_TOKEN, Mark, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
@@ -53,7 +54,7 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     if source.format != "preference":
         return _sample(record, source, index)
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
-    return replace(chosen, rejected=rejected.messages, margin=margin_of(record))
+    return replace(chosen, rejected=rejected.messages, margin=margin_of(record, source.columns))
 
 
 def _sample(record: dict, source: Source, index: int) -> Sample:
@@ -62,7 +63,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     if source.format == "caption":
         messages, marks, named = _caption(record, source)
     else:
-        messages, marks, named = _conversation(record, source)
+        messages, marks, named = _conversation(as_conversation(record, source.format, source.columns), source)
         unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(kind, value, source) for kind, value in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
@@ -117,7 +118,7 @@ def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str
     choice, images = source.on_unmarked_image, bool(named["image"] or named["video"])
     if bool(marks) == images:
         return ""
-    if images and choice == "prepend":
+    if images and (choice == "prepend" or source.format in UNMARKED_FORMS):
         _prepend_marks(messages, marks, named)
         return IMAGE_PREPENDED
     if images and choice == "text":
