@@ -351,6 +351,7 @@ def data_spec(
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
         bbox_type=data.bbox_type,
+        split=data.data_split,
         are_preferences=args.training.objective in PAIR_OBJECTIVES,
     )
     return DataSpec.of(

@@ -36,7 +36,7 @@ def llava(given: Given) -> list[Question]:
     a record's last answer.
     """
     questions, problems, total = [], [], 0
-    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir)
+    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split)
     for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
@@ -55,7 +55,9 @@ def llava(given: Given) -> list[Question]:
 def preferences(given: Given) -> list[Question]:
     """The pairs of answers in a file of preferences (docs/preference.md): which of the two does a model prefer?"""
     questions, problems, total = [], [], 0
-    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, are_preferences=True)
+    options = SourceOptions(
+        image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split, are_preferences=True
+    )
     for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
