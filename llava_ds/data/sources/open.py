@@ -20,14 +20,14 @@ from llava_ds.data.sources.record_forms import FIELDS_OF_ALL, FORM_FIELDS
 from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
-from llava_ds.data.sources.tables import byte_columns, csv_columns, open_saved, parquet_schema
+from llava_ds.data.sources.tables import byte_columns, csv_columns, open_saved, parquet_schema, read_columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import exists, is_file, join, local_path, open_data, real_path
 from llava_ds.files.reading import state_of
 
 MAX_SHOWN = 5  # problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20
-SPOOL_VERSION = 1  # raise it if the same files would be spooled differently
+SPOOL_VERSION = 2  # raise it if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",
@@ -113,11 +113,14 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
     found = detect(records, source.columns, options, data_path)
     columns = source.columns.only((*FIELDS_OF_ALL, "turns", *FORM_FIELDS[found.format]))
     source = dataclasses.replace(source, columns=columns)
+    is_table = kind in SPOOLED_KINDS or files[0].endswith(".parquet")  # which gives the columns that are read
+    read = read_columns(keys, columns) if is_table else keys
     return dataclasses.replace(
         source,
         format=found.format,
         seen=found.seen,
         marks_added=found.marks_added,
+        unread_columns=tuple(name for name in keys if name not in read),
         selection=selection,
         spool=str(cache / _spool_name(source)),
     )

@@ -36,7 +36,8 @@ class Source:
 
     files: all files whose contents count; spool: the folder for embedded images; slices_of: the spools and tars that
     references in records may name; seen: pairs of a field and its name in the first records; bbox_type: coordinates of
-    boxes, where a record doesn't say it; note: on the choice of files, for a person.
+    boxes, where a record doesn't say it; note: on the choice of files, for a person; unread_columns: of a table, which
+    its records don't have.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Source:
     on_unmarked_image: str = "prepend"
     bbox_type: BboxType = "real"
     note: str = ""
+    unread_columns: tuple[str, ...] = ()
     slices_of: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:

@@ -17,7 +17,6 @@ PAIR_KEYS = (
     ("instruction", "output"),
 )
 ROLE_KEYS = ("from", "role")
-SOURCE_KEYS = ("source",)  # of a pair: the data set that it is from, which nothing depends on
 
 
 def as_turns(value: object, name: str) -> list:
@@ -100,5 +99,5 @@ def _turns_of(value: object, i: int, name: str) -> list:
         )
     if pair is None:
         return [value]
-    more = {key: each for key, each in value.items() if key not in (*pair, *SOURCE_KEYS) and each is not None}
+    more = {key: each for key, each in value.items() if key not in pair and each is not None}
     return [{"from": "human", "value": value[pair[0]]}, {"from": "gpt", "value": value[pair[1]], **more}]
