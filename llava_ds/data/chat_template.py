@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.sample import Message, Transcript
+from llava_ds.data.special_tokens import split_parts
 from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
 from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
 from llava_ds.tokenizer import begins_with_bos, first_space_pattern, special_tokens
@@ -102,7 +103,7 @@ def _segments(
         text, spans = _rendered(chat, tokenizer, source, marks=True)
         return _cut(text, spans)
     text, _ = _rendered(chat, tokenizer, source)
-    answers = [_text_of(turn) for turn in chat.turns if turn["role"] == "assistant"]
+    answers = [_writings(turn) for turn in chat.turns if turn["role"] == "assistant"]
     markers = [f"\ue000{i}\ue001" for i in range(len(answers))]
     names = iter(markers)
     marked = [_with_text(turn, next(names)) if turn["role"] == "assistant" else turn for turn in chat.turns]
@@ -116,7 +117,7 @@ def _segments(
         raise DataError(_UNSTABLE)
     for answer, after in zip(answers, around[1:]):
         start = end
-        written = next((a for a in (answer, answer.strip()) if text.startswith(a + after, start)), None)
+        written = next((a for a in answer if text.startswith(a + after, start)), None)
         if written is None:
             raise DataError(_UNSTABLE)
         end = start + len(written)
@@ -136,9 +137,12 @@ def _behind_prompt(text: str, start: int, prompt: str) -> int:
     return behind if behind >= len(prompt) and not text[behind:start].strip() else start
 
 
-def _text_of(turn: dict[str, object]) -> str:
+def _writings(turn: dict[str, object]) -> list[str]:
+    """The texts that a template may write for an answer: as it is, or without outer spaces, of all or of each part."""
     content = turn["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    whole = "".join(texts)
+    return [whole, whole.strip(), "".join(text.strip() for text in texts)]
 
 
 def _with_text(turn: dict[str, object], text: str) -> dict[str, object]:
@@ -199,19 +203,21 @@ def _as_parts(conversation: Transcript, kinds: Sequence[str] = ()) -> _Chat:
             raise DataError(f"turn {i} is from {message.role!r}, expected 'human' or 'gpt'")
         if IMAGE_TOKEN in message.text and message.role != "human":
             raise DataError(f"turn {i}, from {message.role!r}, holds an {IMAGE_TOKEN} mark: images belong to questions")
-        turns.append({"role": roles[message.role], "content": parts_of(message.text, left)})
+        turns.append({"role": roles[message.role], "content": parts_of(message.text, left, message.keeps_spaces)})
     return _Chat.of(turns, conversation)
 
 
-def parts_of(text: str, kinds: Iterator[str]) -> list[dict[str, str]]:
-    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these."""
-    if IMAGE_TOKEN not in text:
+def parts_of(text: str, kinds: Iterator[str], keeps_spaces: bool = False) -> list[dict[str, str]]:
+    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these.
+
+    keeps_spaces: the parts that a record has; else texts without their outer spaces, and no empty one beside a mark.
+    """
+    if not keeps_spaces and IMAGE_TOKEN not in text:
         return [{"type": "text", "text": text}]
-    parts: list[dict[str, str]] = []
-    for i, piece in enumerate(text.split(IMAGE_TOKEN)):
-        parts += [{"type": next(kinds, "image")} for _ in range(i > 0)]
-        parts += [{"type": "text", "text": stripped} for stripped in [piece.strip()] if stripped]
-    return parts
+    parts = split_parts(text)
+    if not keeps_spaces:
+        parts = [part for part in (part and part.strip() for part in parts) if part != ""]
+    return [{"type": next(kinds, "image")} if part is None else {"type": "text", "text": part} for part in parts]
 
 
 def render_own_prompt(

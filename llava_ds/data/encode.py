@@ -202,7 +202,7 @@ class Encoder:
 
     def _guarded(self, conversation: Transcript) -> Transcript:
         for message in conversation.messages:
-            refuse_noncharacters(message.text)
+            refuse_noncharacters(message.text, message.keeps_spaces)
         if self.special is None:
             return conversation
         guarded = [replace(message, text=self.special.guarded(message.text)) for message in conversation.messages]
