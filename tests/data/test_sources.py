@@ -9,8 +9,8 @@ import pytest
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message, Sample
-from llava_ds.data.special_tokens import PART_END, in_lines
 from llava_ds.data.sources import MAX_SHOWN, SourceOptions, open_sources, read_samples, to_sample
+from llava_ds.data.special_tokens import PART_END, in_lines
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
 TEXT_ONLY = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]

@@ -109,7 +109,9 @@ def _read(given: dict, kind: str, where: str, beside: tuple[str, ...] = ()) -> t
     refuse_unknown(given, (*FILES[kind], *settings, DETAIL, *beside), where)
     files = {name: given[name] for name in FILES[kind] if name in given}
     if len(files) > 1:
-        raise DataError(f"{where} with {' and '.join(map(repr, files))}: it can be one {kind} alone, leave the others out")
+        raise DataError(
+            f"{where} with {' and '.join(map(repr, files))}: it can be one {kind} alone, leave the others out"
+        )
     if given.get(DETAIL, "auto") != "auto":
         raise DataError(
             f"{where} with {DETAIL!r} {short(given[DETAIL])}, which says no size that can be honoured: leave it out "
@@ -133,6 +135,8 @@ def _number(name: str, value: object, where: str) -> float:
     is_whole, least = name in WHOLE or name == "num_frames", 0 if name in ("video_start", "video_end") else 1e-3
     fits = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
     if not fits or not least <= number <= MOST or (is_whole and number != int(number)):
-        what = "a whole number of at least 1" if is_whole else "a number of seconds" if not least else "a number above 0"
+        what = (
+            "a whole number of at least 1" if is_whole else "a number of seconds" if not least else "a number above 0"
+        )
         raise DataError(f"{where} with {name!r} {short(value)}, expected {what}")
     return int(number) if is_whole else float(number)

@@ -24,11 +24,11 @@ from llava_ds.data.sources.fields import (
     to_media,
     videos,
 )
+from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import fill_marks, objects_of
 from llava_ds.data.sources.options import TEMPLATE_KWARGS, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.source import Source
-from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
