@@ -36,6 +36,8 @@ RECORDS_PER_CALL = 256  # checked by a worker process at a time
 
 MAX_ID = 200  # characters of the id of a rejected record
 
+FRACTIONS = "weighs answers by another number than 0 and 1: fractions are not supported yet"
+
 RECORDS = pa.schema(
     [
         ("source", pa.int32()),
@@ -48,7 +50,8 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels.
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels. unread:
+# names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -68,6 +71,8 @@ ROWS = pa.schema(
         ("truncated", pa.bool_()),
         *COLUMNS,
         ("unmarked", pa.string()),
+        ("unread", pa.string()),
+        ("left_out", pa.int32()),
     ]
 )
 
@@ -177,13 +182,17 @@ class Checker:
         for coded in answers:
             if isinstance(coded, DataError):
                 return _rejected(sample.id, coded)
+            if coded.weights is not None:
+                return _rejected(sample.id, DataError(FRACTIONS))
             own = coded.num_targets
             targets += own
+            if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
+                return _rejected(sample.id, DataError("nothing to learn from: all of its answers weigh 0"))
             if own == 0:
                 limit = self.encoder.options.max_length
                 why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
                 return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
-        words = sum(len(message.text.split()) for message in sample.messages)
+        words = sum(len(text.split()) for m in sample.messages for text in (m.text, m.thought, m.tool_calls) if text)
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
         return {
             "id": sample.id,
@@ -201,6 +210,8 @@ class Checker:
             "words": words if has_field else -words,
             "truncated": any(coded.truncated for coded in answers),
             "unmarked": sample.unmarked,
+            "unread": "\n".join(map(printable, sample.unread)),
+            "left_out": sum(coded.left_out for coded in answers),
             "seen": one.seen,
         }
 
@@ -225,6 +236,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     return {
         **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
+        **{"unread": "", "left_out": 0},
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,

@@ -16,7 +16,8 @@ class Message:
 
     thought: what an answer thinks before its text, None without one; tool_calls: an answer's calls, a JSON list in
     OpenAI's form, "" for none; weight: of the loss of an answer's tokens, 0 for an answer that is read and not learned;
-    keeps_spaces: True if the text around marks is written as it stands, as a processor writes a list of parts.
+    keeps_spaces: True if the text around marks is written as it stands, as a processor writes a list of parts; name: of
+    a speaker or a tool, call_id: of the call that a tool's result answers, "" for none.
     """
 
     role: str
@@ -25,6 +26,8 @@ class Message:
     tool_calls: str = ""
     weight: float = 1.0
     keeps_spaces: bool = False
+    name: str = ""
+    call_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Sample:
 
     rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages; margin:
     by how much the chosen one is better; refs, boxes: what stands for the marks of names and boxes in a conversation;
-    tools, template_kwargs: as a Transcript has them.
+    tools, template_kwargs: as a Transcript has them; unread: keys of the record that have a value and are not read.
     """
 
     id: str
@@ -104,6 +107,7 @@ class Sample:
     boxes: tuple[Box, ...] = ()
     tools: str = ""
     template_kwargs: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def transcripts(self) -> list[Transcript]:
