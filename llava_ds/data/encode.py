@@ -246,7 +246,8 @@ class Encoder:
     def _guarded(self, conversation: Transcript) -> Transcript:
         messages = conversation.messages
         for message in messages:
-            for text in (message.text, message.thought or "", message.tool_calls):
+            refuse_noncharacters(message.text, message.keeps_spaces)
+            for text in (message.thought or "", message.tool_calls):
                 refuse_noncharacters(text)
         refuse_noncharacters(conversation.tools)
         if self.special is None:

@@ -18,6 +18,7 @@ from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
+from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
@@ -145,6 +146,11 @@ class Checker:
         except DataError as error:
             return _rejected(_id_in(text, self.sources[source].columns.id, index), error, text)
         try:
+            for one in sample.media:
+                options_for(one, self.image_options)
+        except DataError as error:
+            return _rejected(sample.id, error)
+        try:
             found = [self._look_at(one) for one in sample.media]
         except DataError as error:
             return _rejected(sample.id, error, text)
@@ -250,7 +256,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
     """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
-    return geometry.media_layout(one.media.kind, one.sizes, num_media, options, one.footage)
+    return geometry.media_layout(one.media.kind, one.sizes, num_media, options_for(one.media, options), one.footage)
 
 
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
@@ -271,6 +277,7 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
     return json.dumps(
         [
             [m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes]
+            + [{"settings": m.media.settings}] * bool(m.media.settings)
             + [{"boxes": m.boxes}] * bool(m.boxes)
             + [{"footage": m.footage}] * bool(m.footage)
             for m in media
@@ -282,13 +289,17 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
     """Read what media_to_text wrote."""
     return tuple(
         SizedMedia(
-            Media(kind, tuple(FileRef(*ref) for ref in refs)),
+            Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
             next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )
+
+
+def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value) for more in rest for name, value in more.get("settings", ()))
 
 
 def media_of_text(text: str) -> list[Media]:

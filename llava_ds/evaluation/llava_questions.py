@@ -9,6 +9,7 @@ from llava_ds.data.sample import Media, Message, Sample
 from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, shown, to_sample
 from llava_ds.data.sources.fields import field_of
 from llava_ds.data.sources.source import Source
+from llava_ds.data.special_tokens import shown_text
 from llava_ds.evaluation.benchmark_files import (
     Given,
     ImageFolder,
@@ -71,10 +72,10 @@ def preferences(given: Given) -> list[Question]:
                 Question(
                     sample.id,
                     _prompt(sample, tuple(before), sample.media),
-                    before[-1].text.replace(IMAGE_TOKEN, "").strip(),
-                    chosen.text,
+                    shown_text(before[-1].text).strip(),
+                    shown_text(chosen.text),
                     kinds=(sample.kind,) if sample.kind else (),
-                    more={"rejected": sample.rejected[-1].text},
+                    more={"rejected": shown_text(sample.rejected[-1].text)},
                 )
             )
     if problems:
@@ -123,14 +124,16 @@ def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Quest
     for number, i in enumerate(answered, 1):
         own = scoring.kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's
         kind = next(filter(None, own), sample.kind)
-        texts = scoring.references if scoring.references and i == answered[-1] else [sample.messages[i].text]
+        texts = (
+            scoring.references if scoring.references and i == answered[-1] else [shown_text(sample.messages[i].text)]
+        )
         before = sample.messages[:i]
         media = sample.media[: sum(message.text.count(IMAGE_TOKEN) for message in before)]
         questions.append(
             Question(
                 f"{sample.id}#{number}" if len(answered) > 1 else sample.id,
                 _prompt(sample, _by_itself(before) if given.turns == "each" else before, media),
-                before[-1].text.replace(IMAGE_TOKEN, "").strip(),
+                shown_text(before[-1].text).strip(),
                 reference_for(given.metric, texts),
                 kinds=(kind,) if kind else (),
                 more={"id": sample.id, "turn": number},
@@ -150,7 +153,8 @@ def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     *earlier, question = messages
     system = [message for message in earlier if message.role == "system"]
     marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
-    return (*system, replace(question, text=f"{IMAGE_TOKEN}\n" * marks + question.text))
+    mark = IMAGE_TOKEN if question.keeps_spaces else f"{IMAGE_TOKEN}\n"
+    return (*system, replace(question, text=mark * marks + question.text))
 
 
 def _grouped_by_words(questions: list[Question]) -> list[Question]:
@@ -169,7 +173,8 @@ def _grouped_by_words(questions: list[Question]) -> list[Question]:
 def _by_path(media: Media) -> str | Media:
     """An image that is a whole file by its path, which is what other questions have."""
     [first, *more] = media.refs
-    return first.path if media.kind == "image" and not more and first.num_bytes < 0 else media
+    is_file = media.kind == "image" and not more and first.num_bytes < 0 and not media.settings
+    return first.path if is_file else media
 
 
 def captions(given: Given) -> list[Question]:

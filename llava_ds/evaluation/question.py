@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.sample import Message
+from llava_ds.data.special_tokens import PART_END
 from llava_ds.geometry import ImageOptions, coordinate_frame
 from llava_ds.infer.generate import Prompt
 
@@ -37,7 +38,10 @@ def about(id: str | int, image: str | None, text: str, reference: object, **opti
 
 def without_image(question: Question) -> Question:
     """The same question with its images withheld: neither features nor marks remain."""
-    messages = tuple(replace(m, text=m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
+    messages = tuple(
+        replace(m, text=m.text.replace(IMAGE_TOKEN, "").replace(PART_END, "").strip(), keeps_spaces=False)
+        for m in question.prompt.messages
+    )
     return replace(question, prompt=replace(question.prompt, messages=messages, images=()))
 
 
@@ -62,7 +66,7 @@ def digest(questions: list[Question]) -> str:
     """A hash of all that is asked and compared with; not of the images behind their paths."""
     hashed = hashlib.sha256()
     for question in questions:
-        messages = [(m.role, m.text) for m in question.prompt.messages]
+        messages = [(m.role, m.text, *["in parts"] * m.keeps_spaces) for m in question.prompt.messages]
         images = [image if isinstance(image, str) else repr(image) for image in question.prompt.images]
         row = [question.id, messages, images, question.reference, question.kinds, question.more]
         more = [(m.thought, m.tool_calls) for m in question.prompt.messages]

@@ -10,6 +10,7 @@ import pytest
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message, Sample
 from llava_ds.data.sources import MAX_SHOWN, SourceOptions, open_sources, read_samples, to_sample
+from llava_ds.data.special_tokens import PART_END, in_lines
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
 TEXT_ONLY = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
@@ -191,14 +192,24 @@ def test_messages_with_parts(folder):
         ],
     )
     assert [sample.messages[0].text for sample in samples] == [
+        "<image>What?",
+        "What?<image>And?",
+        f"<image><image>What?{PART_END}And?{PART_END}",
+        "What?<image><image>And?",
+        "<image>What?",
+        "<image>\nWhat?",
+        "<image><image>What?",
+    ]
+    kept = [sample.messages[0] for sample in samples if sample.messages[0].keeps_spaces]
+    assert [in_lines(message.text) for message in kept] == [
         "<image>\nWhat?",
         "What?\n<image>\nAnd?",
         "<image>\n<image>\nWhat?And?",
         "What?\n<image>\n<image>\nAnd?",
         "<image>\nWhat?",
-        "<image>\nWhat?",
         "<image>\n<image>\nWhat?",
     ]
+    assert [sample.messages[0].keeps_spaces for sample in samples] == [True] * 5 + [False, True]
     a, b = image(folder, "a.png"), image(folder, "sub/b.png")
     frames = Media("frames", (a.refs[0], b.refs[0]))
     assert [list(sample.media) for sample in samples] == [[a], [a], [b, a], [a, b], [frames], [a], [a, b]]
@@ -249,7 +260,8 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TEXT_ONLY, "system": "<image>"}, "has an <image> mark in its system message"),
         ({"conversations": TEXT_ONLY, "id": ["x"]}, "has ['x'] for an id, expected a text or a number"),
         ({"conversations": TALK, "image": ["a.png", 3]}, "under 'image', expected a path or a list of paths"),
-        ({"conversations": TALK, "image": {"bytes": "x"}}, "has None as its image, expected a path"),
+        ({"conversations": TALK, "image": {"bytes": "x"}}, "with the key 'bytes', which is not read"),
+        ({"conversations": TALK, "image": {"path": None}}, "as its image, expected a path"),
         (
             {"conversations": TALK},
             "names 0 images under 'image' or 'images', but its text has 1 <image> marks",
@@ -283,7 +295,8 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "image": "data:text/html,x"}, "as its image, expected a path (data:image/"),
         ({"conversations": TALK, "video": "../secret.png"}, "names the video '../secret.png', which lies outside"),
         ({"conversations": TALK, "video": ["../secret.png"]}, "names the frame '../secret.png', which lies outside"),
-        (chat_of({"type": "audio"}), "turn 0 has the part {'type': 'audio'}, expected the type 'text', 'image'"),
+        (chat_of({"type": "audio"}), "turn 0 has a part of type 'audio': sounds are not supported"),
+        (chat_of({"type": "file"}), "turn 0 has the part {'type': 'file'}, expected the type 'text', 'image'"),
         (
             {"conversations": [{"from": "human", "value": "<audio> What?"}, *TALK[1:]], "audios": ["a.wav"]},
             "names sounds under 'audios', and has <audio> marks for them, which are not supported",

@@ -22,6 +22,7 @@ REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
 REJECTED = "llava_ds_rejected"  # key of an object in place of a record that its reader rejected: the reason
 IMAGES, RECORDS = "pictures.bin", "records.jsonl"
 PART_KEYS = ("image", "image_url", "path", "url", "video", "video_url")
+_OWN_KEYS = (REFERENCE, "offset", "num_bytes")  # of references, which no record may bring
 
 Row = tuple[int, int, str]  # number of the file, line, the record's text
 
@@ -63,11 +64,13 @@ def _converted(value: object, convert: Callable[[object], object], depth: int = 
         return [_converted(each, convert, depth + 1) for each in value]
     if not isinstance(value, dict):
         return convert(value)
+    rest = {key: each for key, each in value.items() if key not in (*_OWN_KEYS, "bytes", *PART_KEYS)}
+    rest = {key: each for key, each in rest.items() if each is not None}
     if value.get("bytes") is not None:
-        return convert(value["bytes"])
-    if isinstance(value.get("url"), str):
-        return convert(value["url"])
-    return {"path": value["path"]} if isinstance(value.get("path"), str) else {}
+        file = convert(value["bytes"])
+        return {**rest, "path": file} if rest else file
+    named = {key: _converted(value[key], convert) for key in PART_KEYS if key != "path" and value.get(key) is not None}
+    return {**rest, **named, **({"path": value["path"]} if isinstance(value.get("path"), str) else {})}
 
 
 def rejected(reason: str) -> str:

@@ -25,13 +25,14 @@ from llava_ds.data.sources.fields import (
     to_media,
     videos,
 )
-from llava_ds.data.sources.objects import OBJECTS, objects_of
+from llava_ds.data.sources.media_parts import Mark
+from llava_ds.data.sources.objects import OBJECTS, fill_marks, objects_of
 from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, list_weights, read_tools, weight_of
-from llava_ds.data.sources.turns import VIDEO_TOKEN, Mark, read_parts, read_turn, with_marks
+from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 AUDIO_TOKEN, AUDIO_KEYS = "<audio>", ("audio", "audios")  # LLaMA-Factory's and ms-swift's
@@ -68,10 +69,12 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     else:
         messages, marks, named = _conversation(as_conversation(record, source.format, source.columns), source)
         unmarked = _settle_unmarked(messages, marks, named, source)
-    media = tuple(to_media(kind, value, source) for kind, value in _matched(marks, named, source)) if marks else ()
+    media = tuple(to_media(mark, source) for mark in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
         raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} images")
     refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
+    if not refs and not boxes and any("\\<" in each.text for each in messages):
+        messages = [replace(each, text=fill_marks(each.text, str)) for each in messages]
     kind = record.get("kind")
     return Sample(
         _id(record, source, index),
@@ -117,6 +120,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     if not isinstance(turns, list) or not turns:
         raise DataError(f"has no list under {either(columns.turns)} ({keys_of(record)})")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
+    has_videos = marks_videos(named, source)
     messages: list[Message] = []
     marks: list[Mark] = []
     name, system = field_of(record, columns.system)
@@ -126,13 +130,16 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     weights = list_weights(record, turns)
     for i, turn in enumerate(turns):
         content = turn.content
+        keeps_spaces = False
         if not isinstance(content, str):
-            content = read_parts(content, i, marks, named, source)
+            content, keeps_spaces = read_parts(content, i, marks, has_videos)
         elif "<" in content:
-            content = with_marks(content, marks, named, source)
+            content = with_marks(content, marks, has_videos)
         if turn.role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
         _add_message(messages, turn, content, weight_of(turn, weights[i], i), i)
+        if keeps_spaces:
+            messages[-1] = replace(messages[-1], keeps_spaces=True)
     heard = next((key for key in AUDIO_KEYS if record.get(key)), None)
     if heard and any(AUDIO_TOKEN in message.text for message in messages):
         raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
@@ -169,11 +176,11 @@ def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str
     if images and choice == "text":
         named |= {"image": [], "video": []}
         return IMAGE_LEFT_OUT
-    if choice == "text" and all(value is None for _, value in marks):
+    if choice == "text" and all(mark.value is None for mark in marks):
         messages[:] = [replace(each, text=each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
         marks.clear()
         return MARK_AS_TEXT
-    if images or all(value is None for _, value in marks):
+    if images or all(mark.value is None for mark in marks):
         _matched(marks, named, source)  # raises
     return ""
 
@@ -184,10 +191,12 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     if caption is None:
         raise DataError(f"has no caption under {either(columns.text)} ({keys_of(record)})")
     caption = checked_text(caption, f"has {short(caption)} under {name!r}, expected a text")
-    if IMAGE_TOKEN in caption:
-        raise DataError(f"has an {IMAGE_TOKEN} mark in its caption")
+    marks: list[Mark] = []
+    caption = with_marks(caption, marks, has_videos=False)
+    if marks:
+        raise DataError(f"has an {IMAGE_TOKEN} mark in its caption (\\{IMAGE_TOKEN} is the word)")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
-    messages, marks = [Message("human", ""), Message("gpt", caption)], []
+    messages = [Message("human", ""), Message("gpt", caption)]
     _prepend_marks(messages, marks, named)
     if not marks:
         raise DataError(f"has no image under {either(columns.image)} ({keys_of(record)})")
@@ -196,31 +205,47 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
 
 def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, list]) -> None:
     """Put a mark for every image and video at the start of the first question."""
-    marks += [("image", None)] * len(named["image"]) + [("video", None)] * len(named["video"])
+    marks += [Mark("image")] * len(named["image"]) + [Mark("video")] * len(named["video"])
     for i, message in enumerate(messages):
         if message.role == "human":
-            shown = "\n".join([IMAGE_TOKEN] * len(marks))
-            messages[i] = replace(message, text=f"{shown}\n{message.text}" if message.text else shown)
+            line = "" if message.keeps_spaces else "\n"
+            shown = line.join([IMAGE_TOKEN] * len(marks))
+            messages[i] = replace(message, text=f"{shown}{line}{message.text}" if message.text else shown)
             return
     raise DataError("has images, but no question that could show them")
 
 
 def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Iterator[Mark]:
     """The marks with their images and videos. Raises DataError if the numbers differ."""
-    if named["video"] and not named["image"] and not any(kind == "video" and value is None for kind, value in marks):
+    if named["video"] and not named["image"] and not any(m.kind == "video" and m.value is None for m in marks):
         # LLaVA-NeXT marks videos with <image> as well.
-        marks = [("video", None) if value is None else (kind, value) for kind, value in marks]
+        marks = [mark._replace(kind="video") if mark.value is None else mark for mark in marks]
     hint = "" if marks and (named["image"] or named["video"]) else _UNMARKED
     for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):
-        wanted = sum(each == kind and value is None for each, value in marks)
-        if wanted != len(named[kind]):
+        asking = [mark for mark in marks if mark.kind == kind and mark.value is None]
+        if len(asking) != len(named[kind]):
             names = getattr(source.columns, kind)
+            token = token if kind == "image" or named["image"] else IMAGE_TOKEN
             raise DataError(
-                f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {wanted} "
-                f"{token if kind == 'image' or named['image'] else IMAGE_TOKEN} marks{hint}"
+                f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {len(asking)} "
+                f"{token} marks{hint}" + (f"; \\{token} is the word alone" if len(asking) > len(named[kind]) else "")
             )
-    rest = {kind: iter(values) for kind, values in named.items()}
-    return iter([(kind, next(rest[kind]) if value is None else value) for kind, value in marks])
+    numbers = {kind: iter(_numbers([m for m in marks if m.kind == kind and m.value is None])) for kind in named}
+    return iter([m if m.value is not None else m._replace(value=named[m.kind][next(numbers[m.kind])]) for m in marks])
+
+
+def _numbers(marks: list[Mark]) -> list[int]:
+    """The number of the record's image or video that each mark stands for. Raises DataError for indices that don't name
+    each of them once."""
+    indices = [mark.index for mark in marks]
+    if all(index is None for index in indices):
+        return list(range(len(marks)))
+    if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
+        raise DataError(
+            f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "
+            "number from 0 once, which names the image of the part: mend them, or leave 'index' out for their own order"
+        )
+    return indices
 
 
 def _id(record: dict, source: Source, index: int) -> str:
