@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Given:
     """The command line's flags about the questions.
 
-    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA, or of a folder in any other format; metric, and
-    turns ("together" or "each"): of a LLaVA-format file.
+    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA, or of a
+    folder of records; metric, and turns ("together" or "each"): of a LLaVA-format file.
     """
 
     data_path: str

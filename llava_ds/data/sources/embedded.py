@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from llava_ds.constants import DataError
 from llava_ds.data.cache import put_in_place, scratch_beside
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.sources.options import Columns
-from llava_ds.data.sources.turn_lists import loose_turns
+from llava_ds.data.sources.turn_lists import as_turns, loose_turns
 
 REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
 REJECTED = "llava_ds_rejected"  # key of an object in place of a record that its reader rejected: the reason
@@ -42,14 +43,21 @@ def embed(record: dict, columns: Columns, convert: Callable[[object], object]) -
             record[name] = _converted(record[name], convert)
     for name in columns.spoken():
         value = record.get(name)
-        if isinstance(value, (str, dict)):
-            value = record[name] = loose_turns(value)
+        if isinstance(value, (str, dict)) or (name in columns.turn_lists() and value is not None):
+            value = record[name] = _turns_in(value, name) if name in columns.turn_lists() else loose_turns(value)
         for turn in value if isinstance(value, list) else [value]:
             if isinstance(turn, dict):
                 _embed_parts([turn], convert)  # a part itself
                 for parts in turn.values():
                     _embed_parts(parts, convert)
     return record
+
+
+def _turns_in(value: object, name: str) -> object:
+    try:
+        return as_turns(value, name)
+    except DataError:
+        return value  # to_sample gives the reason
 
 
 def _embed_parts(parts: object, convert: Callable[[object], object]) -> None:

@@ -107,12 +107,14 @@ class Columns:
         """The names of these fields, and none of the other fields."""
         return replace(self, **{field.name: () for field in fields(self) if field.name not in used})
 
+    def turn_lists(self) -> tuple[str, ...]:
+        """Names of the fields that hold lists of turns."""
+        return (*self.turns, *self.texts, *self.history)
+
     def spoken(self) -> tuple[str, ...]:
         """Names of the fields whose messages may have parts with images."""
-        fields = (self.turns, self.prompt, self.query, self.question, self.instruction, self.completion, self.response)
-        return tuple(
-            name for names in (*fields, self.answer, self.output, self.chosen, self.rejected) for name in names
-        )
+        said = [getattr(self, field) for field in (*QUESTIONS, *ANSWERS, "chosen", "rejected")]
+        return (*self.turn_lists(), *(name for names in said for name in names))
 
     def all(self) -> tuple[str, ...]:
         """All names."""

@@ -67,6 +67,7 @@ _READERS: dict[str, Callable[[dict, Columns], dict]] = {
     "preference": _turns,
     "texts": _texts,
     "question_answer": _question_answer,
+    "caption": lambda record, columns: record,
 }
 
 # The fields of each form, beside those of all of them, and in the order in which they count.
@@ -123,6 +124,13 @@ def answer_of(record: dict, columns: Columns) -> Turns | None:
         texts = accepted_answers(value, name)
         return [{"from": SAID_BY_MODEL, "value": Counter(texts).most_common(1)[0][0]}]  # of equal counts the first
     return said(value, name, SAID_BY_MODEL)
+
+
+def all_answers(record: dict, columns: Columns) -> list[str] | None:
+    """All accepted answers of a record, where it has a list of them."""
+    found = [name for _, name in present(record, columns, ("answer",))]
+    texts = accepted_answers(record[found[0]], found[0]) if found else []
+    return texts if len(texts) > 1 else None
 
 
 def accepted_answers(value: object, name: str) -> list[str]:
