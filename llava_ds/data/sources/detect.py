@@ -11,7 +11,7 @@ from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.fields import either
 from llava_ds.data.sources.options import ANSWERS, QUESTIONS, Columns, SourceOptions, short
 from llava_ds.data.sources.preferences import FORMS
-from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, UNMARKED_FORMS, present
+from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, WITHOUT_TURNS, present
 from llava_ds.data.sources.tars import IMAGE_SUFFIXES
 from llava_ds.data.sources.turn_lists import as_turns
 from llava_ds.files.places import local_path, real_path
@@ -95,10 +95,10 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
         _refuse_several(first.records, columns, path)
         if not named & set(ANSWERS):
             _refuse_choices(first, columns, path)
-    if found in UNMARKED_FORMS and not any(field in ("image", "video") for field, _ in seen):
+    if found in WITHOUT_TURNS and not any(field in ("image", "video") for field, _ in seen):
         _refuse_unread_images(first, columns, path)
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
-    has_marks = found in ("sharegpt", "messages", *UNMARKED_FORMS)
+    has_marks = found in ("sharegpt", "messages", *WITHOUT_TURNS)
     unmarked = has_marks and any(_shows_unmarked(record, found, columns) for record in first.records)
     return Found(found, seen, unmarked)
 

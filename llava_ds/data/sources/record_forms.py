@@ -81,7 +81,8 @@ FORM_FIELDS = {
     "preference": ("turns", "text", *QUESTIONS, "history", "response", *PAIRS),
 }
 FIELDS_OF_ALL = ("id", "image", "video", "system")
-UNMARKED_FORMS = ("texts", "question_answer")  # that have no marks, as captions: images are shown first
+WITHOUT_TURNS = ("texts", "question_answer")  # forms whose fields become the turns
+UNMARKED_FORMS = ("texts",)  # that never have marks, as captions: images are shown first, whatever the flag
 
 
 def names_of(columns: Columns, fields: tuple[str, ...]) -> tuple[str, ...]:

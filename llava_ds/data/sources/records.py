@@ -29,7 +29,7 @@ from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import OBJECTS, fill_marks, objects_of
 from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
-from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
+from llava_ds.data.sources.record_forms import UNMARKED_FORMS, WITHOUT_TURNS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, list_weights, read_tools, weight_of
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
@@ -108,7 +108,7 @@ def _known_keys(columns: Columns, format: str) -> frozenset[str]:
     names = (*columns.all(), OBJECTS, "kind")
     if format == "caption":
         return frozenset(names) - {*columns.turns}
-    of_forms = columns.turns if format in UNMARKED_FORMS else ()
+    of_forms = columns.turns if format in WITHOUT_TURNS else ()
     more = (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS, *AUDIO_KEYS, "references")
     return frozenset((*names, *more)) - {*of_forms}
 
