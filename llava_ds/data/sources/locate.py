@@ -209,6 +209,8 @@ def _kind_of_file(path: str) -> str:
         return "parquet"
     if suffix == ".tar" or start[257:262] == b"ustar":
         return "webdataset"
+    if start[:2] == b"\x1f\x8b" or start[:4] == b"\x28\xb5\x2f\xfd" or start[:3] in (b"BZh", b"PK\x03"):
+        raise DataError(f"{path} is compressed: unpack it")
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(
             f"{path} can't be read as {'CSV' if suffix in ('.csv', '.tsv') else 'JSON'}: it is UTF-16, save it as UTF-8"

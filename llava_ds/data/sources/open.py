@@ -51,6 +51,10 @@ def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
     """
     with read_errors(data_path):
         if data_path.endswith(MIXTURE_SUFFIXES):
+            if options.split is not None:
+                raise ConfigError(
+                    f"{data_path} is a mixture: leave the split {options.split!r} out, and give its entries split:"
+                )
             return _open_mixture(data_path, options)
         return [_open(data_path, options, Selection())]
 

@@ -114,7 +114,7 @@ def records_of(key: str, members: list[Member], columns: Columns) -> list[tuple[
     """Key and members of the records that share a key up to the first dot: usually one."""
     stems = list(dict.fromkeys(member.stem for member in members))
     if len(stems) == 1:
-        return [(stems[0], members)]
+        return [(key if _field_in(stems[0], key, columns) else stems[0], members)]
     texts = list(dict.fromkeys(member.stem for member in members if member.suffix in (*TEXT_SUFFIXES, CLASS_SUFFIX)))
     nested = any(_is_under(one, other) for one in texts for other in texts if one != other)
     if len(texts) < 2 or nested or all(_field_in(stem, key, columns) for stem in texts):
