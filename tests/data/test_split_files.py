@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
+import stores
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from llava_ds.constants import ConfigError
@@ -221,14 +221,14 @@ def test_a_readme_of_other_files_or_of_nonsense(tmp_path):
         assert "README.md" in refused(tmp_path / "d") and "can't be read" in refused(tmp_path / "d")
 
 
-def test_folders_in_an_object_store_have_splits(tmp_path):
-    files = fsspec.filesystem("memory")
+def test_folders_in_an_object_store_have_splits(tmp_path, monkeypatch):
+    folder = stores.prepare(tmp_path, monkeypatch) / "d"
     for split in ("train", "testmini"):
-        write(tmp_path / f"{split}.jsonl")
-        files.pipe(f"/splits/data/{split}.jsonl", (tmp_path / f"{split}.jsonl").read_bytes())
-    assert "'train' (data/train.jsonl) and 'testmini' (data/testmini.jsonl)" in refused("memory://splits")
-    [source] = open_sources("memory://splits", SourceOptions(split="testmini", cache_dir=str(tmp_path / "c")))
-    assert [file.rpartition("/")[2] for file in source.files] == ["testmini.jsonl"]
+        write(folder / "data" / f"{split}.jsonl")
+    url = stores.url_of(folder)
+    assert "'train' (data/train.jsonl) and 'testmini' (data/testmini.jsonl)" in refused(url)
+    [source] = open_sources(url, SourceOptions(split="testmini", cache_dir=str(tmp_path / "c")))
+    assert read(source) == ["testmini.jsonl"]
 
 
 def test_a_mixture_names_splits(tmp_path):
