@@ -41,8 +41,6 @@ def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
     for name, messages in zip(("chosen", "rejected"), answers):
         if len(messages) != 1:
             raise DataError(f"has {len(messages)} messages under {name!r} after the question, expected one answer")
-    if _text_of(answers[0][0]) == _text_of(answers[1][0]):
-        raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
     used = (*names_of(columns, QUESTIONS), *columns.history, *columns.turns)
     rest = {name: value for name, value in record.items() if name not in used}
     turns = columns.turns[0]
