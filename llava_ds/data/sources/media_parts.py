@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 def read_mark(part: dict, where: str) -> Mark:
-    """The image or video of a message's part of one of KINDS. where: for messages, like "turn 0 has a part". Raises
+    """The image or video of a message's part of one of KINDS. where: for messages, like "turn 0 has a part of type 'image'". Raises
     DataError for keys that are not known, or that say two things."""
     kind = KINDS[part["type"]]
     given = {name: value for name, value in part.items() if name != "type" and not is_absent(value)}
@@ -59,7 +59,7 @@ def read_mark(part: dict, where: str) -> Mark:
     value = [] if value is None and part.get("video") == [] else value
     if index is not None and (type(index) is not int or index < 0 or value is not None):
         raise DataError(
-            f"{where} of type {part['type']!r} with {INDEX!r} {short(index)}"
+            f"{where} with {INDEX!r} {short(index)}"
             + (" and a file of its own: leave one of them out" if value is not None else ", expected a number from 0")
         )
     return Mark(kind, value, settings, index)

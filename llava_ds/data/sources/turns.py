@@ -113,9 +113,9 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         kind = kind if isinstance(kind, str) else None
-        where = f"turn {i} has a part"
+        where = f"turn {i} has a part of type {kind!r}"
         if kind in TEXTS:
-            refuse_unknown(part, ("type", "text", INDEX), f"{where} of type {kind!r}")
+            refuse_unknown(part, ("type", "text", INDEX), where)
             text = checked_text(part.get("text"), f"turn {i} has the part {short(part)}, expected a text under 'text'")
             pieces.append(with_marks(text, marks, has_videos))
             has_marks = has_marks or IMAGE_TOKEN in pieces[-1]
@@ -123,7 +123,7 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
             marks.append(read_mark(part, where))
             pieces.append(None)
         elif kind in SOUNDS:
-            raise DataError(f"{where} of type {kind!r}: sounds are not supported, so take the record out")
+            raise DataError(f"{where}: sounds are not supported, so take the record out")
         else:
             raise DataError(f"turn {i} has the part {short(part)}, expected the type 'text', 'image' or 'image_url'")
     if not any(piece is None or piece for piece in pieces):
