@@ -316,21 +316,41 @@ def test_a_data_uri_keeps_its_settings(folder, tmp_path):
     ("family", "part", "expected"),
     [
         ("gemma3", {"type": "image", "image": "0.png", "max_pixels": 9000}, "this model's images: its processor alone"),
-        ("internvl", {"type": "image", "image": "0.png", "resized_height": 64, "resized_width": 64}, "'resized_height'"),
-        ("smolvlm", {"type": "video", "video": FRAMES, "total_pixels": 9000}, "'total_pixels' can't be honoured for this"),
+        (
+            "internvl",
+            {"type": "image", "image": "0.png", "resized_height": 64, "resized_width": 64},
+            "'resized_height'",
+        ),
+        (
+            "smolvlm",
+            {"type": "video", "video": FRAMES, "total_pixels": 9000},
+            "'total_pixels' can't be honoured for this",
+        ),
         ("llava", {"type": "image", "image": "0.png", "min_pixels": 9000}, "this model's images: a flag decides their"),
         ("llava", {"type": "video", "video": FRAMES, "max_pixels": 9000}, "this model's videos: a flag decides their"),
-        ("qwen2_vl", {"type": "video", "video": FRAMES, "nframes": 4}, "'nframes' can't be honoured for a list of frames"),
+        (
+            "qwen2_vl",
+            {"type": "video", "video": FRAMES, "nframes": 4},
+            "'nframes' can't be honoured for a list of frames",
+        ),
         ("qwen3_vl", {"type": "video", "video": FRAMES, "video_end": 4}, "'video_end' can't be honoured for a list of"),
         ("qwen3_vl", {"type": "video", "video": FRAMES, "fps": 4, "sample_fps": 2}, "'sample_fps' says that 2 are"),
         ("qwen2_vl", {"type": "image", "image": "0.png", "resized_width": 64}, "without both 'resized_height' and"),
-        ("qwen2_vl", {"type": "image", "image": "0.png", "min_pixels": 9, "max_pixels": 8}, "at most 8 pixels: it is 9"),
+        (
+            "qwen2_vl",
+            {"type": "image", "image": "0.png", "min_pixels": 9, "max_pixels": 8},
+            "at most 8 pixels: it is 9",
+        ),
         ("qwen2_vl", {"type": "video", "video": "a.mp4", "sample_fps": 2}, "a video file, which says its rate itself"),
         ("qwen2_vl", {"type": "video", "video": "a.mp4", "fps": 2, "nframes": 4}, "a video with 'fps': each says how"),
-        ("llava", {"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 2}, "starts at 3 s: it ends at 2 s"),
+        (
+            "llava",
+            {"type": "video", "video": "a.mp4", "video_start": 3, "video_end": 2},
+            "starts at 3 s: it ends at 2 s",
+        ),
         ("llava", {"type": "video", "video": "a.mp4", "min_frames": 9, "max_frames": 4}, "at most 4 frames: it is 9"),
     ],
-)  # fmt: skip
+)
 def test_a_setting_that_can_not_be_honoured_is_named(family, part, expected, model, folder, tmp_path):
     if "a.mp4" in str(part):
         (folder / "a.mp4").touch()
@@ -369,26 +389,44 @@ def test_a_size_that_no_image_can_have_is_refused():
 @pytest.mark.parametrize(
     ("part", "expected"),
     [
-        ({"type": "image", "image": "0.png", "max_pixel": 9}, "key 'max_pixel', which is not read: did you mean max_pixels"),
+        (
+            {"type": "image", "image": "0.png", "max_pixel": 9},
+            "key 'max_pixel', which is not read: did you mean max_pixels",
+        ),
         ({"type": "video", "video": FRAMES, "frames": 9}, "with the key 'frames', which is not read: did you mean"),
-        ({"type": "image", "image": "0.png", "text": "A cat"}, "of type 'image' with the key 'text', which is not read"),
+        (
+            {"type": "image", "image": "0.png", "text": "A cat"},
+            "of type 'image' with the key 'text', which is not read",
+        ),
         ({"type": "image", "image": "0.png", "fps": 2}, "with the key 'fps', which is not read"),
         ({"type": "text", "text": "Hi", "cache": {"a": 1}}, "of type 'text' with the key 'cache', which is not read"),
         ({"type": "image", "image": "0.png", "url": "1.png"}, "with 'image' and 'url': it can be one image alone"),
-        ({"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}}, "with 'detail' 'low', which says no size"),
+        (
+            {"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}},
+            "with 'detail' 'low', which says no size",
+        ),
         ({"type": "image_url", "image_url": {"url": "0.png", "scale": 2}}, "with the key 'scale', which is not read"),
         ({"type": "image", "image": "0.png", "max_pixels": "many"}, "'max_pixels' 'many', expected a whole number"),
-        ({"type": "image", "image": "0.png", "max_pixels": 0.5}, "'max_pixels' 0.5, expected a whole number of at least"),
+        (
+            {"type": "image", "image": "0.png", "max_pixels": 0.5},
+            "'max_pixels' 0.5, expected a whole number of at least",
+        ),
         ({"type": "image", "image": "0.png", "max_pixels": True}, "'max_pixels' True, expected a whole number"),
         ({"type": "video", "video": FRAMES, "fps": 0}, "'fps' 0, expected a number above 0"),
         ({"type": "video", "video": "a.mp4", "video_start": -1}, "'video_start' -1, expected a number of seconds"),
         ({"type": "video", "video": [{"image": "0.png", "max_pixels": 99}]}, "'max_pixels' for a frame of a video"),
-        ({"type": "video", "video": {"video": FRAMES, "fps": 2}, "fps": 3}, "two values for 'fps' of its video, 3 and 2"),
-        ({"type": "video", "video": "a.mp4", "nframes": 4, "num_frames": 8}, "two values for 'nframes' of a video, 4 and"),
+        (
+            {"type": "video", "video": {"video": FRAMES, "fps": 2}, "fps": 3},
+            "two values for 'fps' of its video, 3 and 2",
+        ),
+        (
+            {"type": "video", "video": "a.mp4", "nframes": 4, "num_frames": 8},
+            "two values for 'nframes' of a video, 4 and",
+        ),
         ({"type": "input_audio", "input_audio": {"data": "x"}}, "of type 'input_audio': sounds are not supported"),
         ({"type": "audio_url", "audio_url": {"url": "x"}}, "of type 'audio_url': sounds are not supported"),
     ],
-)  # fmt: skip
+)
 def test_keys_that_are_not_read_or_make_no_sense_are_named(part, expected, folder, tmp_path):
     (folder / "a.mp4").touch()
     found = refusal(record_of(part), folder, tmp_path)
@@ -429,7 +467,7 @@ def test_an_index_names_the_records_image(folder, tmp_path):
     assert shown(1, 0) == ["1.png", "0.png"] and shown(2, 0, 1) == ["2.png", "0.png", "1.png"]
     assert shown(0, 1) == shown(None, None) == ["0.png", "1.png"]
     for indices in ((0, 0), (1, 2), (0, None)):
-        with pytest.raises(DataError, match="has parts with 'index' .* expected each number from 0 once"):
+        with pytest.raises(DataError, match=r"has parts with 'index' .* expected each number from 0 once"):
             shown(*indices)
     with pytest.raises(DataError, match="with 'index' 'first', expected a number from 0"):
         shown("first")

@@ -50,8 +50,10 @@ class Mark(NamedTuple):
 
 
 def read_mark(part: dict, where: str) -> Mark:
-    """The image or video of a message's part of one of KINDS. where: for messages, like "turn 0 has a part of type 'image'". Raises
-    DataError for keys that are not known, or that say two things."""
+    """The image or video of a message's part of one of KINDS. where: for errors, like "turn 0 has a part of type 'image'".
+
+    Raises DataError for keys that are not known, or that say two things.
+    """
     kind = KINDS[part["type"]]
     given = {name: value for name, value in part.items() if name != "type" and not is_absent(value)}
     index = given.pop(INDEX, None)
