@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 def read_mark(part: dict, where: str) -> Mark:
-    """The image or video of a message's part of one of KINDS. where: for errors, like "turn 0 has a part of type 'image'".
+    """The image or video of a message's part of one of KINDS. where: for errors, like "turn 0 has a part".
 
     Raises DataError for keys that are not known, or that say two things.
     """

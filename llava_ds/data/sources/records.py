@@ -224,10 +224,13 @@ def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Itera
         asking = [mark for mark in marks if mark.kind == kind and mark.value is None]
         if len(asking) != len(named[kind]):
             names = getattr(source.columns, kind)
-            token = token if kind == "image" or named["image"] else IMAGE_TOKEN
+            words = f"\\{token}"
+            if kind == "video" and not named["image"]:
+                token, words = IMAGE_TOKEN, f"{words} or \\{IMAGE_TOKEN}"
+            hint += f"; {words} is the word alone" if len(asking) > len(named[kind]) else ""
             raise DataError(
                 f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {len(asking)} "
-                f"{token} marks{hint}" + (f"; \\{token} is the word alone" if len(asking) > len(named[kind]) else "")
+                f"{token} marks{hint}"
             )
     numbers = {kind: iter(_numbers([m for m in marks if m.kind == kind and m.value is None])) for kind in named}
     return iter([m if m.value is not None else m._replace(value=named[m.kind][next(numbers[m.kind])]) for m in marks])
