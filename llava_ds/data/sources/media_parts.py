@@ -21,7 +21,10 @@ KINDS = {
 SOUNDS = ("audio", "audio_url", "input_audio")
 FILES = {"image": ("image", "image_url", "path", "url"), "video": ("video", "video_url", "path", "url")}
 # Of an object in a record's list of images, beside its file: they describe it, and ask for nothing.
-DESCRIPTIONS = ("id", "name", "filename", "file_name", "format", "mode", "mime_type", "width", "height", "size")
+DESCRIPTIONS = (
+    "id", "name", "filename", "file_name", "format", "mode", "mime_type", "width", "height", "size", "duration",
+    "caption", "alt_text", "title", "source", "license", "sha256", "md5",
+)  # fmt: skip
 # Names that qwen-vl-utils and transformers give settings, with ours; those of a size are whole numbers.
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 WHOLE = (*SIZES, "total_pixels", "nframes", "min_frames", "max_frames")
