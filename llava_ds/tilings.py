@@ -160,7 +160,7 @@ class AskedSize:
             return _cut_as_asked(self.resized, side, _LEAST_CELLS * side**2, _MOST_CELLS * side**2)
         cells = _LEAST_CELLS if num_frames is None else _LEAST_FRAME_CELLS
         least = min(cells * side**2, self.most or math.inf) if self.least is None else self.least
-        most = min(most, _MOST_CELLS * side**2)
+        most = min(most, _MOST_CELLS * side**2) if least <= most else _MOST_CELLS * side**2
         if num_frames is not None:
             total = _MOST_VIDEO_CELLS * side**2 if self.total is None else self.total
             most = max(min(most, _MOST_FRAME_CELLS * side**2, total / num_frames * 2), int(least * 1.05))
@@ -169,7 +169,7 @@ class AskedSize:
             most = self.most
         if least > most:
             raise DataError(
-                f"asks for a size of at least {least:g} and at most {most:g} pixels: give 'min_pixels' and "
+                f"asks for a size of at least {least:,.0f} and at most {most:,.0f} pixels: give 'min_pixels' and "
                 "'max_pixels' that an image can have"
             )
         return _cut_as_asked(size, side, least, most)

@@ -27,9 +27,10 @@ _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
 
 def to_media(mark: Mark, source: Source) -> Media:
     """The media of a mark with a value. Raises DataError unless all files are there."""
-    kind, what = mark.kind, f"its {mark.kind}"
-    value, own = read_file(mark.value, kind)
-    settings = joined(mark.settings, own, what)
+    kind, value, settings = mark.kind, mark.value, mark.settings
+    if isinstance(value, dict):
+        value, own = read_file(value, kind)
+        settings = joined(settings, own, f"its {kind}")
     if kind == "image":
         return Media("image", (_file(value, source, "image"),), settings)
     if isinstance(value, list):
@@ -41,9 +42,10 @@ def to_media(mark: Mark, source: Source) -> Media:
 
 def _file(value: object, source: Source, what: str) -> FileRef:
     """The file, or slice of a file, of an image, a video or a frame."""
-    value, settings = read_file(value, "video" if what == "video" else "image")
-    if settings:
-        raise DataError(f"has {settings[0][0]!r} for a frame of a video: give it for the whole video")
+    if isinstance(value, dict):
+        value, settings = read_file(value, "video" if what == "video" else "image")
+        if settings:
+            raise DataError(f"has {settings[0][0]!r} for a frame of a video: give it for the whole video")
     if isinstance(value, dict):
         return _slice(value, source)
     if not isinstance(value, str):

@@ -21,7 +21,10 @@ KINDS = {
 SOUNDS = ("audio", "audio_url", "input_audio")
 FILES = {"image": ("image", "image_url", "path", "url"), "video": ("video", "video_url", "path", "url")}
 # Of an object in a record's list of images, beside its file: they describe it, and ask for nothing.
-DESCRIPTIONS = ("id", "name", "filename", "file_name", "format", "mode", "mime_type", "width", "height", "size")
+DESCRIPTIONS = (
+    "id", "name", "filename", "file_name", "format", "mode", "mime_type", "width", "height", "size", "duration",
+    "caption", "alt_text", "title", "source", "license", "sha256", "md5",
+)  # fmt: skip
 # Names that qwen-vl-utils and transformers give settings, with ours; those of a size are whole numbers.
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 WHOLE = (*SIZES, "total_pixels", "nframes", "min_frames", "max_frames")
@@ -50,8 +53,10 @@ class Mark(NamedTuple):
 
 
 def read_mark(part: dict, where: str) -> Mark:
-    """The image or video of a message's part of one of KINDS. where: for messages, like "turn 0 has a part". Raises
-    DataError for keys that are not known, or that say two things."""
+    """The image or video of a message's part of one of KINDS. where: for errors, like "turn 0 has a part".
+
+    Raises DataError for keys that are not known, or that say two things.
+    """
     kind = KINDS[part["type"]]
     given = {name: value for name, value in part.items() if name != "type" and not is_absent(value)}
     index = given.pop(INDEX, None)
@@ -59,7 +64,7 @@ def read_mark(part: dict, where: str) -> Mark:
     value = [] if value is None and part.get("video") == [] else value
     if index is not None and (type(index) is not int or index < 0 or value is not None):
         raise DataError(
-            f"{where} of type {part['type']!r} with {INDEX!r} {short(index)}"
+            f"{where} with {INDEX!r} {short(index)}"
             + (" and a file of its own: leave one of them out" if value is not None else ", expected a number from 0")
         )
     return Mark(kind, value, settings, index)

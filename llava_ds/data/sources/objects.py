@@ -26,7 +26,8 @@ def objects_of(
     num_images: that it shows; bbox_type: of boxes of which the record does not say it. Without a mark in the text, the
     field may be anything. Raises DataError with the reason where they don't fit.
     """
-    found = [match.groups() for message in messages if "<" in message.text for match in MARKS.finditer(message.text)]
+    texts = [message.text for message in messages if BOX_MARK in message.text or REF_MARK in message.text]
+    found = [match.groups() for text in texts for match in MARKS.finditer(text)]
     wanted = Counter(mark for backslashes, mark in found if len(backslashes) % 2 == 0)
     if not wanted:
         return (), ()
@@ -63,7 +64,7 @@ def fill_marks(text: str, value: Callable[[str], str]) -> str:
         backslashes, mark = found.groups()
         return backslashes[: len(backslashes) // 2] + (mark if len(backslashes) % 2 else value(mark))
 
-    return MARKS.sub(fill, text) if "<" in text else text
+    return MARKS.sub(fill, text) if BOX_MARK in text or REF_MARK in text else text
 
 
 def _list(objects: dict, key: str) -> list:

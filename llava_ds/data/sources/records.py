@@ -232,31 +232,35 @@ def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Itera
         # LLaVA-NeXT marks videos with <image> as well.
         marks = [mark._replace(kind="video") if mark.value is None else mark for mark in marks]
     hint = "" if marks and (named["image"] or named["video"]) else _UNMARKED
+    rest: dict[str, Iterator] = {}
     for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):
         asking = [mark for mark in marks if mark.kind == kind and mark.value is None]
         if len(asking) != len(named[kind]):
             names = getattr(source.columns, kind)
-            token = token if kind == "image" or named["image"] else IMAGE_TOKEN
+            words = f"\\{token}"
+            if kind == "video" and not named["image"]:
+                token, words = IMAGE_TOKEN, f"{words} or \\{IMAGE_TOKEN}"
+            hint += f"; {words} is the word alone" if len(asking) > len(named[kind]) else ""
             raise DataError(
                 f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {len(asking)} "
-                f"{token} marks{hint}" + (f"; \\{token} is the word alone" if len(asking) > len(named[kind]) else "")
+                f"{token} marks{hint}"
             )
-    numbers = {kind: iter(_numbers([m for m in marks if m.kind == kind and m.value is None])) for kind in named}
-    return iter([m if m.value is not None else m._replace(value=named[m.kind][next(numbers[m.kind])]) for m in marks])
+        rest[kind] = iter(_in_order(named[kind], asking))
+    return iter([m if m.value is not None else Mark(m.kind, next(rest[m.kind]), m.settings) for m in marks])
 
 
-def _numbers(marks: list[Mark]) -> list[int]:
-    """The number of the record's image or video that each mark stands for. Raises DataError for indices that don't name
+def _in_order(values: list, marks: list[Mark]) -> list:
+    """The record's images or videos in the order of the marks for them. Raises DataError for indices that don't name
     each of them once."""
+    if all(mark.index is None for mark in marks):
+        return values
     indices = [mark.index for mark in marks]
-    if all(index is None for index in indices):
-        return list(range(len(marks)))
     if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
         raise DataError(
             f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "
             "number from 0 once, which names the image of the part: mend them, or leave 'index' out for their own order"
         )
-    return indices
+    return [values[index] for index in indices]
 
 
 def _id(record: dict, source: Source, index: int) -> str:

@@ -34,6 +34,7 @@ ROLES = {
 }
 _TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA's and ShareGPT's, and OpenAI's
 
+IMAGE_MARK = Mark("image")
 # A mark in a text, and the backslashes before it: an odd number makes it text, as each pair is one backslash.
 _MARK = re.compile(rf"(\\*)({IMAGE_TOKEN}|{VIDEO_TOKEN})")
 
@@ -87,7 +88,9 @@ def marks_videos(named: dict[str, list], source: Source) -> bool:
 def with_marks(text: str, marks: list[Mark], has_videos: bool) -> str:
     """The text with every mark as <image>, and without the backslash before a mark that is text; adds the marks to the
     list. has_videos: <video> is a mark, too."""
-    if IMAGE_TOKEN not in text and not (has_videos and VIDEO_TOKEN in text):
+    has_videos = has_videos and VIDEO_TOKEN in text
+    if "\\<" not in text and not has_videos:
+        marks += [IMAGE_MARK] * text.count(IMAGE_TOKEN)
         return text
 
     def read(found: re.Match) -> str:
@@ -97,7 +100,7 @@ def with_marks(text: str, marks: list[Mark], has_videos: bool) -> str:
         half = backslashes[: len(backslashes) // 2]
         if len(backslashes) % 2:
             return half + (LITERAL_IMAGE if mark == IMAGE_TOKEN else mark)
-        marks.append(Mark("video" if mark == VIDEO_TOKEN else "image"))
+        marks.append(Mark("video") if mark == VIDEO_TOKEN else IMAGE_MARK)
         return half + IMAGE_TOKEN
 
     return _MARK.sub(read, text)
@@ -113,9 +116,9 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         kind = kind if isinstance(kind, str) else None
-        where = f"turn {i} has a part"
+        where = f"turn {i} has a part of type {kind!r}"
         if kind in TEXTS:
-            refuse_unknown(part, ("type", "text", INDEX), f"{where} of type {kind!r}")
+            refuse_unknown(part, ("type", "text", INDEX), where)
             text = checked_text(part.get("text"), f"turn {i} has the part {short(part)}, expected a text under 'text'")
             pieces.append(with_marks(text, marks, has_videos))
             has_marks = has_marks or IMAGE_TOKEN in pieces[-1]
@@ -123,7 +126,7 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
             marks.append(read_mark(part, where))
             pieces.append(None)
         elif kind in SOUNDS:
-            raise DataError(f"{where} of type {kind!r}: sounds are not supported, so take the record out")
+            raise DataError(f"{where}: sounds are not supported, so take the record out")
         else:
             raise DataError(f"turn {i} has the part {short(part)}, expected the type 'text', 'image' or 'image_url'")
     if not any(piece is None or piece for piece in pieces):
