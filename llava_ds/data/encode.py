@@ -267,7 +267,7 @@ class Encoder:
     def _guarded(self, conversation: Transcript) -> Transcript:
         messages = conversation.messages
         for message in messages:
-            refuse_noncharacters(message.text)
+            refuse_noncharacters(message.text, message.keeps_spaces)
             if message.thought or message.tool_calls:
                 refuse_noncharacters(f"{message.thought} {message.tool_calls}")
         if conversation.tools:

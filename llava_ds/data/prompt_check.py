@@ -109,8 +109,11 @@ class PromptCheck:
         with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
         if self.encoder.options.as_asked:
             return ""
+        forms = self.forms(transcript.template_kwargs, with_video)
+        if forms.plain is None and forms.thought is None and self.encoder.template.write is not None:
+            return ""
         answer = last_answer(transcript)
-        difference = self.forms(transcript.template_kwargs, with_video).of(answer)
+        difference = forms.of(answer)
         if difference is None and self._may_join(transcript):
             with contextlib.suppress(DataError):  # the encoder's, too
                 difference = self._compare(transcript, marks)

@@ -31,7 +31,7 @@ _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 class Turn(NamedTuple):
     """One turn as its record gives it. weight: None where it says none; is_call: its content was the calls, which
-    belong to the answer before them."""
+    belong to the answer before them; is_plain: it has a role and a content alone."""
 
     role: str
     content: str | list
@@ -41,6 +41,7 @@ class Turn(NamedTuple):
     name: str = ""
     call_id: str = ""
     is_call: bool = False
+    is_plain: bool = False
 
 
 def refuse_unknown_keys(turn: dict, i: int) -> None:
