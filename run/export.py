@@ -35,11 +35,15 @@ from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FOLDERS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
+ROWS = ("resize_token_embeddings", "pad_embeddings_to_multiple_of")
 
 
 def main() -> None:
     args = parse()
-    source, given = Path(args.source), {name: value for name in FOLDERS if (value := getattr(args, name)) is not None}
+    source, given = (
+        Path(args.source),
+        {name: value for name in (*FOLDERS, *ROWS) if (value := getattr(args, name)) is not None},
+    )
     max_shard_bytes, dtype = parse_size(args.max_shard_size), DTYPES.get(args.dtype)
     quiet_libraries()
     if not source.is_dir():
@@ -50,8 +54,8 @@ def main() -> None:
     if is_training_checkpoint(source):
         if args.adapters:
             raise ConfigError("--adapters goes with an adapter's folder: export the checkpoint as --format adapter")
-        if "version" in given:
-            raise ConfigError("--version goes with a model folder; run.json has a checkpoint's: leave it out")
+        if wrong := [f"--{name}" for name in ("version", *ROWS) if name in given]:
+            raise ConfigError(f"{', '.join(wrong)} goes with a model folder; run.json has a checkpoint's: leave it out")
         restored = restore(source, given, dtype, args.average)
         form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
@@ -60,6 +64,8 @@ def main() -> None:
         for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
             if name in given:
                 raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
+        if ROWS[1] in given and ROWS[0] not in given:
+            raise ConfigError(f"--{ROWS[1]} has no effect without --{ROWS[0]}: give that, or leave it out")
         form = args.format or "hf"
         if args.adapters:
             folders = [source, *map(Path, args.adapters)]
@@ -136,6 +142,14 @@ def parse() -> argparse.Namespace:
         help="the mean of the weights of the checkpoint in SOURCE and of the N - 1 before it",
     )
     add("--version", help="conversation template of a model folder that has none in its settings")
+    add(
+        "--resize_token_embeddings",
+        action="store_true",
+        default=None,
+        help="add rows to the embedding and the output layer of a model folder for tokens that have none; they are the "
+        "mean of the others",
+    )
+    add("--pad_embeddings_to_multiple_of", type=number(Count), help="round the number of rows up to a multiple of this")
     add(
         "--overwrite",
         action="store_true",

@@ -440,7 +440,9 @@ class DataSpec:
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
         images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
-        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots])
+        # More rows may accept what is rejected now; what is accepted stays the same.
+        rows = [] if checker.encoder.num_rows is None else [f"{checker.encoder.num_rows} rows"]
+        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots, *rows])
         return cls(checker, options, folder, common, contents)
 
     @property

@@ -164,8 +164,18 @@ class EvalTasks:
             args.version, UNBOUNDED, args.mm_use_im_start_end, split_special_tokens=args.split_special_tokens
         )
         self._encoder = encoder_of(self._tokenizer, options, plan.images)
+        self._refuse_without_rows()
         self._ends = tuple(end_markers(args.version, self._tokenizer))
         self._positions = getattr(plan.model.text_config, "max_position_embeddings", None) or UNBOUNDED
+
+    def _refuse_without_rows(self) -> None:
+        """Raise DataError before the first step, not at the first evaluation."""
+        for task in self._tasks:
+            for question in task.questions:
+                try:
+                    self._encoder.refuse_without_rows([message.text for message in question.prompt.messages])
+                except DataError as error:
+                    raise DataError(f"--eval_tasks, {task.name}: question {question.id}: {error}") from error
 
     def scores(self, precision: torch.autocast) -> dict[str, float]:
         """The score of each task by its name. All ranks call it together.

@@ -33,6 +33,7 @@ from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.native_mixture import converted, native_name
 from llava_ds.model.open import names as formats
+from llava_ds.model.rows import rounded_up
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
 
@@ -80,7 +81,8 @@ def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens, export.template is None)
     tokenizer.model_max_length = export.max_length
-    return tokenizer, max(export.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
+    rows = max(export.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
+    return tokenizer, rounded_up(rows, export.args.pad_embeddings_to_multiple_of or 1)
 
 
 def _write_config(

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -32,6 +32,7 @@ from llava_ds.model.ready import ReadyModel, plan_vision
 from llava_ds.model.upcycling import add_experts
 from llava_ds.model.vision import plan_tower, read_processor, read_whole_processor, side_of, vision_config
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.tokenizer import note_rows, tokens_without_rows
 
 if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
@@ -175,6 +176,8 @@ def _generation_config(unloaded: UnloadedModel) -> GenerationConfig:
 
 def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None = None) -> LoadedModel:
     """Add the tokenizer and the settings of images and template to a model. version: see open_model."""
+    note_rows(unloaded.tokenizer, unloaded.config.get_text_config().vocab_size)
+    unloaded = replace(unloaded, notes=(*unloaded.notes, *tokens_without_rows(unloaded.tokenizer)))
     # Not AutoProcessor: transformers 5 needs torchvision for LlavaOnevision's.
     processor = read_processor(unloaded.folder, str(unloaded.path))
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
