@@ -31,6 +31,7 @@ from llava_ds.export.from_folder import open_folder
 from llava_ds.export.gguf_folder import with_gguf_type
 from llava_ds.export.output_folder import staged, write_folder
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.export.tokenizer_files import refuse_lost_tokens
 from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -173,6 +174,8 @@ def _check_form(export: ExportPlan, dtype: str, is_lora_run: bool) -> None:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
     if dtype == "q8_0" and export.form != "gguf":
         raise ConfigError("--dtype q8_0 goes with --format gguf: give float32, bfloat16 or float16")
+    if export.form == "llava":
+        refuse_lost_tokens(export.model.tokenizer)
     kind, why = hf_kind(export.model, export.args, export.image_options)
     if export.form == "hf" and kind is None:
         raise ConfigError(f"--format hf is not possible: {why}; or give --format llava")

@@ -27,7 +27,7 @@ from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.ready_folder import ready_entries, write_ready
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
-from llava_ds.export.tokenizer_files import hf_tokenizer, write_generation_config, write_hf_tokenizer
+from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_generation_config, write_hf_tokenizer
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HF_CLASSES
@@ -129,9 +129,6 @@ def _write_config(
     config["torch_dtype"] = config["dtype"]
     config["text_config"] = with_old_names(config["text_config"])
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-VIDEO_TOKEN = "<video>"
 
 
 def select_strategy(export: ExportPlan) -> str:
