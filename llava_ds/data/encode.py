@@ -157,9 +157,11 @@ class Encoder:
         beyond = ids[ids >= self.num_rows]
         if not len(beyond):
             return None
-        token = self.tokenizer.convert_ids_to_tokens(int(beyond[0]))
+        id = int(beyond[0])
+        added = self.tokenizer.added_tokens_decoder.get(id)  # by its id, the library names it with a dummy space
+        token = self.tokenizer.convert_ids_to_tokens(id) if added is None else added.content
         return DataError(
-            f"the text spells the token {token!r} (id {beyond[0]}), and the model's embedding has {self.num_rows:,} "
+            f"the text spells the token {token!r} (id {id}), and the model's embedding has {self.num_rows:,} "
             "rows: train with --resize_token_embeddings True, which adds one for it, or take it out"
         )
 
