@@ -204,24 +204,28 @@ def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
-def note_rows(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
-    """Note on a tokenizer how many rows the model's embedding has, for encoders: the two go everywhere together."""
-    tokenizer._embedding_rows = rows if num_rows(tokenizer) > rows else None
+def note_rows(tokenizer: PreTrainedTokenizerBase, rows: int, leaving_out: tuple[str, ...] = ()) -> None:
+    """Note on a tokenizer how many rows the model's embedding has, for encoders: the two go everywhere together.
+
+    leaving_out: tokens that may lie beyond them, for they stand for features.
+    """
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and token not in leaving_out}
+    tokenizer._embedding_rows = (rows, dict(sorted(beyond.items()))) if beyond else None
 
 
 def rows_noted(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The rows of the model's embedding where the tokenizer has ids beyond them; None where all have a row, or where no
     model is known."""
-    return getattr(tokenizer, "_embedding_rows", None)
+    noted = getattr(tokenizer, "_embedding_rows", None)
+    return None if noted is None else noted[0]
 
 
 def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A line about the tokens beyond the rows of the model's embedding (note_rows); [] where there are none."""
-    rows = rows_noted(tokenizer)
-    if rows is None:
+    if rows_noted(tokenizer) is None:
         return []
-    beyond = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows)
-    named = ", ".join(f"{token!r} (id {i})" for i, token in beyond[:MAX_NAMED])
+    rows, beyond = tokenizer._embedding_rows
+    named = ", ".join(f"{token!r} (id {i})" for i, token in list(beyond.items())[:MAX_NAMED])
     rest = f" and {len(beyond) - MAX_NAMED:,} more" if len(beyond) > MAX_NAMED else ""
     return [
         f"tokens of the tokenizer without a row in the model's embedding, which has {rows:,}: {named}{rest}: a text "

@@ -447,6 +447,11 @@ def rows_of_tokens(args: Arguments) -> Iterator[str]:
             "transformers' function of that name), and train LoRA over it, with the new rows by --modules_to_save "
             "embed_tokens lm_head"
         )
+    if args.training.vllm_server is not None:
+        yield (
+            "--resize_token_embeddings True can't be used with --vllm_server, whose model has the rows of its folder: "
+            "write a folder with them first (run/export.py FOLDER --resize_token_embeddings), for both"
+        )
 
 
 def last_layers(args: Arguments) -> Iterator[str]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_projector_only
-from llava_ds.constants import ConfigError, DataError
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import Source, Sources, Weights
@@ -148,7 +148,7 @@ def fit_vocabulary(
         config, sources = _resize_as_llava(config, sources, tokenizer, added, args)
     elif args.resize_token_embeddings:
         config, sources, notes = _grow(config, sources, tokenizer, args)
-    note_rows(tokenizer, config.vocab_size)
+    note_rows(tokenizer, config.vocab_size, (IMAGE_TOKEN,))
     return config, sources, [*notes, *tokens_without_rows(tokenizer)]
 
 
