@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -143,6 +144,17 @@ def parse() -> argparse.Namespace:
         help="the mean of the weights of the checkpoint in SOURCE and of the N - 1 before it",
     )
     add("--version", help="conversation template of a model folder that has none in its settings")
+    _add_rows(add)
+    add(
+        "--overwrite",
+        action="store_true",
+        help="write into a folder that is not empty: a model there is replaced, whatever its format, and other files "
+        "remain",
+    )
+    return parser.parse_args()
+
+
+def _add_rows(add: Callable[..., object]) -> None:
     add(
         "--resize_token_embeddings",
         action="store_true",
@@ -151,13 +163,6 @@ def parse() -> argparse.Namespace:
         "mean of the others",
     )
     add("--pad_embeddings_to_multiple_of", type=number(Count), help="round the number of rows up to a multiple of this")
-    add(
-        "--overwrite",
-        action="store_true",
-        help="write into a folder that is not empty: a model there is replaced, whatever its format, and other files "
-        "remain",
-    )
-    return parser.parse_args()
 
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:
