@@ -75,7 +75,7 @@ def main() -> None:
             export, entries, lines = open_adapters(folders, weights, given, dtype, form)
         else:
             export, entries, lines = open_folder(source, given, dtype, form)
-        print(*lines, sep="\n")
+        print(*lines, *export.model.notes, sep="\n")
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
     if form == "gguf":
         export = with_gguf_type(export, args.dtype)
