@@ -206,7 +206,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
         opened = open_part(name, plan)
         if opened is not None:
             check_fit(part, opened.weights, opened.what)
-    plan = replace(plan, notes=(*plan.notes, *frozen_rows(model.language_model, args)))
+    if text_config.vocab_size != parts.text_config.vocab_size:
+        plan = replace(plan, notes=(*plan.notes, *frozen_rows(model.language_model, args)))
     if args.lora_enable:
         plan = replace(plan, lora=lora_layout(model, args, plan.ready, text_config))
     return plan
