@@ -20,6 +20,7 @@ from llava_ds.files.model_files import check_folder, library_errors, own_file, r
 
 SPACE = "▁"  # sentencepiece's space
 MAX_NAMED = 4  # tokens named in one line
+MAX_GAP = 1 << 16  # ids without a token
 
 # Classes that in 4.37 begin a text with bos unless tokenizer_config.json says otherwise, whatever the post-processor in
 # tokenizer.json.
@@ -200,8 +201,17 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -
 
 
 def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows of an embedding that has one for every id: the tokenizer's length, but at least what its ids need."""
-    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+    """Rows of an embedding that has one for every id: the tokenizer's length, but at least what its ids need.
+
+    Raises ConfigError for ids so far apart that the rows between would fill the memory.
+    """
+    count, last = len(tokenizer), max(tokenizer.get_vocab().values())
+    if last > count + MAX_GAP:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path} has {count:,} tokens and the id {last:,}: an embedding would "
+            "have a row for every id between: correct its files"
+        )
+    return max(count, last + 1)
 
 
 def note_rows(tokenizer: PreTrainedTokenizerBase, rows: int, leaving_out: tuple[str, ...] = ()) -> None:
@@ -225,7 +235,7 @@ def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     if rows_noted(tokenizer) is None:
         return []
     rows, beyond = tokenizer._embedding_rows
-    named = ", ".join(f"{token!r} (id {i})" for i, token in list(beyond.items())[:MAX_NAMED])
+    named = ", ".join(f"{token!r:.80} (id {i})" for i, token in list(beyond.items())[:MAX_NAMED])
     rest = f" and {len(beyond) - MAX_NAMED:,} more" if len(beyond) > MAX_NAMED else ""
     return [
         f"tokens of the tokenizer without a row in the model's embedding, which has {rows:,}: {named}{rest}: a text "

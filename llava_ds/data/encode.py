@@ -161,7 +161,7 @@ class Encoder:
         added = self.tokenizer.added_tokens_decoder.get(id)  # by its id, the library names it with a dummy space
         token = self.tokenizer.convert_ids_to_tokens(id) if added is None else added.content
         return DataError(
-            f"the text spells the token {token!r} (id {id}), and the model's embedding has {self.num_rows:,} "
+            f"the text spells the token {token!r:.80} (id {id}), and the model's embedding has {self.num_rows:,} "
             "rows: train with --resize_token_embeddings True, which adds one for it, or take it out"
         )
 

@@ -242,9 +242,14 @@ def test_tokens_of_ids_behind_a_gap_get_their_rows(tmp_path):
     file = Path(base["model_name_or_path"]) / "tokenizer.json"
     content = json.loads(file.read_text())
     last = max(content["model"]["vocab"].values())
-    content["model"]["vocab"]["grasp"] = last + 40
-    file.write_text(json.dumps(content))
-    assert opened({**base, "resize_token_embeddings": True})[1].text_config.vocab_size == last + 41
+    for gap in (40, 1 << 30):
+        content["model"]["vocab"]["grasp"] = last + gap
+        file.write_text(json.dumps(content))
+        if gap == 40:
+            assert opened({**base, "resize_token_embeddings": True})[1].text_config.vocab_size == last + 41
+            continue
+        with pytest.raises(ConfigError, match=r"has \d+ tokens and the id 1,073,742,\d+: .* correct its files"):
+            opened({**base, "resize_token_embeddings": True})
 
 
 def test_rows_are_not_resized_twice(tmp_path):
@@ -289,3 +294,11 @@ def test_new_rows_that_stay_at_the_mean_are_named(tmp_path, flags, frozen):
     notes = opened({**base, **flags, "resize_token_embeddings": True})[1].notes
     assert len(notes) == (1 if frozen is None else 2)
     assert frozen is None or re.search(frozen, notes[1])
+
+
+def test_experts_are_upcycled_under_grown_rows(tmp_path):
+    base = grown_base(tmp_path, "llama")
+    experts = {"moe_enable": True, "num_experts": 2, "top_k_experts": 1, "resize_token_embeddings": True}
+    model, plan, _ = opened({**base, **experts})
+    check_ends(model.language_model, tensors_in(base["model_name_or_path"]), 400, 403)
+    assert len(plan.notes) > 1 and plan.notes[0].startswith("--resize_token_embeddings True: 403 rows")
