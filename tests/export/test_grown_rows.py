@@ -18,6 +18,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import Message
 from llava_ds.engine.construct import build_model
+from llava_ds.evaluation.asking import plan_batches
+from llava_ds.evaluation.question import Question
 from llava_ds.export.export_plan import export_format
 from llava_ds.infer.generate import Prompt, prompt_ids
 from llava_ds.infer.load import load_model
@@ -98,6 +100,10 @@ def test_what_is_asked_of_a_model_without_the_rows_is_refused(tmp_path):
         assert prompt_ids(loaded, Prompt((Message("human", "Now what?"),), ()))
         with pytest.raises(DataError, match=rf"the text spells the token '{token}' \(id "):
             prompt_ids(loaded, Prompt((Message("human", f"Now {token} it."),), ()))
+    asked = {"a": "Go.", "b": "Now <lift>."}
+    questions = [Question(id, Prompt((Message("human", text),), ()), text, "") for id, text in asked.items()]
+    with pytest.raises(DataError, match="question b: the text spells the token '<lift>'"):
+        plan_batches(loaded, questions, 2, RANKS)
     config = settings(folder)
     (folder / "config.json").write_text(json.dumps({**config, "llava_ds_vocab_size": "400"}))
     with pytest.raises(ConfigError, match=r"config\.json says llava_ds_vocab_size '400', expected a number of rows"):
