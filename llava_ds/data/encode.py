@@ -48,11 +48,15 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32)."""
+    """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32).
+
+    weights: of each token's loss (float32), None where every supervised token has the weight 1.
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray
     truncated: bool
+    weights: np.ndarray | None = None
 
     @property
     def num_targets(self) -> int:

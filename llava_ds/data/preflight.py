@@ -25,7 +25,7 @@ from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.ranks import printable
 from llava_ds.videos import Footage
 
-Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
+Row = dict[str, object]  # of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -47,7 +47,7 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels.
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -67,6 +67,7 @@ ROWS = pa.schema(
         ("truncated", pa.bool_()),
         *COLUMNS,
         ("unmarked", pa.string()),
+        token_runs.WEIGHTS,
     ]
 )
 
@@ -128,7 +129,9 @@ class Checker:
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        columns |= token_runs.to_columns([row["input_ids"] for row in rows], [row["labels"] for row in rows])
+        labels = [row["labels"] for row in rows]
+        columns |= token_runs.to_columns([row["input_ids"] for row in rows], labels)
+        columns["weights"] = token_runs.weights_to_column([row["weights"] for row in rows], labels)
         columns |= as_columns([row["seen"] for row in rows])
         rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
@@ -185,6 +188,7 @@ class Checker:
             "text_to_retry": None,
             "input_ids": _joined([coded.input_ids for coded in answers]),
             "labels": _joined([coded.labels for coded in answers]),
+            "weights": _joined_weights(answers),
             "media": media_to_text(one.media),
             "length": sum(len(coded.input_ids) for coded in answers),
             "num_targets": targets,
@@ -218,6 +222,13 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
+def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
+    if all(coded.weights is None for coded in answers):
+        return None
+    weights = [np.ones(len(coded.labels), np.float32) if coded.weights is None else coded.weights for coded in answers]
+    return _joined(weights)
+
+
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     """The row of a rejected record, empty but for its id and the reason."""
     nothing = np.empty(0, np.int32)
@@ -227,6 +238,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,
+        "weights": None,
     }
 
 

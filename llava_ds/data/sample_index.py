@@ -18,7 +18,7 @@ from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
 
-VERSION = 1  # raise it when the same rows would give another index
+VERSION = 2  # raise it when the same rows would give another index
 
 LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
 
@@ -137,10 +137,17 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
         "images": int(arrays["num_images"].sum(dtype=np.int64)),
         "answers": int(numbers(table, "num_turns")[rows].sum(dtype=np.int64)),
         "truncated": int(np.count_nonzero(numbers(table, "truncated")[rows])),
+        "weighed": _num_weighed(table, rows),
         "unmarked": {kind: counts[kind] for kind in UNMARKED_TEXTS if kind in counts},
         "percentiles": [int(n) for n in np.percentile(lengths, PERCENTILES)] if len(rows) else [],
     }
     return {"sums": sums}
+
+
+def _num_weighed(table: RowTable, rows: np.ndarray) -> int:
+    """The number of samples with a weight of the loss other than 1."""
+    weights = table.column("weights")
+    return 0 if weights.null_count == len(weights) else int(np.count_nonzero(weights.is_valid().to_numpy()[rows]))
 
 
 def numbers(table: RowTable, name: str) -> np.ndarray:
