@@ -59,13 +59,15 @@ from llava_ds.files.places import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
-ENCODING_VERSION = 5  # raise it when the same records would give other rows
+ENCODING_VERSION = 6  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 4"  # of the files; another one is another cache, and no other data
 PAIR_ROWS_FORMAT = "pairs 4"  # the same of preferences
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 EXAMPLES_TRIED = 100
+
+KEYS_SHOWN = 20  # of those that are not read, in the first lines
 
 SCANNED_TOGETHER = 1 << 16  # samples
 
@@ -308,6 +310,7 @@ class EncodedDataset(torch.utils.data.Dataset):
             lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
             if weighed := facts["weighed"]:
                 lines.append(f"{weighed:,} samples have answers whose loss counts with a weight other than 1")
+            lines += _unread_lines(facts)
             lines += [self.image_options.boxes.describe()] * self.has_boxes
         if self.num_rejected:
             rows = list(self.rejections())
@@ -317,6 +320,20 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"  the first: {_rejection_line(rows[0])}",
             ]
         return lines
+
+
+def _unread_lines(facts: dict[str, object]) -> list[str]:
+    """Lines about keys of records that are not read, and thoughts that the chat template does not write."""
+    lines, (thoughts, records) = [], facts["left_out"]
+    if thoughts:
+        lines.append(
+            f"{thoughts:,} thoughts of {records:,} records are not learned: the chat template leaves them out, as "
+            "templates do before a later question"
+        )
+    if unread := [f"{key!r} ({number:,} records)" for key, number in facts["unread"].items()]:
+        more = f" and {len(unread) - KEYS_SHOWN} more" if len(unread) > KEYS_SHOWN else ""
+        lines.append(f"keys of records that are not read: {', '.join(unread[:KEYS_SHOWN])}{more}")
+    return lines
 
 
 def num_of_part(number: int, fraction: float) -> int:
@@ -592,8 +609,8 @@ def _refuse_weights(dataset: EncodedDataset, objective: str) -> None:
     weight = next(each for each in row["weights"] if each != 1)
     raise DataError(
         f"{printable(place_of(row))}: record {row['index']} ({printable(row['id'])}) gives its answer the weight "
-        f"{weight:g}, as do {number:,} records in all, but --objective {objective} does not weigh answers: leave the "
-        "weights out"
+        f"{weight:g}, which --objective {objective} does not take: leave the weights out ({number:,} of "
+        f"{len(dataset):,} records {'has' if number == 1 else 'have'} one)"
     )
 
 

@@ -18,7 +18,7 @@ from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
-from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
+from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.layouts import ImageText, MediaLayout
@@ -35,6 +35,7 @@ RECORDS_PER_CALL = 256  # checked by a worker process at a time
 
 MAX_ID = 200  # characters of the id of a rejected record
 
+
 RECORDS = pa.schema(
     [
         ("source", pa.int32()),
@@ -47,7 +48,8 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights.
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights. unread:
+# names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -68,6 +70,8 @@ ROWS = pa.schema(
         *COLUMNS,
         ("unmarked", pa.string()),
         token_runs.WEIGHTS,
+        ("unread", pa.string()),
+        ("left_out", pa.int32()),
     ]
 )
 
@@ -123,9 +127,9 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.conversations]))
+        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.sample.transcripts]))
         rows = [
-            self._row(one, [next(coded) for _ in one.conversations]) if isinstance(one, _Checked) else one
+            self._row(one, [next(coded) for _ in one.sample.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
@@ -176,11 +180,13 @@ class Checker:
                 return _rejected(sample.id, coded)
             own = coded.num_targets
             targets += own
+            if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
+                return _rejected(sample.id, DataError("nothing to learn from: all of its answers weigh 0"))
             if own == 0:
                 limit = self.encoder.options.max_length
                 why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
                 return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
-        words = sum(len(message.text.split()) for message in sample.messages)
+        words = sum(len(text.split()) for m in sample.messages for text in (m.text, m.thought, m.tool_calls) if text)
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
         return {
             "id": sample.id,
@@ -199,6 +205,8 @@ class Checker:
             "words": words if has_field else -words,
             "truncated": any(coded.truncated for coded in answers),
             "unmarked": sample.unmarked,
+            "unread": "\n".join(map(printable, sample.unread)),
+            "left_out": sum(coded.left_out for coded in answers),
             "seen": one.seen,
         }
 
@@ -211,11 +219,6 @@ class _Checked:
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
     marks: list[int | ImageText]
-
-    @property
-    def conversations(self) -> list[tuple[Message, ...]]:
-        """The conversation, or those with the chosen and with the rejected answer."""
-        return [each for each in (self.sample.messages, self.sample.rejected) if each]
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
@@ -235,6 +238,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     return {
         **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
+        **{"unread": "", "left_out": 0},
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,

@@ -47,8 +47,7 @@ def weights_to_column(weights: list[np.ndarray | None], labels: list[np.ndarray]
     """The column WEIGHTS, one row per sample of labels (L,) and of weights (L,) float32 or None."""
     if not any(row is not None for row in weights):
         return pa.nulls(len(weights), WEIGHTS[1])
-    return pa.array([None if row is None else _runs(row[label != IGNORE_INDEX]) for row, label in zip(weights, labels)],
-                    WEIGHTS[1])  # fmt: skip
+    return pa.array([_runs(*row) for row in zip(weights, labels)], WEIGHTS[1])
 
 
 def weights_from_column(runs: list[dict[str, float]] | None, labels: np.ndarray) -> np.ndarray | None:
@@ -62,8 +61,11 @@ def weights_from_column(runs: list[dict[str, float]] | None, labels: np.ndarray)
     return weights
 
 
-def _runs(values: np.ndarray) -> list[dict[str, float]]:
-    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: len(values)])
+def _runs(weights: np.ndarray | None, labels: np.ndarray) -> list[dict[str, float]] | None:
+    values = None if weights is None else weights[labels != IGNORE_INDEX]
+    if values is None or (values == 1).all():  # what weighed something else may have been cut off
+        return None
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
     return [
         {"tokens": tokens, "weight": weight}
         for tokens, weight in zip(np.diff(starts, append=len(values)).tolist(), values[starts].tolist())

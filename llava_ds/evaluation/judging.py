@@ -9,7 +9,6 @@ import torch
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
-from llava_ds.data.sample import Message
 from llava_ds.engine.frozen import FrozenPlan, open_frozen, plan_alone
 from llava_ds.engine.twin import twin_of
 from llava_ds.evaluation.question import Question
@@ -49,7 +48,8 @@ class Judge:
         media = media_of(prompt, self._plan.images)
         features = [layout.num_tokens for *_, layout in media]
         tiles = decode_media(media, prompt.blank, self._plan.images)
-        coded = self._encoder.encode_batch([([*prompt.messages, Message("gpt", text)], features) for text in answers])
+        answered = [(prompt.answered(text), features) for text in answers]
+        coded = self._encoder.encode_batch(answered)
         for text, one in zip(answers, coded):
             if isinstance(one, DataError) or not one.num_targets:
                 why = one if isinstance(one, DataError) else "it has no tokens"
@@ -109,7 +109,7 @@ class BestOfN:
 
     def _prompt(self, prompt: Prompt) -> LoadedSample:
         media = media_of(prompt, self._plan.images)
-        ids = torch.tensor(self._encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]))
+        ids = torch.tensor(self._encoder.prompt_ids(prompt.transcript, [layout.num_tokens for *_, layout in media]))
         sample = LoadedSample(ids, ids, decode_media(media, prompt.blank, self._plan.images))
         if self._rules.room(sample) < 1:
             raise DataError(f"a question has {len(ids):,} tokens: the model has no position left for an answer")

@@ -37,8 +37,8 @@ def about(id: str | int, image: str | None, text: str, reference: object, **opti
 
 def without_image(question: Question) -> Question:
     """The same question with its images withheld: neither features nor marks remain."""
-    messages = tuple(Message(m.role, m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
-    return replace(question, prompt=Prompt(messages, ()))
+    messages = tuple(replace(m, text=m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
+    return replace(question, prompt=replace(question.prompt, messages=messages, images=()))
 
 
 def with_blank_image(question: Question) -> Question:
@@ -65,5 +65,8 @@ def digest(questions: list[Question]) -> str:
         messages = [(m.role, m.text) for m in question.prompt.messages]
         images = [image if isinstance(image, str) else repr(image) for image in question.prompt.images]
         row = [question.id, messages, images, question.reference, question.kinds, question.more]
+        more = [(m.thought, m.tool_calls) for m in question.prompt.messages]
+        more += [(question.prompt.tools, question.prompt.template_kwargs)]
+        row += [more] * any(map(any, more))  # so that questions without them keep their hash
         hashed.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return hashed.hexdigest()

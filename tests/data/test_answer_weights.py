@@ -77,15 +77,14 @@ def test_every_token_of_an_answer_has_its_weight(opened, tokenizer, tmp_path):
     rest, part = data.without_part(0.3, seed=1)
     assert rest.index.facts["weighed"] + part.index.facts["weighed"] == number
     batch = collate([data[i] for i in range(len(data))], data.image_options)
-    wanted = [w for i in range(len(data)) for t, w in runs(data[i], tokenizer) for _ in tokenizer(t, add_special_tokens=False).input_ids]
-    assert len(batch.target_weights) == len(batch.targets) and set(batch.target_weights.tolist()) == {0.25, 0.5, 0.75, 1, 2}
-    assert len(wanted) > 0
+    assert len(batch.target_weights) == len(batch.targets)
+    assert set(batch.target_weights.tolist()) == {0.25, 0.5, 0.75, 1, 2}
 
 
 def test_weights_of_one_are_as_none(opened):
     plain, ones = opened("plain", (None,)), opened("ones", (1, 1.0))
     assert ones.index.facts["weighed"] == 0 and ones.table.column("weights").null_count == len(KINDS)
-    assert not any("weight" in line for line in ones.summary())
+    assert not any("whose loss counts" in line for line in ones.summary())
     for i in range(len(KINDS)):
         assert ones[i].weights is plain[i].weights is None
         assert torch.equal(ones[i].labels, plain[i].labels) and torch.equal(ones[i].input_ids, plain[i].input_ids)
@@ -94,7 +93,7 @@ def test_weights_of_one_are_as_none(opened):
 
 
 def test_a_cut_sample_keeps_the_weights_of_what_is_left(opened, tokenizer):
-    whole, cut = opened("data"), opened("data", encoding=toys.encoding_options(max_length=100))
+    whole, cut = opened("data"), opened("data", encoding=toys.encoding_options(max_length=160))
     short = [i for i in range(len(cut)) if len(cut[i].labels) < len(whole[int(cut.rows[i])].labels)]
     assert short
     for i in range(len(cut)):
@@ -156,7 +155,10 @@ def test_objectives_that_draw_answers_refuse_them(inspect_data, tmp_path, toy_ba
     records = json.loads(path.read_text())
     records[1]["conversations"][-1]["weight"] = 0.5
     path.write_text(json.dumps(records))
-    reason = rf"data\.json:\d+: record 1 \(s1\) gives its answer the weight 0\.5, as do 1 records in all, but --objective {objective} does not weigh answers: leave the weights out"
+    reason = (
+        rf"data\.json: record 1 \(s1\) gives its answer the weight 0\.5, which --objective {objective} does not take: "
+        r"leave the weights out \(1 of 2 records has one\)"
+    )
     with pytest.raises(DataError, match=reason):
         inspected(inspect_data, tmp_path, {**toy_base, **data}, "--objective", objective, "--reward_funcs", "accuracy")
 
@@ -170,5 +172,7 @@ def test_preferences_refuse_them(inspect_data, tmp_path, toy_base, objective, wh
     weighed = {**record, "id": "b", which: {**record[which], "weight": 0.25}}
     (tmp_path / "data.json").write_text(json.dumps([record, weighed]))
     flags = {**toy_base, "data_path": str(tmp_path / "data.json"), "objective": objective}
-    with pytest.raises(DataError, match=rf"record 1 \(b\) gives its answer the weight 0\.25, .*--objective {objective}"):
+    with pytest.raises(
+        DataError, match=rf"record 1 \(b\) gives its answer the weight 0\.25, .*--objective {objective}"
+    ):
         inspected(inspect_data, tmp_path, flags)
