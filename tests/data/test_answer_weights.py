@@ -4,10 +4,12 @@ import importlib.util
 import json
 from pathlib import Path
 
+import packed_step
 import pytest
 import torch
 import toys
 from launching import ROOT
+from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import IGNORE_INDEX, DataError
 from llava_ds.data import shards
@@ -15,6 +17,10 @@ from llava_ds.data.collate import collate
 from llava_ds.data.dataset import ALONE, DataSpec, PreflightOptions
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.stream import StreamedDataset
+from llava_ds.model import attention
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.projector import build_projector
+from llava_ds.train.objectives.sft import SFT
 
 KINDS = "ittiit"
 # Of the answers of the samples in turn; None: the turn has none.
@@ -42,8 +48,8 @@ def answers_of(record: dict) -> list[tuple[str, float]]:
 
 @pytest.fixture
 def opened(tmp_path, tokenizer):
-    def open_with(name: str, weights=WEIGHTS, **changed):
-        data = write(tmp_path / name, weights)
+    def open_with(name: str, weights=WEIGHTS, kinds: str = KINDS, **changed):
+        data = write(tmp_path / name, weights, kinds)
         return toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache", **changed)
 
     return open_with
@@ -176,3 +182,22 @@ def test_preferences_refuse_them(inspect_data, tmp_path, toy_base, objective, wh
         DataError, match=rf"record 1 \(b\) gives its answer the weight 0\.25, .*--objective {objective}"
     ):
         inspected(inspect_data, tmp_path, flags)
+
+
+def test_the_loss_of_a_data_set_follows_its_weights(opened):
+    """Bit for bit that of none where all are 1, and half of it where all are 0.5."""
+    torch.manual_seed(0)
+    config = toys.language_model_config()
+    text = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register())
+    model = LlavaModel(packed_step.Tower(), build_projector("linear", 8, config.hidden_size), text).train()
+    found = []
+    for name, weights in (("none", (None,)), ("ones", (1,)), ("halves", (0.5,))):
+        data = opened(name, weights, kinds="ttt")
+        model.zero_grad()
+        micro = SFT(grad_ranks=1).forward(model, collate([data[i] for i in range(3)], data.image_options))
+        micro.loss_sum.backward()
+        found.append([micro.loss_sum, micro.by_source[0], *(p.grad.clone() for p in text.parameters())])
+        assert micro.by_source[1].sum() == data.num_targets.sum()
+    for none, one, half in zip(*found):
+        assert torch.equal(none, one)
+        torch.testing.assert_close(none / 2, half, rtol=1e-6, atol=1e-9)
