@@ -38,6 +38,7 @@ from llava_ds.model.plan import read_parts
 from llava_ds.model.vision import TowerPlan, read_tower
 from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries
+from llava_ds.template_variables import set_variables
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
@@ -122,7 +123,9 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
             print("no --vision_tower: images are prepared and counted as for the tiny model's")
             args = args.replaced(vision_tower=str(CLIP_PATH))
         tower = read_tower(args.model.vision_tower, args.model)
+    version = "processor" if tokenizer is not None else args.model.version
     tokenizer = tokenizer or open_tokenizer(tokenizer_path)
+    print_first(*set_variables(tokenizer, args.model.chat_template_kwargs, version))
     if added := add_image_tokens(tokenizer, args.model):
         print(f"added to the tokenizer: {', '.join(added)}")
     return args, tokenizer, tower

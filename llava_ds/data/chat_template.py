@@ -1,5 +1,6 @@
 """Jinja chat templates: those for exported processors, and rendering with a tokenizer's own template."""
 
+import contextlib
 import functools
 import json
 import re
@@ -23,6 +24,7 @@ from llava_ds.data.turn_form import (
     with_thought_apart,
 )
 from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
+from llava_ds.template_variables import variables_problem
 from llava_ds.tokenizer import begins_with_bos, first_space_pattern, special_tokens
 
 ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool"}
@@ -135,7 +137,10 @@ def _with_form(
     conversation: Transcript, tokenizer: PreTrainedTokenizerBase, source: str, as_parts: bool
 ) -> tuple[Transcript, TurnForm, bool]:
     """The conversation with thoughts apart from texts, the form of the template's turns, and True where it is plain.
-    Raises DataError for what the template does not write."""
+    Raises DataError for what the template does not write, and for variables that it does not read."""
+    variables = json.loads(conversation.template_kwargs) if conversation.template_kwargs else {}
+    if variables and (problem := variables_problem(variables, source, tokenizer)) is not None:
+        raise DataError(f"its chat_template_kwargs {problem}")
     if not needs_form(conversation.messages, conversation.tools):
         return conversation, TurnForm(as_parts), True
     special = json.dumps(tokenizer.special_tokens_map)
@@ -164,8 +169,31 @@ def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_p
     return _Chat(turns, answers, form, is_plain, tools, variables)
 
 
+@dataclass(frozen=True)
+class AnswerPrompt:
+    """The text that a template writes before an answer that is to come, "" for none; between that and an answer that is
+    there it writes one of gaps, such as a space or an empty thought, which is learned with the answer."""
+
+    text: str = ""
+    gaps: tuple[str, ...] = ()
+
+    def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
+        """The place behind the prompt before the answer that begins at start; None where there is no prompt.
+        of_spaces: only a gap of spaces counts."""
+        for gap in self.gaps:
+            if text.endswith(self.text + gap, 0, start) and not (of_spaces and gap.strip()):
+                return start - len(gap)
+        return None
+
+
+NO_PROMPT = AnswerPrompt()
+
+
 def render_own(
-    conversation: Transcript | Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+    conversation: Transcript | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    mm_use_im_start_end: bool = False,
+    prompt: AnswerPrompt = NO_PROMPT,
 ) -> list[Segment]:
     """Render a conversation in the tokenizer's own template; an answer is supervised with its end marker.
 
@@ -175,14 +203,15 @@ def render_own(
     """
     conversation = Transcript.of(conversation)
     source = own_template(tokenizer, bool(conversation.tools))
-    return _segments(_as_chat(conversation, tokenizer, source, mm_use_im_start_end), tokenizer, "", source)
+    return _segments(_as_chat(conversation, tokenizer, source, mm_use_im_start_end), tokenizer, prompt, source)
 
 
-def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: str, source: str) -> list[Segment]:
-    """Segments of a chat as render_own gives them. prompt: what the template writes before an answer that is to come;
-    spaces between it and an answer that is there are supervised with the answer; source: the template."""
+def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPrompt, source: str) -> list[Segment]:
+    """Segments of a chat as render_own gives them. An answer is supervised from the end of its prompt on; source: the
+    template."""
     if re.search(r"\{%-?\s*generation\b", source):
         text, given = _rendered(chat, tokenizer, source, marks=True)
+        given = [(prompt.end_before(text, start, of_spaces=True) or start, end) for start, end in given]
         if chat.is_plain and all(message.weight == 1 for message in chat.answers.values()):
             return _cut(text, [_Span(start, end) for start, end in given])
         answers = _answers(chat, text, tokenizer, source)
@@ -196,9 +225,10 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: str, sour
     text, _ = _rendered(chat, tokenizer, source)
     spans, floor = [], 0
     for (turn, message), found in zip(chat.answers.items(), _answers(chat, text, tokenizer, source)):
-        start = _behind_prompt(text, found.first, prompt)
-        if start == found.first and (message.thought is not None or message.tool_calls):
+        start = prompt.end_before(text, found.first)
+        if start is None and (message.thought is not None or message.tool_calls):
             start = _behind_header(text, (floor, found.first), chat, turn, (tokenizer, source))
+        start = found.first if start is None else start
         spans.append(_Span(start, found.end, message.weight, found.left_out))
         floor = found.end
     return _cut(text, spans)
@@ -225,14 +255,6 @@ def _answers(chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source:
         ) from None
 
 
-def _behind_prompt(text: str, start: int, prompt: str) -> int:
-    """The place behind the prompt before an answer at start, if only spaces are between them; else start."""
-    if not prompt.strip():
-        return start
-    behind = text.rfind(prompt, 0, start) + len(prompt)
-    return behind if behind >= len(prompt) and not text[behind:start].strip() else start
-
-
 def _behind_header(
     text: str, between: tuple[int, int], chat: _Chat, turn: int, template: tuple[PreTrainedTokenizerBase, str]
 ) -> int:
@@ -255,7 +277,7 @@ def _behind_header(
 def render_ready(
     conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: AnswerPrompt = NO_PROMPT,
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> list[Segment]:
@@ -280,19 +302,41 @@ def render_ready_prompt(
     return _rendered(_as_parts(conversation, tokenizer, source, kinds), tokenizer, source, prompt=True)[0]
 
 
-def answer_prompt(tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> str:
-    """The text that the template writes before an answer that is to come; "" for a template that writes none. source:
-    another template than the tokenizer's."""
+def answer_prompt(
+    tokenizer: PreTrainedTokenizerBase, variables: str = "", source: str | None = None, as_parts: bool = True
+) -> AnswerPrompt:
+    """The prompt before an answer, in a template that is given the variables of a JSON object, "" for none. source:
+    another template than the tokenizer's; as_parts: as render_ready writes messages, not as render_own."""
     source = own_template(tokenizer) if source is None else source
-    chat = _as_parts(Transcript((Message("human", "x"),)), tokenizer, source)
-    before, after = (_rendered(chat, tokenizer, source, prompt=prompt)[0] for prompt in (False, True))
-    return after[len(before) :] if after.startswith(before) else ""
+    template = tokenizer, source
+    question, mark = Message("human", "x"), _ANSWER
+
+    def written(*answer: Message, prompt: bool = False) -> str:
+        conversation = Transcript((question, *answer), template_kwargs=variables)
+        chat = _as_parts(conversation, *template) if as_parts else _as_chat(conversation, *template, False)
+        return _rendered(chat, tokenizer, source, prompt=prompt)[0]
+
+    try:
+        before, asked = written(), written(prompt=True)
+    except DataError:  # no conversation can be written, which every record says by itself
+        return NO_PROMPT
+    gaps = {}
+    for answer in (Message("gpt", mark), Message("gpt", "y", thought=mark)):
+        with contextlib.suppress(DataError):  # of a template without thoughts
+            text = written(answer)
+            if text.startswith(asked) and mark in text:
+                gaps[text[len(asked) : text.index(mark)]] = None
+    prompt = asked[len(before) :] if asked.startswith(before) else ""
+    return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)))
+
+
+_ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The special token that ends an answer in a ready model's template; None if there is none."""
     answer = [Message("human", "x"), Message("gpt", "y")]
-    text = "".join(segment.text for segment in render_ready(answer, tokenizer, "") if segment.supervised)
+    text = "".join(segment.text for segment in render_ready(answer, tokenizer) if segment.supervised)
     return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
 
 
@@ -344,22 +388,6 @@ def _as_chat(
     return _chat(replace(conversation, messages=messages), [message.text for message in messages], form, is_plain)
 
 
-# Arguments of transformers' render_jinja_template, and names under which it hands the conversation to a template.
-_NO_VARIABLES = (
-    "conversations", "messages", "tools", "documents", "chat_template", "return_assistant_tokens_mask",
-    "continue_final_message", "add_generation_prompt",
-)  # fmt: skip
-
-
-def _refuse_variables(chat: _Chat, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """Raise DataError for variables that belong to transformers, or that the template does not read."""
-    for name in chat.variables:
-        if name in _NO_VARIABLES or name in tokenizer.special_tokens_map:
-            raise DataError(f"sets the template variable {name!r}, which is set for every conversation: leave it out")
-        if not re.search(rf"\b{re.escape(name)}\b", source):
-            raise DataError(f"sets the template variable {name!r}, which the chat template does not read: leave it out")
-
-
 def _rendered(
     chat: _Chat,
     tokenizer: PreTrainedTokenizerBase,
@@ -369,7 +397,6 @@ def _rendered(
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text, and the spans inside {% generation %} blocks."""
-    _refuse_variables(chat, tokenizer, source)
     return template_process.render(
         **chat.variables,
         conversations=[chat.turns],

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.training_flags import PAIR_OBJECTIVES
+from llava_ds.config.training_flags import DRAWING_OBJECTIVES, PAIR_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
@@ -44,6 +44,7 @@ from llava_ds.data.preflight import (
     reasons_in_short,
     rejections,
 )
+from llava_ds.data.prompt_check import refuse_unasked
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
@@ -389,6 +390,7 @@ def data_spec(
             mm_use_im_start_end=model.mm_use_im_start_end,
             supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
             split_special_tokens=model.split_special_tokens,
+            as_asked=args.training.objective in DRAWING_OBJECTIVES,
         ),
         image_options,
         PreflightOptions(
@@ -450,7 +452,10 @@ class DataSpec:
         options: PreflightOptions,
         ranks: Ranks = ALONE,
     ) -> "DataSpec":
-        """Hash the files, and find the folder in the cache. All ranks call it together."""
+        """Hash the files, and find the folder in the cache. All ranks call it together.
+
+        Raises ConfigError where the first records would not be learned as they are asked for (prompt_check).
+        """
         cache_dir = Path(options.cache_dir).expanduser()
         common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
         common += [
@@ -465,6 +470,7 @@ class DataSpec:
             stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
+        refuse_unasked(checker.prompts, sources)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
         images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
         folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots])

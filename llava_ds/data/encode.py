@@ -18,7 +18,7 @@ from llava_ds.constants import (
     ConfigError,
     DataError,
 )
-from llava_ds.data.chat_template import answer_end, render_own, render_own_prompt
+from llava_ds.data.chat_template import AnswerPrompt, answer_end, answer_prompt, render_own, render_own_prompt
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
@@ -45,6 +45,7 @@ class EncodingOptions:
     mm_use_im_start_end: bool = False
     supervise_last_turn_only: bool = False
     split_special_tokens: bool = False
+    as_asked: bool = False  # the last answer is not learned, but compared with answers to the prompt before it
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
         self.options = options
         self.tokenizer = as_llava(tokenizer)
+        self._prompts: dict[tuple[str, str | None], AnswerPrompt] = {}
         self.begins_with_space = first_space_pattern(self.tokenizer)
         self.backend = copy_of_backend(self.tokenizer)
         self.first_ids: list[int] = []
@@ -213,6 +215,29 @@ class Encoder:
         joined = self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
         return joined.input_ids.tolist()
 
+    def encode_whole(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> Encoded:
+        """Ids and labels of a conversation, not cut."""
+        pieces, spans = self._pieces(self._render(conversation, num_image_tokens), num_image_tokens)
+        return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
+
+    def text_ids(self, text: str) -> np.ndarray:
+        """The ids (int32) of a text by itself."""
+        return np.array(next(self._tokenize([text])).ids, np.int32)
+
+    def texts(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> tuple[str, str]:
+        """The text that asks for the conversation's last answer, and that of training with the answer."""
+        asked = replace(conversation, messages=conversation.messages[:-1])
+        segments = self._render(conversation, num_image_tokens)
+        return self._prompt_text(asked, num_image_tokens), "".join(segment.text for segment in segments)
+
+    def _answer_prompt(self, conversation: Transcript, source: str | None = None) -> AnswerPrompt:
+        """The prompt before the answers of a conversation. source: as of render_ready."""
+        key = (conversation.template_kwargs, source)
+        if key not in self._prompts:
+            is_ready = self.options.template == "processor"
+            self._prompts[key] = answer_prompt(self.tokenizer, *key, as_parts=is_ready)
+        return self._prompts[key]
+
     def _prompt_text(self, conversation: Transcript, features: Sequence[int | ImageText]) -> str:
         im_start_end = self.options.mm_use_im_start_end
         if self.template.write is None:
@@ -222,7 +247,8 @@ class Encoder:
     def _render(self, conversation: Transcript, features: Sequence[int | ImageText]) -> list[Segment]:
         conversation = self._guarded(conversation)
         if self.template.write is None:
-            segments = render_own(conversation, self.tokenizer, self.options.mm_use_im_start_end)
+            prompt = self._answer_prompt(conversation)
+            segments = render_own(conversation, self.tokenizer, self.options.mm_use_im_start_end, prompt)
         else:
             segments = render(self._as_texts(conversation), self.options.template, self.options.mm_use_im_start_end)
         return self._named(segments)
@@ -406,7 +432,8 @@ def _weights(labels: np.ndarray, supervised: Sequence[tuple[int, int, float]]) -
     for first, last, weight in supervised:
         weights[first:last] = weight
     labels[weights == 0] = IGNORE_INDEX
-    return weights if np.any(weights[labels != IGNORE_INDEX] != 1) else None
+    weights[labels == IGNORE_INDEX] = 1
+    return weights if np.any(weights != 1) else None
 
 
 def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:

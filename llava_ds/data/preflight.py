@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,8 @@ from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
-from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample
+from llava_ds.data.prompt_check import PromptCheck, as_asked
+from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.layouts import ImageText, MediaLayout
@@ -109,6 +111,11 @@ class Checker:
     encoder: Encoder
     image_options: geometry.ImageOptions
 
+    @cached_property
+    def prompts(self) -> PromptCheck:
+        """The check that answers are learned as they are asked for."""
+        return PromptCheck(self.encoder, self.image_options)
+
     @property
     def takes_pairs(self) -> bool:
         """True for preferences."""
@@ -127,7 +134,7 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.sample.transcripts]))
+        coded = self._encoded([(each, one.marks) for one in good for each in one.sample.transcripts])
         rows = [
             self._row(one, [next(coded) for _ in one.sample.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
@@ -140,6 +147,11 @@ class Checker:
         rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
         return pa.table([columns[field.name] for field in self.schema], schema=self.schema)
+
+    def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
+        for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
+            is_asked = self.encoder.options.as_asked and isinstance(one, Encoded)
+            yield as_asked(self.encoder, *conversation, one) if is_asked else one
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
@@ -157,6 +169,9 @@ class Checker:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
+            for transcript in sample.transcripts:
+                if reason := self.prompts.reason(transcript, marks):
+                    raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
         return _Checked(sample, media, seen, marks)

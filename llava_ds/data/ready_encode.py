@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.chat_template import answer_prompt, render_ready, render_ready_prompt
+from llava_ds.data.chat_template import render_ready, render_ready_prompt
 from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, Piece, Span
 from llava_ds.data.sample import Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE
@@ -38,7 +38,6 @@ class ReadyEncoder(Encoder):
         self.video = images.video
         self.places = [self.placeholder, *([] if self.video is None else [self.video.token])]
         super().__init__(tokenizer, options)
-        self.prompts = {source: answer_prompt(self.tokenizer, source) for source in {None, self._template(True)}}
         self.bos = self.tokenizer.bos_token
         self.framing, last = framing_ids(self.tokenizer)
         if last:
@@ -58,7 +57,8 @@ class ReadyEncoder(Encoder):
     def _render(self, conversation: Transcript, features: Sequence[ImageText]) -> list[Segment]:
         source = self._template(any(mark.is_video for mark in features))
         guarded = self._guarded(conversation)
-        return render_ready(guarded, self.tokenizer, self.prompts[source], _kinds(features), source)
+        prompt = self._answer_prompt(conversation, source)
+        return render_ready(guarded, self.tokenizer, prompt, _kinds(features), source)
 
     def _prompt_text(self, conversation: Transcript, features: Sequence[ImageText]) -> str:
         source = self._template(any(mark.is_video for mark in features))

@@ -124,8 +124,9 @@ def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> Fro
         raise ConfigError(f"{', '.join(given)} goes with a checkpoint: give the folder that run/export.py makes of it")
     if not any(is_there(Path(path) / name) for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{flag} {path} has no config.json: give an exported folder (run/export.py makes one)")
-    version = {} if options.version is None else {"version": options.version}
-    plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **version)
+    named = {"version": options.version, "chat_template_kwargs": options.chat_template_kwargs}
+    given = {name: value for name, value in named.items() if value is not None}
+    plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **given)
     if plan.model.ready is not None:
         raise ConfigError(
             f"{flag} {path} is a {plan.model.ready.config.model_type}: a ready model does not judge or draw answers so "

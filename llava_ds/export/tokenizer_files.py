@@ -10,7 +10,9 @@ from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerBase
 
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
+from llava_ds.export.export_plan import ExportPlan
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
+from llava_ds.template_variables import split_defaults
 from llava_ds.tokenizer import begins_with_bos, leave_bos_to_template
 
 FILES = (
@@ -90,6 +92,21 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
         _write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
     pad = config.get("pad_token")
     return pad["content"] if isinstance(pad, dict) else pad
+
+
+def write_variables(export: ExportPlan, output_dir: Path) -> None:
+    """Write a Jinja template that training used if it begins with values of its variables, in place of the one in the
+    folder's other files."""
+    template = export.model.tokenizer.chat_template
+    is_used = export.model.ready is not None or export.args.version == "chat_template"
+    if not is_used or not isinstance(template, str) or not split_defaults(template)[0]:
+        return
+    (output_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (output_dir / "chat_template.json").unlink(missing_ok=True)
+    for name in ("processor_config.json", "tokenizer_config.json", "preprocessor_config.json"):
+        content = read_json_if_there(output_dir / name, str(output_dir))
+        if content.pop("chat_template", None) is not None:
+            _write_json(output_dir / name, content)
 
 
 def write_generation_config(

@@ -7,7 +7,7 @@ make system calls for images and videos only.
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
@@ -25,7 +25,7 @@ from llava_ds.data.sources.fields import (
     to_media,
     videos,
 )
-from llava_ds.data.sources.objects import OBJECTS, objects_of
+from llava_ds.data.sources.objects import MARKS, OBJECTS, objects_of
 from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
 from llava_ds.data.sources.preferences import QUESTIONS, as_conversations, margin_of
 from llava_ds.data.sources.source import Source
@@ -56,6 +56,8 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     if source.format != "preference":
         return _sample(record, source, index)
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
+    if chosen.messages == rejected.messages:
+        raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
     return replace(chosen, rejected=rejected.messages, margin=margin_of(record))
 
 
@@ -80,15 +82,18 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         unmarked,
         refs=refs,
         boxes=boxes,
-        tools=_tools(record),
+        tools=_json(read_tools(record.get(TOOLS))),
         template_kwargs=json_of(record.get(TEMPLATE_KWARGS), TEMPLATE_KWARGS, dict),
         unread=unread_keys(record, source),
     )
 
 
-def _tools(record: dict) -> str:
-    tools = read_tools(record.get(TOOLS))
-    return checked_text(json.dumps(tools, ensure_ascii=False), "has tools that are not valid Unicode") if tools else ""
+def _json(values: Sequence[object]) -> str:
+    """Calls or tools as JSON, "" for none. Marks of images in them are words."""
+    if not values:
+        return ""
+    text = checked_text(json.dumps(values, ensure_ascii=False), "has tools or calls that are not valid Unicode")
+    return text.replace(IMAGE_TOKEN, LITERAL_IMAGE)
 
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
@@ -104,7 +109,7 @@ def _known_keys(columns: Columns, format: str) -> frozenset[str]:
     fields = {**vars(columns)}
     fields.pop("turns" if format == "caption" else "text")
     named = [name for names in fields.values() for name in names]
-    more = () if format == "caption" else (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS, *AUDIO_KEYS, "references")
+    more = () if format == "caption" else (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
     pairs = (*QUESTIONS, "chosen", "rejected", "margin", "text") if format == "preference" else ()
     return frozenset([*named, *more, *pairs, OBJECTS, "kind"])
 
@@ -131,7 +136,13 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
             content = with_marks(content, marks, named, source)
         if turn.role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
+        if turn.role == "tool" and not any(message.role == "gpt" for message in messages):
+            raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
         _add_message(messages, turn, content, weight_of(turn, weights[i], i), i)
+    if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
+        raise DataError(
+            f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
+        )
     heard = next((key for key in AUDIO_KEYS if record.get(key)), None)
     if heard and any(AUDIO_TOKEN in message.text for message in messages):
         raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
@@ -148,10 +159,10 @@ def _add_message(messages: list[Message], turn: Turn, text: str, weight: float, 
         if turn.thought is not None or weight != last.weight:
             raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
         calls = (*(json.loads(last.tool_calls) if last.tool_calls else ()), *calls)
-        messages[-1] = replace(last, tool_calls=json.dumps(calls, ensure_ascii=False))
+        messages[-1] = replace(last, tool_calls=_json(calls))
         return
-    written = json.dumps(calls, ensure_ascii=False) if calls else ""
-    messages.append(Message(turn.role, text, turn.thought, written, weight, name=turn.name, call_id=turn.call_id))
+    thought = None if turn.thought is None else turn.thought.replace(IMAGE_TOKEN, LITERAL_IMAGE)
+    messages.append(Message(turn.role, text, thought, _json(calls), weight, name=turn.name, call_id=turn.call_id))
 
 
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:
