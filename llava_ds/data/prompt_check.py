@@ -233,7 +233,8 @@ def as_asked(encoder: Encoder, conversation: Transcript, marks: Marks, coded: En
     if not np.array_equal(ids[:count], prompt[: len(ids)]) or not _is_next(encoder, conversation, marks):
         ids = np.concatenate([prompt, encoder.text_ids(answer.text.strip())])
     labels = np.where(np.arange(len(ids)) < count, np.int32(IGNORE_INDEX), ids)
-    return Encoded(ids, labels, coded.truncated).cut(encoder.options.max_length)
+    weights = None if coded.weights is None else np.where(labels == IGNORE_INDEX, 1, answer.weight).astype(np.float32)
+    return Encoded(ids, labels, coded.truncated, weights).cut(encoder.options.max_length)
 
 
 def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:

@@ -153,6 +153,7 @@ def with_turn(**fields) -> dict:
         (chat({"weight": -1}), "turn 1 has -1 under 'weight', expected true, false or a weight from 0"),
         (chat({"train": "no"}), "turn 1 has 'no' under 'train'"),
         (chat({"weight": float("nan")}), "under 'weight'"),
+        (chat({"weight": 1e39}), "turn 1 has 1e+39 under 'weight', expected true, false or a weight from 0 to 1,000"),
         (chat("a", weight=["x", "y"]), "has 'x' under 'weight'"),
         (with_turn(train=True), "turn 0 is no answer and has the weight 1, but only answers are learned"),
         (chat("a", loss_mask=[1, 1]), "turn 0 is no answer and has the weight 1"),

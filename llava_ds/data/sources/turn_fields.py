@@ -1,7 +1,6 @@
 """Fields of a turn beside its role and content: a thought, tool calls, the weight of the loss."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from llava_ds.data.sources.options import WEIGHT_KEYS, nearest, short
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
 CALL_KEYS = ("tool_calls", "function_call")
+MAX_WEIGHT = 1_000  # of the loss: more is a mistake, and float32 ends at 3e38
 # Keys that public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT's) have beside a turn's text, which say
 # where it comes from and can't change what is learned of it. kind: read where answers are scored.
 IGNORED_KEYS = (
@@ -179,8 +179,10 @@ def _one(weights: list[float], i: int) -> float | None:
 
 
 def _weight(value: object, where: str, key: str) -> float:
-    if not isinstance(value, (bool, int, float)) or not math.isfinite(value) or value < 0:
-        raise DataError(f"{where} {short(value)} under {key!r}, expected true, false or a weight from 0")
+    if not isinstance(value, (bool, int, float)) or not 0 <= value <= MAX_WEIGHT:
+        raise DataError(
+            f"{where} {short(value)} under {key!r}, expected true, false or a weight from 0 to {MAX_WEIGHT:,}"
+        )
     return float(value)
 
 
