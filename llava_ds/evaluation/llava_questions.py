@@ -107,7 +107,7 @@ class _Scoring:
 def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
     """Raises DataError for references that are no texts. record: one that to_sample takes."""
     has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
-    if '"references"' not in record.text and '"kind"' not in record.text and not has_answers:
+    if "references" not in record.text and "kind" not in record.text and not has_answers:
         return _Scoring()
     content = json.loads(record.text)
     references = content.get("references")

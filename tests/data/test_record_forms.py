@@ -289,7 +289,7 @@ def test_a_record_of_texts_that_has_none_says_why(data):
         ),
         (
             {"image": "0.png", "label": "x", "response": "a"},
-            "has a answer under 'response' and no question: name it with",
+            "has an answer under 'response' and no question: name it with",
         ),
         ({"text": "A long story."}, "has a text under 'text' and no image under 'image' or 'images', as a caption has"),
         ({"image": "0.png", "text": ["a"]}, "has ['a'] under 'text', expected a caption"),

@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sources.embedded import REJECTED
@@ -126,12 +126,12 @@ def _wrong_with(record: dict, columns: Columns) -> str | None:
             return f"has turns without a text under {name!r}: {short(record[name])}"
     questions, answers = (present(record, columns, fields) for fields in (QUESTIONS, ANSWERS))
     if questions or answers:
-        half, name = ("question", questions[0][1]) if questions else ("answer", answers[0][1])
-        other = "answer" if questions else "question"
+        name = (questions or answers)[0][1]
+        half, other = ("a question", "answer") if questions else ("an answer", "question")
         texts = present(record, columns, ("text",))
         example = texts[0][1] if texts else "NAME"
         caption = f", or learn {example!r} alone with --data_format caption" if texts else ""
-        return f"has a {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
+        return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
     texts = present(record, columns, ("text",))
     if texts and isinstance(record[texts[0][1]], str):
         return f"has a text under {texts[0][1]!r} and no image under {either(columns.image)}, as a caption has"
@@ -217,13 +217,13 @@ def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptio
         changed["image"] = images
     if videos and "video" not in named:
         changed["video"] = videos
-    return Columns(**{**vars(columns), **changed})
+    return replace(columns, **changed)
 
 
 def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
     """Pairs of a field and a name of it in some record, the id last."""
     seen: dict[tuple[str, str], None] = {}
-    for field, names in vars(columns).items():
+    for field, names in columns.by_field().items():
         present = [[name for name in names if record.get(name) is not None] for record in records]
         present = list(filter(None, present))
         several = [names for names in present if len(names) > 1]

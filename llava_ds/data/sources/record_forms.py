@@ -13,7 +13,7 @@ from typing import Any
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import checked_text, either, field_of, keys_of
 from llava_ds.data.sources.options import ANSWERS, PAIRS, QUESTIONS, Columns, short
-from llava_ds.data.sources.turn_lists import as_turns, is_turn, loose_turns
+from llava_ds.data.sources.turn_lists import as_turns, is_turn, is_turn_list, loose_turns
 
 Turns = list[dict[str, Any]]
 
@@ -32,7 +32,7 @@ def as_conversation(record: dict, form: str, columns: Columns) -> dict:
 
 def _turns(record: dict, columns: Columns) -> dict:
     name, value = field_of(record, columns.turns)
-    if value is None or (isinstance(value, list) and value and is_turn(value[0])):
+    if value is None or is_turn_list(value):
         return record  # as it is, or for the reader to refuse
     return {**record, name: as_turns(value, name)}
 
@@ -165,7 +165,7 @@ def said(value: object, name: str, role: str) -> Turns:
     value = loose_turns(value)
     if is_turn(value):
         return [value]
-    if isinstance(value, list) and value and is_turn(value[0]):
+    if is_turn_list(value):
         return value
     if isinstance(value, list) and value and all(map(_is_part, value)):
         return [{"from": role, "value": value}]
@@ -174,7 +174,7 @@ def said(value: object, name: str, role: str) -> Turns:
 
 def _holds_turns(value: object) -> bool:
     value = loose_turns(value)
-    return isinstance(value, list) and bool(value) and (is_turn(value[0]) or _is_part(value[0]))
+    return is_turn_list(value) or (isinstance(value, list) and bool(value) and _is_part(value[0]))
 
 
 def _is_part(value: object) -> bool:
