@@ -382,7 +382,10 @@ def test_images_under_names_that_are_not_read_are_asked_about(data):
         lambda: data.csv("photo,question,answer\n0.png,What is it?,A boat.\n")
     )
     assert said(data.csv("photo,question,answer\n0.png,What is it?,A boat.\n", columns="image=photo")) == TALK
-    assert len(samples(data.json({**row, "url": "https://x.org/a.png"}))) == 1  # where it is from
+    assert "like one under 'image_url': name it" in refused(lambda: data.json({**row, "image_url": "https://x.org/7"}))
+    assert "'img_paths': name it" in refused(lambda: data.json({**row, "img_paths": ["0.png", "1.png"]}))
+    assert len(samples(data.json({**row, "url": "https://x.org/a.png", "image_id": "7"}))) == 1  # where it is from
+    assert len(samples(data.json({**row, "photo": "0.png"}, on_unmarked_image="text"))) == 1
 
 
 @pytest.mark.parametrize(

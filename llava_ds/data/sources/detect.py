@@ -28,6 +28,7 @@ FORMATS_HELP = (
     'caption: {"image": "a.jpg", "text": "A cat."}'
 )
 OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # that only later records may have
+_IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
 ALPACA_QUESTION = {"instruction", "input"}
 IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
@@ -95,7 +96,8 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
         _refuse_several(first.records, columns, path)
         if not named & set(ANSWERS):
             _refuse_choices(first, columns, path)
-    if found in WITHOUT_TURNS and not any(field in ("image", "video") for field, _ in seen):
+    sees = any(field in ("image", "video") for field, _ in seen)
+    if found in WITHOUT_TURNS and not sees and options.on_unmarked_image != "text":
         _refuse_unread_images(first, columns, path)
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
     has_marks = found in ("sharegpt", "messages", *WITHOUT_TURNS)
@@ -191,19 +193,26 @@ def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> N
     """Raise ConfigError where no image is found, but an unread key has something like one."""
     known = set(columns.all())
     unread = [key for key in first.held if key not in known]
-    unread += [key for key in first.keys if key not in known and any(_is_path(r.get(key)) for r in first.records)]
+    others = [key for key in first.keys if key not in known and key not in unread]
+    unread += [key for key in others if any(_names_image(key, record.get(key)) for record in first.records)]
     if unread:
         some = ", ".join(map(repr, unread[:8]))
         one = f"name it with --data_columns image={unread[0]}"
         several = "put them in one list under 'images', or name the only one with --data_columns image=…"
         raise ConfigError(
             f"{path}: its records have no image under {either(columns.image)}, but something like one under {some}: "
-            f"{one if len(unread) == 1 else several}"
+            f"{one if len(unread) == 1 else several}; --on_unmarked_image text learns the text alone"
         )
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and value.lower().endswith(IMAGE_ENDINGS) and "://" not in value
+def _names_image(key: str, value: object) -> bool:
+    """True for a path with an image's ending, and for any path or URL under a key such as image_url."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str) or not value:
+        return False
+    is_file = value.lower().endswith(IMAGE_ENDINGS) and "://" not in value
+    return is_file or (_IMAGE_KEY.search(key) is not None and ("/" in value or value.lower().endswith(IMAGE_ENDINGS)))
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
