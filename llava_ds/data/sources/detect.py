@@ -35,9 +35,13 @@ IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 @dataclass(frozen=True)
 class Found:
-    """A record format and the names of fields found. marks_added: True if images came without marks."""
+    """A record format and the names of fields found.
+
+    format: of most records; columns: the names of the fields that are read; marks_added: images came without marks.
+    """
 
     format: str
+    columns: Columns
     seen: tuple[tuple[str, str], ...]
     marks_added: bool
 
@@ -90,11 +94,11 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
         found = "preference"
     if found is None:
         raise ConfigError(_unknown(first, columns, path))
-    named = {field for field, _ in options.columns}
-    seen = _seen(first.records, columns.only((*FIELDS_OF_ALL, *FORM_FIELDS[found])), path)
-    if found == "question_answer":
+    used = _used_fields(found, votes if options.data_format == "auto" else [])
+    seen = _seen(first.records, columns.only(used), path)
+    if "answer" in used:
         _refuse_several(first.records, columns, path)
-        if not named & set(ANSWERS):
+        if not {field for field, _ in options.columns} & set(ANSWERS):
             _refuse_choices(first, columns, path)
     sees = any(field in ("image", "video") for field, _ in seen)
     if found in WITHOUT_TURNS and not sees and options.on_unmarked_image != "text":
@@ -102,7 +106,13 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
     has_marks = found in ("sharegpt", "messages", *WITHOUT_TURNS)
     unmarked = has_marks and any(_shows_unmarked(record, found, columns) for record in first.records)
-    return Found(found, seen, unmarked)
+    return Found(found, columns.only((*used, "turns")), seen, unmarked)
+
+
+def _used_fields(found: str, votes: Iterable[str]) -> tuple[str, ...]:
+    """The fields of a format, and of others that some records have: each record is read in its own form."""
+    forms = [found] if found in ("caption", "preference") else [found, *(each for each in votes if each != "caption")]
+    return tuple(dict.fromkeys(field for each in forms for field in (*FIELDS_OF_ALL, *FORM_FIELDS[each])))
 
 
 def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
@@ -140,7 +150,7 @@ def _wrong_with(record: dict, columns: Columns) -> str | None:
     if texts:
         return f"has {short(record[texts[0][1]])} under {texts[0][1]!r}, expected a caption"
     if _has_media(record, columns):
-        return "has an image and no text to learn"
+        return "has an image, and a text under no key that is known"
     return None
 
 

@@ -74,12 +74,12 @@ class Columns:
     history: tuple[str, ...] = ("history",)
     prompt: tuple[str, ...] = ("prompt",)
     query: tuple[str, ...] = ("query",)
-    question: tuple[str, ...] = ("question",)
+    question: tuple[str, ...] = ("question", "problem")
     instruction: tuple[str, ...] = ("instruction",)
     input: tuple[str, ...] = ("input",)
     completion: tuple[str, ...] = ("completion",)
     response: tuple[str, ...] = ("response",)
-    answer: tuple[str, ...] = ("answer", "answers")
+    answer: tuple[str, ...] = ("answer", "answers", "solution", "reward_model")
     output: tuple[str, ...] = ("output",)
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected", "rejected_response", "rejected_messages")
@@ -122,6 +122,11 @@ class Columns:
         """Names of the fields whose messages may have parts with images."""
         said = [getattr(self, field) for field in ("turns", "texts", "history", *QUESTIONS, *ANSWERS, *PAIRS)]
         return frozenset(name for names in said for name in names)
+
+    @functools.cached_property
+    def has_questions(self) -> bool:
+        """True if a question and its answer may be in fields of their own."""
+        return any(getattr(self, field) for field in QUESTIONS) and any(getattr(self, field) for field in ANSWERS)
 
     @functools.cached_property
     def known(self) -> frozenset[str]:

@@ -32,7 +32,8 @@ def as_turns(value: object, name: str) -> list:
         return value
     turns: list = []
     for i, each in enumerate(value):
-        turns += _turns_of(each, i, name)
+        is_json = isinstance(each, str) and each.lstrip().startswith("{")
+        turns += _turns_of(_decoded(each, name) if is_json else each, i, name)
     return turns
 
 
