@@ -107,7 +107,7 @@ class _Scoring:
 def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
     """Raises DataError for references that are no texts. record: one that to_sample takes."""
     has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
-    if '"references"' not in record.text and '"kind"' not in record.text and not has_answers:
+    if "references" not in record.text and "kind" not in record.text and not has_answers:
         return _Scoring()
     content = json.loads(record.text)
     references = content.get("references")
@@ -117,7 +117,9 @@ def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
         not isinstance(references, list) or not references or not all(isinstance(each, str) for each in references)
     ):
         raise DataError(f"has {references!r:.60} under 'references', expected a list of texts")
-    _, turns = field_of(as_conversation(content, source.format, source.columns), source.columns.turns)
+    if source.format != "caption":
+        content = as_conversation(content, source.columns)
+    _, turns = field_of(content, source.columns.turns)
     kinds = [turn.get("kind") for turn in turns or ()]
     return _Scoring(references, tuple(kind if isinstance(kind, str) else "" for kind in kinds))
 

@@ -117,6 +117,9 @@ FORMS = {
     "messages as JSON text": {"messages": json.dumps([ASKED, SAID])},
     "an object of lists": {"messages": {"role": ["user", "assistant"], "content": ["What is it?", "A boat."]}},
     "an object of lists, ShareGPT": {"conversations": {"from": ["human", "gpt"], "value": ["What is it?", "A boat."]}},
+    "a list of JSON texts": {"messages": [json.dumps(ASKED), json.dumps(SAID)]},
+    "verl": {"prompt": [ASKED], "reward_model": {"style": "rule", "ground_truth": "A boat."}, "ability": "sea"},
+    "problems": {"problem": "What is it?", "solution": "A boat."},
     "pairs": {"conversations": [["What is it?", "A boat."]]},
     "named pairs": {"conversation": [{"human": "What is it?", "assistant": "A boat."}]},
 }
@@ -224,7 +227,7 @@ def test_the_most_frequent_answer_is_learned(data, answers, learned):
             "has both 'prompt' and 'question', and either could be the qu",
         ),
         ({"question": "a", "output": "b", "answer": "c"}, "has both 'answer' and 'output', and either could be the an"),
-        ({"question": "What?"}, "has no answer under 'completion' or 'response' or 'answer' or 'answers' or 'output'"),
+        ({"question": "What?"}, "has no answer under 'completion' or 'response' or 'answer' or 'answers' or "),
         ({"answer": "What?"}, "has no question under 'prompt' or 'query'"),
         (
             {"query": "a", "response": "b", "history": [3]},
@@ -289,11 +292,11 @@ def test_a_record_of_texts_that_has_none_says_why(data):
         ),
         (
             {"image": "0.png", "label": "x", "response": "a"},
-            "has a answer under 'response' and no question: name it with",
+            "has an answer under 'response' and no question: name it with",
         ),
         ({"text": "A long story."}, "has a text under 'text' and no image under 'image' or 'images', as a caption has"),
         ({"image": "0.png", "text": ["a"]}, "has ['a'] under 'text', expected a caption"),
-        ({"image": "0.png", "label": 3}, "has an image and no text to learn"),
+        ({"image": "0.png", "label": 3}, "has an image, and a text under no key that is known"),
         ({"url": "a", "n": 3}, "no key of them is known (keys found: 'url', 'n')"),
     ],
 )
@@ -357,6 +360,17 @@ def test_the_more_complete_form_counts(data):
     assert said(source)[1][1] == "A." and "questions and answers in JSONL; image from 'image', " in source.describe()
 
 
+def test_records_of_several_forms_in_one_file_are_each_read_in_their_own(data):
+    talk = {"messages": [ASKED, SAID]}
+    records = [FORMS["alpaca"], talk, FORMS["the Cauldron"], FORMS["ms-swift"], talk | {"question": "Q", "answer": "A"}]
+    source = data.json(*({**record, "images": ["0.png"]} for record in records))
+    found = [[(message.role, message.text) for message in sample.messages] for sample in samples(source)]
+    assert found == [TALK] * 5
+    assert "conversation from 'messages'" in source.describe() and "texts from 'texts'" in source.describe()
+    source = data.json(*records, data_format="messages")
+    assert "has no list under 'conversations' or 'messages'" in rejected(source)
+
+
 @pytest.mark.parametrize("key", ["choices", "options"])
 def test_answers_that_are_numbers_of_choices_are_refused(data, key):
     rows = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in (1, 0)]
@@ -382,7 +396,10 @@ def test_images_under_names_that_are_not_read_are_asked_about(data):
         lambda: data.csv("photo,question,answer\n0.png,What is it?,A boat.\n")
     )
     assert said(data.csv("photo,question,answer\n0.png,What is it?,A boat.\n", columns="image=photo")) == TALK
-    assert len(samples(data.json({**row, "url": "https://x.org/a.png"}))) == 1  # where it is from
+    assert "like one under 'image_url': name it" in refused(lambda: data.json({**row, "image_url": "https://x.org/7"}))
+    assert "'img_paths': name it" in refused(lambda: data.json({**row, "img_paths": ["0.png", "1.png"]}))
+    assert len(samples(data.json({**row, "url": "https://x.org/a.png", "image_id": "7"}))) == 1  # where it is from
+    assert len(samples(data.json({**row, "photo": "0.png"}, on_unmarked_image="text"))) == 1
 
 
 @pytest.mark.parametrize(

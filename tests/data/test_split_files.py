@@ -81,6 +81,11 @@ FOLDERS = {
         {"train": 1, "test-mini": 1},
     ),
     "another file beside train": (["train.parquet", "extra.parquet"], {"train": 1, "extra": 1}),
+    "no letter between": (["vqatrain.jsonl", "vqatest.jsonl"], {"train": 1, "vqatest": 1}),
+    "no train": (["myval.jsonl", "mytest.jsonl"], {"test": 1, "validation": 1}),
+    "a part of val": (["cocotrain2017.jsonl", "cocominival2014.jsonl"], {"train": 1, "cocominival": 1}),
+    "sets": (["trainset.jsonl", "valset.jsonl"], {"trainset": 1, "valset": 1}),
+    "folders without a separator": (["vqatrain/a.jsonl", "vqaeval/a.jsonl"], {"train": 1, "vqaeval": 1}),
     "testmini alone beside data": (["docs.csv", "mini_test.csv"], {"docs": 1, "test": 1}),
 }
 WHOLE = {
@@ -88,6 +93,7 @@ WHOLE = {
     "parts": ["part-0.parquet", "part-1.parquet"],
     "words that only look like splits": ["retrieval.jsonl", "latest.jsonl", "interval.jsonl", "devices.jsonl"],
     "training": ["my_training_0.csv", "my_training_1.csv"],
+    "training, without a separator": ["vqatrain.jsonl", "coco/reftrain.jsonl"],
 }
 
 
@@ -154,6 +160,10 @@ def test_a_folder_with_one_split_that_is_no_train_says_so(tmp_path):
         write(tmp_path / "d" / file)
     source = opened(tmp_path / "d")
     assert len(read(source)) == 2 and "; its only split, 'test'" in source.describe()
+    write(tmp_path / "e" / "val2017.jsonl")
+    assert "; its only split, 'validation'" in opened(tmp_path / "e").describe()
+    write(tmp_path / "f" / "devices.jsonl")
+    assert "its only split" not in opened(tmp_path / "f").describe()
 
 
 def test_hidden_files_and_those_of_other_kinds_are_not_read(tmp_path):

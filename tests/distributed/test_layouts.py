@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import runpy
 import tarfile
 from pathlib import Path
@@ -179,11 +180,31 @@ def webdataset(folder: Path) -> tuple[Path, dict]:
     return folder / "data.tar", {}
 
 
+def preferences(folder: Path) -> tuple[Path, dict]:
+    """TRL's vision form of preferences, as `datasets` saves it."""
+    rows = [
+        {
+            "images": [embedded(i)],
+            "prompt": [
+                {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]}
+            ],
+            **{
+                name: [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+                for name, text in (("chosen", answer), ("rejected", "maybe"))
+            },
+        }
+        for i, answer in enumerate(ANSWERS)
+    ]
+    table = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    table.save_to_disk(folder / "saved")
+    return folder / "saved", {"objective": "dpo", "learning_rate": 1e-6}
+
+
 LAYOUTS = {
     each.__name__: each
     for each in (
         *(cauldron, finevision, trl, h4_vsft, alpaca, ms_swift, csv_table, vqa, json_text, object_of_lists),
-        *(image_folder, webdataset),
+        *(image_folder, webdataset, preferences),
     )
 }
 EARLIER = {"cauldron": "no</s>", "alpaca": "no</s>"}  # answers of earlier turns, which are learned
@@ -213,7 +234,11 @@ def runs(tmp_path_factory) -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_on_the_text_that_is_meant(runs, name, tmp_path):
-    assert len(losses(Path(runs[name]["output_dir"]))) == 2
+    found = losses(Path(runs[name]["output_dir"]))
+    assert len(found) == 2
+    if name == "preferences":
+        assert found[0] == pytest.approx(math.log(2), abs=1e-6)
+        return
     rows = tmp_path / "rows.jsonl"
     inspect = runpy.run_path(str(ROOT / "run" / "inspect_data.py"))["main"]
     inspect(command_line({**runs[name], "jsonl": rows, "num_samples": 1}))

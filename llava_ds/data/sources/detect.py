@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sources.embedded import REJECTED
@@ -28,15 +28,20 @@ FORMATS_HELP = (
     'caption: {"image": "a.jpg", "text": "A cat."}'
 )
 OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # that only later records may have
+_IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
 ALPACA_QUESTION = {"instruction", "input"}
 IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A record format and the names of fields found. marks_added: True if images came without marks."""
+    """A record format and the names of fields found.
+
+    format: of most records; columns: the names of the fields that are read; marks_added: images came without marks.
+    """
 
     format: str
+    columns: Columns
     seen: tuple[tuple[str, str], ...]
     marks_added: bool
 
@@ -89,18 +94,25 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
         found = "preference"
     if found is None:
         raise ConfigError(_unknown(first, columns, path))
-    named = {field for field, _ in options.columns}
-    seen = _seen(first.records, columns.only((*FIELDS_OF_ALL, *FORM_FIELDS[found])), path)
-    if found == "question_answer":
+    used = _used_fields(found, votes if options.data_format == "auto" else [])
+    seen = _seen(first.records, columns.only(used), path)
+    if "answer" in used:
         _refuse_several(first.records, columns, path)
-        if not named & set(ANSWERS):
+        if not {field for field, _ in options.columns} & set(ANSWERS):
             _refuse_choices(first, columns, path)
-    if found in WITHOUT_TURNS and not any(field in ("image", "video") for field, _ in seen):
+    sees = any(field in ("image", "video") for field, _ in seen)
+    if found in WITHOUT_TURNS and not sees and options.on_unmarked_image != "text":
         _refuse_unread_images(first, columns, path)
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
     has_marks = found in ("sharegpt", "messages", *WITHOUT_TURNS)
     unmarked = has_marks and any(_shows_unmarked(record, found, columns) for record in first.records)
-    return Found(found, seen, unmarked)
+    return Found(found, columns.only((*used, "turns")), seen, unmarked)
+
+
+def _used_fields(found: str, votes: Iterable[str]) -> tuple[str, ...]:
+    """The fields of a format, and of others that some records have: each record is read in its own form."""
+    forms = [found] if found in ("caption", "preference") else [found, *(each for each in votes if each != "caption")]
+    return tuple(dict.fromkeys(field for each in forms for field in (*FIELDS_OF_ALL, *FORM_FIELDS[each])))
 
 
 def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
@@ -126,19 +138,19 @@ def _wrong_with(record: dict, columns: Columns) -> str | None:
             return f"has turns without a text under {name!r}: {short(record[name])}"
     questions, answers = (present(record, columns, fields) for fields in (QUESTIONS, ANSWERS))
     if questions or answers:
-        half, name = ("question", questions[0][1]) if questions else ("answer", answers[0][1])
-        other = "answer" if questions else "question"
+        name = (questions or answers)[0][1]
+        half, other = ("a question", "answer") if questions else ("an answer", "question")
         texts = present(record, columns, ("text",))
         example = texts[0][1] if texts else "NAME"
         caption = f", or learn {example!r} alone with --data_format caption" if texts else ""
-        return f"has a {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
+        return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
     texts = present(record, columns, ("text",))
     if texts and isinstance(record[texts[0][1]], str):
         return f"has a text under {texts[0][1]!r} and no image under {either(columns.image)}, as a caption has"
     if texts:
         return f"has {short(record[texts[0][1]])} under {texts[0][1]!r}, expected a caption"
     if _has_media(record, columns):
-        return "has an image and no text to learn"
+        return "has an image, and a text under no key that is known"
     return None
 
 
@@ -191,19 +203,26 @@ def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> N
     """Raise ConfigError where no image is found, but an unread key has something like one."""
     known = set(columns.all())
     unread = [key for key in first.held if key not in known]
-    unread += [key for key in first.keys if key not in known and any(_is_path(r.get(key)) for r in first.records)]
+    others = [key for key in first.keys if key not in known and key not in unread]
+    unread += [key for key in others if any(_names_image(key, record.get(key)) for record in first.records)]
     if unread:
         some = ", ".join(map(repr, unread[:8]))
         one = f"name it with --data_columns image={unread[0]}"
         several = "put them in one list under 'images', or name the only one with --data_columns image=…"
         raise ConfigError(
             f"{path}: its records have no image under {either(columns.image)}, but something like one under {some}: "
-            f"{one if len(unread) == 1 else several}"
+            f"{one if len(unread) == 1 else several}; --on_unmarked_image text learns the text alone"
         )
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and value.lower().endswith(IMAGE_ENDINGS) and "://" not in value
+def _names_image(key: str, value: object) -> bool:
+    """True for a path with an image's ending, and for any path or URL under a key such as image_url."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str) or not value:
+        return False
+    is_file = value.lower().endswith(IMAGE_ENDINGS) and "://" not in value
+    return is_file or (_IMAGE_KEY.search(key) is not None and ("/" in value or value.lower().endswith(IMAGE_ENDINGS)))
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
@@ -217,13 +236,13 @@ def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptio
         changed["image"] = images
     if videos and "video" not in named:
         changed["video"] = videos
-    return Columns(**{**vars(columns), **changed})
+    return replace(columns, **changed)
 
 
 def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
     """Pairs of a field and a name of it in some record, the id last."""
     seen: dict[tuple[str, str], None] = {}
-    for field, names in vars(columns).items():
+    for field, names in columns.by_field().items():
         present = [[name for name in names if record.get(name) is not None] for record in records]
         present = list(filter(None, present))
         several = [names for names in present if len(names) > 1]

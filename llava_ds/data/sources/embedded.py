@@ -17,7 +17,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.cache import put_in_place, scratch_beside
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.sources.options import Columns
-from llava_ds.data.sources.turn_lists import as_turns, loose_turns
+from llava_ds.data.sources.turn_lists import as_turns, is_turn_list, loose_turns
 
 REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
 REJECTED = "llava_ds_rejected"  # key of an object in place of a record that its reader rejected: the reason
@@ -41,15 +41,19 @@ def embed(record: dict, columns: Columns, convert: Callable[[object], object]) -
     for name in (*columns.image, *columns.video):
         if record.get(name) is not None:
             record[name] = _converted(record[name], convert)
-    for name in columns.spoken():
-        value = record.get(name)
-        if isinstance(value, (str, dict)) or (name in columns.turn_lists() and value is not None):
-            value = record[name] = _turns_in(value, name) if name in columns.turn_lists() else loose_turns(value)
+    for name in columns.spoken.intersection(record):
+        value = record[name]
+        if value is not None and name in columns.turn_lists and not is_turn_list(value):
+            value = record[name] = _turns_in(value, name)
+        elif isinstance(value, (str, dict)):
+            value = record[name] = loose_turns(value)
         for turn in value if isinstance(value, list) else [value]:
             if isinstance(turn, dict):
-                _embed_parts([turn], convert)  # a part itself
+                if "type" in turn:
+                    _embed_parts([turn], convert)  # a part itself
                 for parts in turn.values():
-                    _embed_parts(parts, convert)
+                    if isinstance(parts, list):
+                        _embed_parts(parts, convert)
     return record
 
 
@@ -60,8 +64,8 @@ def _turns_in(value: object, name: str) -> object:
         return value  # to_sample gives the reason
 
 
-def _embed_parts(parts: object, convert: Callable[[object], object]) -> None:
-    for part in parts if isinstance(parts, list) else ():
+def _embed_parts(parts: list, convert: Callable[[object], object]) -> None:
+    for part in parts:
         for key in PART_KEYS if isinstance(part, dict) else ():
             if part.get(key) is not None:
                 part[key] = _converted(part[key], convert)

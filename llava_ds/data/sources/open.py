@@ -16,7 +16,6 @@ from llava_ds.data.sample import Sample
 from llava_ds.data.sources.detect import NUM_RECORDS, FirstRecords, detect, folder_of, metadata_columns
 from llava_ds.data.sources.locate import locate
 from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns, short
-from llava_ds.data.sources.record_forms import FIELDS_OF_ALL, FORM_FIELDS
 from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
@@ -115,10 +114,9 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
         raise DataError(f"{data_path} holds no records")
     records = FirstRecords.of([record.text for record in first], keys, held, has_all_keys=known)
     found = detect(records, source.columns, options, data_path)
-    columns = source.columns.only((*FIELDS_OF_ALL, "turns", *FORM_FIELDS[found.format]))
-    source = dataclasses.replace(source, columns=columns)
+    source = dataclasses.replace(source, columns=found.columns)
     is_table = kind in SPOOLED_KINDS or files[0].endswith(".parquet")  # which gives the columns that are read
-    read = read_columns(keys, columns) if is_table else keys
+    read = read_columns(keys, found.columns) if is_table else keys
     return dataclasses.replace(
         source,
         format=found.format,

@@ -1,6 +1,7 @@
 """Options of a source, raw records, and helpers for error messages."""
 
 import difflib
+import functools
 import reprlib
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -73,12 +74,12 @@ class Columns:
     history: tuple[str, ...] = ("history",)
     prompt: tuple[str, ...] = ("prompt",)
     query: tuple[str, ...] = ("query",)
-    question: tuple[str, ...] = ("question",)
+    question: tuple[str, ...] = ("question", "problem")
     instruction: tuple[str, ...] = ("instruction",)
     input: tuple[str, ...] = ("input",)
     completion: tuple[str, ...] = ("completion",)
     response: tuple[str, ...] = ("response",)
-    answer: tuple[str, ...] = ("answer", "answers")
+    answer: tuple[str, ...] = ("answer", "answers", "solution", "reward_model")
     output: tuple[str, ...] = ("output",)
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected", "rejected_response", "rejected_messages")
@@ -100,25 +101,41 @@ class Columns:
             kept |= together if kept & together else set()
             named |= {field: () for field in group if kept and field not in kept}
         taken = {column for _, column in columns}
-        usual = {field: names for field, names in vars(cls()).items() if field not in named}
+        usual = {field: names for field, names in cls().by_field().items() if field not in named}
         return cls(**named, **{field: tuple(n for n in names if n not in taken) for field, names in usual.items()})
 
     def only(self, used: tuple[str, ...]) -> "Columns":
         """The names of these fields, and none of the other fields."""
         return replace(self, **{field.name: () for field in fields(self) if field.name not in used})
 
-    def turn_lists(self) -> tuple[str, ...]:
-        """Names of the fields that hold lists of turns."""
-        return (*self.turns, *self.texts, *self.history)
+    def by_field(self) -> dict[str, tuple[str, ...]]:
+        """The names of every field."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def spoken(self) -> tuple[str, ...]:
+    @functools.cached_property
+    def turn_lists(self) -> frozenset[str]:
+        """Names of the fields that hold lists of turns."""
+        return frozenset((*self.turns, *self.texts, *self.history))
+
+    @functools.cached_property
+    def spoken(self) -> frozenset[str]:
         """Names of the fields whose messages may have parts with images."""
-        said = [getattr(self, field) for field in (*QUESTIONS, *ANSWERS, "chosen", "rejected")]
-        return (*self.turn_lists(), *(name for names in said for name in names))
+        said = [getattr(self, field) for field in ("turns", "texts", "history", *QUESTIONS, *ANSWERS, *PAIRS)]
+        return frozenset(name for names in said for name in names)
+
+    @functools.cached_property
+    def has_questions(self) -> bool:
+        """True if a question and its answer may be in fields of their own."""
+        return any(getattr(self, field) for field in QUESTIONS) and any(getattr(self, field) for field in ANSWERS)
+
+    @functools.cached_property
+    def known(self) -> frozenset[str]:
+        """All names, also the usual ones of fields that are not read."""
+        return frozenset((*self.all(), *Columns().all()))
 
     def all(self) -> tuple[str, ...]:
         """All names."""
-        return tuple(name for field in fields(self) for name in getattr(self, field.name))
+        return tuple(name for names in self.by_field().values() for name in names)
 
 
 def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:

@@ -1,38 +1,44 @@
-"""Forms of records, by data_format: each has a function that puts a record's turns in a list, which the reader takes.
+"""Forms of records: functions that put a record's turns in a list, which the reader takes.
 
-One form is found for a source from its first records (detect.py). Of a record that has several forms the first one of
-FORM_FIELDS counts: a conversation before questions and answers, and these before a caption.
+Which fields a source has is found from its first records (detect.py). Of a record that has several forms the first one
+of FORM_FIELDS counts: a conversation before texts, these before a question and answer, and a caption last.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import checked_text, either, field_of, keys_of
 from llava_ds.data.sources.options import ANSWERS, PAIRS, QUESTIONS, Columns, short
-from llava_ds.data.sources.turn_lists import as_turns, is_turn, loose_turns
+from llava_ds.data.sources.turn_lists import as_turns, is_turn, is_turn_list, loose_turns
 
 Turns = list[dict[str, Any]]
 
-ANSWER_KEYS = ("answer", "text")  # of an answer that is an object: VQAv2's and SQuAD's
+EMPTY = (None, "", [], {})  # values of a field that a record does not have
+ANSWER_KEYS = ("answer", "text", "ground_truth")  # of an answer that is an object: VQAv2's, SQuAD's and verl's
 CHOICE_KEYS = ("choices", "options")  # lists that an answer may be a number or a letter of
 SAID_BY_HUMAN, SAID_BY_MODEL = "human", "gpt"
 
 
-def as_conversation(record: dict, form: str, columns: Columns) -> dict:
+def as_conversation(record: dict, columns: Columns) -> dict:
     """The record with a list of turns under the first name of turns, and without the fields that it is from.
 
     Raises DataError with the reason.
     """
-    return _READERS[form](record, columns)
+    if not columns.texts and not columns.has_questions:
+        return _turns(record, columns)
+    if any(record.get(name) not in EMPTY for name in columns.turns):
+        return _turns(record, columns)
+    if columns.texts and (not columns.has_questions or present(record, columns, ("texts",))):
+        return _texts(record, columns)
+    return _question_answer(record, columns)
 
 
 def _turns(record: dict, columns: Columns) -> dict:
     name, value = field_of(record, columns.turns)
-    if value is None or (isinstance(value, list) and value and is_turn(value[0])):
+    if value is None or is_turn_list(value):
         return record  # as it is, or for the reader to refuse
     return {**record, name: as_turns(value, name)}
 
@@ -59,16 +65,6 @@ def _replaced(record: dict, turns: Turns, used: tuple[str, ...], columns: Column
     rest = {name: value for name, value in record.items() if name not in used}
     return {**rest, columns.turns[0]: turns}
 
-
-_READERS: dict[str, Callable[[dict, Columns], dict]] = {
-    "llava": _turns,
-    "sharegpt": _turns,
-    "messages": _turns,
-    "preference": _turns,
-    "texts": _texts,
-    "question_answer": _question_answer,
-    "caption": lambda record, columns: record,
-}
 
 # The fields of each form, beside those of all of them, and in the order in which they count.
 FORM_FIELDS = {
@@ -110,7 +106,7 @@ def question_of(record: dict, columns: Columns) -> tuple[Turns, Turns] | None:
         name = found[0][1]
         asked = said(record[name], name, SAID_BY_HUMAN)
     name, history = field_of(record, columns.history) if columns.history else ("history", None)
-    return (as_turns(history, name) if history not in (None, "", [], {}) else []), asked
+    return (as_turns(history, name) if history not in EMPTY else []), asked
 
 
 def answer_of(record: dict, columns: Columns) -> Turns | None:
@@ -165,7 +161,7 @@ def said(value: object, name: str, role: str) -> Turns:
     value = loose_turns(value)
     if is_turn(value):
         return [value]
-    if isinstance(value, list) and value and is_turn(value[0]):
+    if is_turn_list(value):
         return value
     if isinstance(value, list) and value and all(map(_is_part, value)):
         return [{"from": role, "value": value}]
@@ -174,7 +170,7 @@ def said(value: object, name: str, role: str) -> Turns:
 
 def _holds_turns(value: object) -> bool:
     value = loose_turns(value)
-    return isinstance(value, list) and bool(value) and (is_turn(value[0]) or _is_part(value[0]))
+    return is_turn_list(value) or (isinstance(value, list) and bool(value) and _is_part(value[0]))
 
 
 def _is_part(value: object) -> bool:

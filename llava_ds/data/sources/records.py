@@ -29,7 +29,7 @@ from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
 from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
-from llava_ds.data.sources.record_forms import UNMARKED_FORMS, WITHOUT_TURNS, as_conversation
+from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, list_weights, read_tools, weight_of
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
@@ -69,7 +69,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     if source.format == "caption":
         messages, marks, named = _caption(record, source)
     else:
-        messages, marks, named = _conversation(as_conversation(record, source.format, source.columns), source)
+        messages, marks, named = _conversation(as_conversation(record, source.columns), source)
         unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(mark, source) for mark in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
@@ -113,9 +113,8 @@ def _known_keys(columns: Columns, format: str) -> frozenset[str]:
     names = (*columns.all(), OBJECTS, "kind")
     if format == "caption":
         return frozenset(names) - {*columns.turns}
-    of_forms = columns.turns if format in WITHOUT_TURNS else ()
     more = (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
-    return frozenset((*names, *more)) - {*of_forms}
+    return frozenset((*names, *more))
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:

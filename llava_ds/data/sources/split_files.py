@@ -35,6 +35,7 @@ AFFIXES = (
 )
 
 _WORDS = re.compile(r"[A-Za-z]+")
+_MAYBE_OTHER = re.compile("val|test|dev|eval|h[oe]ld", re.IGNORECASE)  # in the name of an only file: look closer
 _SHARD = re.compile(r"^(.*?)[-._ ]*\d*(?:[-._ ]+of[-._ ]+\d+)?(?:\.[^.]*)?$")
 
 
@@ -88,7 +89,7 @@ def _splits(folder: str, names: list[str], split: str | None) -> tuple[dict[str,
         found = _splits_of_configs(folder, names, configs)
         if found is not None:
             return found
-    if len(names) < 2 and split is None:
+    if len(names) < 2 and split is None and not any(map(_MAYBE_OTHER.search, names)):
         return {TRAIN: sorted(names)}, []
     return splits_of_names(names), []
 
@@ -107,9 +108,10 @@ def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
     known = lower if len(lower) == len(names) else {name: name for name in names}
     found = _by_patterns(list(known))
     if found is None:
-        return _grouped(names, [_odd_split(name) or TRAIN for name in names])
+        return _grouped(names, _odd_splits(names))
     split_of = {known[name]: split for split, part in found.items() for name in part}
-    return _grouped(names, [split_of.get(name) or _odd_split(name) or _own_name(name) for name in names])
+    others = [split_of.get(name) or _odd_split(name) for name in names]
+    return _grouped(names, _named_apart(names, others))
 
 
 def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
@@ -137,13 +139,45 @@ def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
     return found
 
 
+def _odd_splits(names: list[str]) -> list[str]:
+    """The split of each name, of names that no pattern of datasets tells apart: "train", if nothing speaks against it.
+
+    Beside names with a word such as mytrain all others are splits of their own; so are names that differ in a keyword
+    alone (myval, mytest), and those of _odd_split.
+    """
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    splits = [_odd_split(name) for name in names]
+    keywords = {str(split): "|".join(words) for split, words in SPLIT_KEYWORDS.items()}
+    at_edge = {
+        split: re.compile(rf"(?i)(?<![a-z])(?:{words})|(?:{words})(?![a-z])") for split, words in keywords.items()
+    }
+    has_train = [bool(at_edge[TRAIN].search(_no_ending(name))) for name in names]
+    if any(has_train) and not all(has_train):
+        return _named_apart(names, [split or (TRAIN if own else None) for split, own in zip(splits, has_train)])
+    seen: dict[str, set[str]] = {}
+    shapes = [
+        {s: re.sub(r"\d+", "#", at_edge[s].sub("*", name)) for s in at_edge if at_edge[s].search(name)}
+        for name in names
+    ]
+    for each in shapes:
+        for split, shape in each.items():
+            seen.setdefault(shape, set()).add(split)
+    differing = [next((s for s, shape in each.items() if len(seen[shape]) > 1), None) for each in shapes]
+    return [split or other or TRAIN for split, other in zip(splits, differing)]
+
+
+def _no_ending(name: str) -> str:
+    return os.path.splitext(name)[0]
+
+
 def _odd_split(name: str) -> str | None:
     """The word in a file's name or folders that is a keyword of a split with an affix, such as testmini; else None."""
     from datasets.data_files import SPLIT_KEYWORDS
 
     keywords = [keyword for keywords in SPLIT_KEYWORDS.values() for keyword in keywords]
     affixes = {*AFFIXES, *keywords}
-    for word in _WORDS.findall(os.path.splitext(name)[0]):
+    for word in _WORDS.findall(_no_ending(name)):
         lower = word.lower()
         ends = (lower[len(key) :] for key in keywords if lower.startswith(key))
         starts = (lower[: -len(key)] for key in keywords if lower.endswith(key))
@@ -152,9 +186,17 @@ def _odd_split(name: str) -> str | None:
     return None
 
 
+def _named_apart(names: list[str], splits: list[str | None]) -> list[str]:
+    """The splits, with a name for those that are None: that of a file or folder which no file of a split has."""
+    taken = {_own_name(part) for name, split in zip(names, splits) if split is not None for part in name.split("/")}
+    parts = [[_own_name(part) for part in reversed(name.split("/"))] for name in names]
+    return [split or next((part for part in each if part not in taken), each[0]) for split, each in zip(splits, parts)]
+
+
 def _own_name(name: str) -> str:
-    """A file's name without its folders, ending and number, as a split of its own."""
-    return _SHARD.match(os.path.basename(name))[1] or os.path.basename(name)
+    """The name of a file or folder without its ending and number."""
+    base = os.path.basename(name)
+    return _SHARD.match(base)[1] or base
 
 
 def _grouped(names: list[str], splits: list[str]) -> dict[str, list[str]]:

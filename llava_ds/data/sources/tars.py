@@ -12,8 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.embedded import embed, reference, rejected
@@ -29,35 +28,30 @@ CLASS_SUFFIX = "cls"
 NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields that the only text of a record can't be learned from
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
 VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv", "wmv", "ts")
+MEDIA_SUFFIXES = frozenset((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A file in a tar: its name, its number (from 1), and the place of its bytes."""
+class Member(NamedTuple):
+    """A file in a tar: its name, its number (from 1), and the place of its bytes.
+
+    key: the name up to the first dot behind the last slash, which members of one record share; stem: up to its last
+    dot; suffix: what is behind it, in lower case.
+    """
 
     name: str
     number: int
     offset: int
     num_bytes: int
+    key: str
+    stem: str
+    suffix: str
 
-    @property
-    def key(self) -> str:
-        """The name up to the first dot behind the last slash, which members of one record share."""
-        folder, slash, base = self.name.rpartition("/")
-        return folder + slash + base.partition(".")[0]
-
-    @property
-    def stem(self) -> str:
-        """The name up to its last dot."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def suffix(self) -> str:
-        return self.name.rpartition(".")[2].lower()
-
-    @property
-    def is_media(self) -> bool:
-        return self.suffix in IMAGE_SUFFIXES or self.suffix in VIDEO_SUFFIXES
+    @classmethod
+    def of(cls, name: str, number: int, offset: int, num_bytes: int) -> "Member":
+        stem, _, suffix = name.rpartition(".")
+        slash = name.rfind("/") + 1
+        dot = name.find(".", slash)
+        return cls(name, number, offset, num_bytes, name if dot < 0 else name[:dot], stem, suffix.lower())
 
 
 def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
@@ -94,7 +88,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
             raise DataError(f"{path}: the member at byte {data - BLOCK} is sparse: pack it without --sparse")
         if kind in (b"0", b"\0", b"7"):
             number += 1
-            yield Member(extended.get("name") or _name(header), number, data, num_bytes)
+            yield Member.of(extended.get("name") or _name(header), number, data, num_bytes)
         extended = {}
 
 
@@ -103,7 +97,7 @@ def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
     with open_data(path) as file:
         groups: dict[str, list[Member]] = {}
         for member in read_members(file, path):
-            if member.key.rpartition("/")[2]:  # a hidden file, such as macOS adds, has none
+            if member.key and member.key[-1] != "/":  # a hidden file, such as macOS adds, has none
                 groups.setdefault(member.key, []).append(member)
         for key, members in groups.items():
             for own_key, group in records_of(key, members, columns):
@@ -112,9 +106,9 @@ def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
 
 def records_of(key: str, members: list[Member], columns: Columns) -> list[tuple[str, list[Member]]]:
     """Key and members of the records that share a key up to the first dot: usually one."""
-    stems = list(dict.fromkeys(member.stem for member in members))
-    if len(stems) == 1:
-        return [(key if _field_in(stems[0], key, columns) else stems[0], members)]
+    stem = members[0].stem
+    if all(member.stem == stem for member in members):
+        return [(key if stem == key or _field_in(stem, key, columns) else stem, members)]
     texts = list(dict.fromkeys(member.stem for member in members if member.suffix in (*TEXT_SUFFIXES, CLASS_SUFFIX)))
     nested = any(_is_under(one, other) for one in texts for other in texts if one != other)
     if len(texts) < 2 or nested or all(_field_in(stem, key, columns) for stem in texts):
@@ -131,8 +125,10 @@ def _is_under(stem: str, text: str) -> bool:
 
 def _field_in(stem: str, key: str, columns: Columns) -> str:
     """The field that a member's name has behind its key, as key.conversations.json; "" for none."""
+    if stem == key:
+        return ""
     inner = stem[len(key) + 1 :]
-    return inner if inner in Columns().all() or inner in columns.all() else ""
+    return inner if inner in columns.known else ""
 
 
 def shard_contents(path: str) -> Iterator[bytes]:
@@ -146,7 +142,9 @@ def shard_contents(path: str) -> Iterator[bytes]:
 
 def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, path: str) -> str:
     texts = [member for member in group if member.suffix in TEXT_SUFFIXES]
-    media = sorted((member for member in group if member.is_media), key=_natural)
+    media = [member for member in group if member.suffix in MEDIA_SUFFIXES]
+    if len(media) > 1:
+        media.sort(key=_natural)
     owned = [any(_is_under(member.stem, text.stem) for text in texts) for member in media]
     if any(owned) and not all(owned):
         other = media[owned.index(False)].name
@@ -158,8 +156,9 @@ def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, pa
     try:
         record = _record_of(key, texts, columns, file)
         record.setdefault(columns.id[0], key)
-        for names, suffixes in ((columns.image, IMAGE_SUFFIXES), (columns.video, VIDEO_SUFFIXES)):
-            _name_members(record, names, [member for member in media if member.suffix in suffixes])
+        videos = [member for member in media if member.suffix in VIDEO_SUFFIXES]
+        _name_members(record, columns.image, [member for member in media if member not in videos] if videos else media)
+        _name_members(record, columns.video, videos)
         return json.dumps(embed(record, columns, _resolver(key, group, path)))
     except RecursionError:
         return rejected("its .json is nested too deeply")
@@ -171,16 +170,16 @@ def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, pa
 
 def _record_of(key: str, texts: list[Member], columns: Columns, file: BinaryIO) -> dict:
     """The record in the .json and .txt members of a key. Raises DataError, and ValueError for no JSON or UTF-8."""
-    fields = {member.name: _field_in(member.stem, key, columns) for member in texts}
-    if len(texts) == 1 and texts[0].suffix == "txt" and fields[texts[0].name] not in NO_CAPTIONS:
-        fields[texts[0].name] = ""  # key.output.txt alone is a caption
-    places = [(fields[member.name] or member.suffix) for member in texts]
-    if len(set(places)) < len(places):
+    fields = [_field_in(member.stem, key, columns) for member in texts]
+    if len(texts) == 1:
+        if texts[0].suffix == "txt" and fields[0] not in NO_CAPTIONS:
+            fields = [""]  # key.output.txt alone is a caption
+    elif len({field or member.suffix for member, field in zip(texts, fields)}) < len(texts):
         raise DataError(f"the key {key!r} has several .json or .txt members")
     record: dict[str, object] = {}
     caption = None
-    for member in sorted(texts, key=lambda member: bool(fields[member.name])):
-        data, field = _bytes_of(member, file), fields[member.name]
+    for field, member in sorted(zip(fields, texts), key=lambda pair: bool(pair[0])):
+        data = _bytes_of(member, file)
         value = json.loads(data) if member.suffix == "json" else data.decode("utf-8").strip()
         if member.suffix == "txt" and not field:
             caption = value
@@ -217,12 +216,13 @@ def _natural(member: Member) -> tuple[list[object], str]:
 
 def _name_members(record: dict, names: tuple[str, ...], members: list[Member]) -> None:
     """Let a record name its image members if it names none, or as many by other names, from before the packing."""
-    bases = {member.name.rpartition("/")[2] for member in members}
+    bases = None
     for name in names:
         value = record.get(name)
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
+        bases = bases or {member.name.rpartition("/")[2] for member in members}
         known = any(isinstance(each, str) and each.rpartition("/")[2] in bases for each in values)
         if not known and len(values) == len(members):
             record[name] = [member.name for member in members]
@@ -236,7 +236,7 @@ def _resolver(key: str, group: list[Member], path: str) -> Callable[[object], ob
     known: dict[str, Member] = {}
     for member in group:
         base = member.name.rpartition("/")[2]
-        for name in (member.name, base, base.partition(".")[2], member.name.removeprefix(f"{key}.")):
+        for name in (member.name, base, base.partition(".")[2], member.name[len(key) + 1 :]):
             known.setdefault(name, member)
 
     def resolve(value: object) -> object:

@@ -32,7 +32,8 @@ def as_turns(value: object, name: str) -> list:
         return value
     turns: list = []
     for i, each in enumerate(value):
-        turns += _turns_of(each, i, name)
+        is_json = isinstance(each, str) and each.lstrip().startswith("{")
+        turns += _turns_of(_decoded(each, name) if is_json else each, i, name)
     return turns
 
 
@@ -54,7 +55,12 @@ def loose_turns(value: object) -> object:
 
 def is_turn(value: object) -> bool:
     """True for an object with a role."""
-    return isinstance(value, dict) and any(isinstance(value.get(key), str) for key in ROLE_KEYS)
+    return isinstance(value, dict) and (isinstance(value.get("from"), str) or isinstance(value.get("role"), str))
+
+
+def is_turn_list(value: object) -> bool:
+    """True for a list that begins with a turn."""
+    return isinstance(value, list) and bool(value) and is_turn(value[0])
 
 
 def _decoded(value: object, name: str) -> object:
