@@ -145,7 +145,7 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
         (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
         shutil.copy(file, output_dir / TEMPLATES_FOLDER)
     write_image_sizes(export, output_dir)
-    write_variables(export, output_dir)
+    write_variables(export.model.tokenizer, output_dir)
     config = read_json(source / "config.json", str(source))
     _write_rows(config, export)
     config["dtype"] = str(export.dtype).removeprefix("torch.")

@@ -11,7 +11,6 @@ from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerBase
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.export_plan import ExportPlan
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
 from llava_ds.template_variables import split_defaults
 from llava_ds.tokenizer import begins_with_bos, leave_bos_to_template, read_tokenizer
@@ -98,12 +97,11 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
     return pad["content"] if isinstance(pad, dict) else pad
 
 
-def write_variables(export: ExportPlan, output_dir: Path) -> None:
-    """Write a Jinja template that training used if it begins with values of its variables, in place of the one in the
-    folder's other files."""
-    template = export.model.tokenizer.chat_template
-    is_used = export.model.ready is not None or export.args.version == "chat_template"
-    if not is_used or not isinstance(template, str) or not split_defaults(template)[0]:
+def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
+    """Write a tokenizer's chat template if it begins with values of its variables, in place of the one in the folder's
+    other files."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or not split_defaults(template)[0]:
         return
     (output_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
     (output_dir / "chat_template.json").unlink(missing_ok=True)
