@@ -48,7 +48,9 @@ def tokenizer(ready):
         ("null", "it is null"),
         ("{enable_thinking: false}", "Expecting property name enclosed in double quotes"),
         ('{"a": NaN}', "it says NaN, which is no JSON number"),
+        ('{"a": 1e999}', "Out of range float values are not JSON compliant"),
         ('{"a": 1, "a": 2}', "it names 'a' twice"),
+        ('{"a": "\udcff"}', "it holds half a character"),
         ('{"a": "\\ud800"}', "it holds half a character"),
     ],
 )
