@@ -166,6 +166,11 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, versio
             "out, or give --version chat_template for the tokenizer's own template"
         )
     source = tokenizer.chat_template
+    if variables and isinstance(source, dict):
+        raise ConfigError(
+            f"--{FLAG} {text}: the tokenizer of {tokenizer.name_or_path} has several chat templates "
+            f"({', '.join(map(str, source))}): leave one of them in its folder, as chat_template.jinja"
+        )
     if not is_jinja or not isinstance(source, str):
         return []
     kept, _ = split_defaults(source)

@@ -285,6 +285,11 @@ def _remedy(check: PromptCheck, with_thoughts: set[bool]) -> str:
         others.append("bring answers with thoughts (reasoning_content in a turn)")
     else:
         others.append("take the thoughts out of the answers")
+    tokenizer = check.encoder.tokenizer
+    if names := read_variables(own_template(tokenizer), tokenizer):
+        others.append(
+            f"give others than true and false to the template's variables ({', '.join(sorted(names))}) by --{FLAG}"
+        )
     others.append("put another chat template into the model's folder (chat_template.jinja)")
     return ", or ".join(others)
 

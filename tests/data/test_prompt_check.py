@@ -306,6 +306,18 @@ def test_a_template_without_such_a_variable_says_what_else_helps(inspected, tmp_
     assert advice in str(refused.value) and "--chat_template_kwargs" not in str(refused.value)
 
 
+def test_variables_that_are_no_truth_values_are_named(inspected, tmp_path):
+    source = OPEN_THOUGHT_TEMPLATE.replace(
+        "{{ '<|im_start|>assistant\n<think>\n' }}",
+        "{{ '<|im_start|>assistant\n<think>\n' + ('\n</think>\n\n' if effort == 'none' else '') }}",
+    )
+    ready_models.write_ready(tmp_path / "model", "qwen3_vl", template=source)
+    with pytest.raises(ConfigError, match=r"give others than true and false to the template's variables \(effort\) by"):
+        inspected(tmp_path / "model", PLAIN)
+    rows, _ = inspected(tmp_path / "model", PLAIN, "--chat_template_kwargs", '{"effort": "none"}')
+    assert rows[0]["supervised_text"] == "A cat.<|im_end|>"
+
+
 def test_earlier_answers_are_told_of(inspected, tmp_path):
     """Qwen3.5's template writes the empty thought before the last answer alone."""
     ready_models.write_ready(tmp_path / "model", "qwen3_5")

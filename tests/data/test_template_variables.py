@@ -94,6 +94,13 @@ def test_llavas_own_templates_have_no_variables(tokenizer):
     assert set_variables(tokenizer, None, "v1") == []
 
 
+def test_of_several_templates_none_is_chosen():
+    several = tokenizer_with({"default": "{{ mood }}", "tool_use": "{{ tools }}"})
+    with pytest.raises(ConfigError, match=r"has several chat templates \(default, tool_use\): leave one of them"):
+        set_variables(several, '{"mood": 1}', "chat_template")
+    assert set_variables(several, None, "chat_template") == []
+
+
 def test_names_that_a_template_sets_itself_are_no_variables():
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}{% set words = m.content %}{% endif %}{{ words }}{% endfor %}"
