@@ -22,7 +22,7 @@ from token_text import text_of_ids
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.encode import Encoder, EncodingOptions, check_tokenizer
-from llava_ds.data.prompt_check import PromptCheck, as_asked, fitting_variables, has_thought
+from llava_ds.data.prompt_check import PromptCheck, fitting_variables, has_thought, with_asked_prompt
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES as LLAVAS
@@ -382,14 +382,16 @@ def test_answers_to_draw_are_asked_for_as_at_inference(template, name, behind):
     tokenizer = as_llava(tokenizer_of(name))
     talk = (Message("human", "<image>\nWhat?"), Message("gpt", "No."), Message("human", "Why?"))
     conversation = Transcript((*talk, Message("gpt", "A red cat.")))
-    encoder = Encoder(tokenizer, EncodingOptions(template, 4096, supervise_last_turn_only=True, as_asked=True))
+    encoder = Encoder(
+        tokenizer, EncodingOptions(template, 4096, supervise_last_turn_only=True, answer_is_reference=True)
+    )
     [learned] = encoder.encode_batch([(conversation, [3])])
-    found = as_asked(encoder, conversation, [3], learned)
+    found = with_asked_prompt(encoder, conversation, [3], learned)
     prompt = encoder.prompt_ids(talk, [3])
     assert found.input_ids.tolist() == learned.input_ids.tolist()
     assert found.input_ids[: len(prompt)].tolist() == prompt and (found.labels[: len(prompt)] == IGNORE_INDEX).all()
     assert found.labels[len(prompt) :].tolist() == found.input_ids[len(prompt) :].tolist()
     assert text_of_ids(found.labels[len(prompt) :].tolist(), tokenizer) == behind
     short = replace(encoder.options, max_length=len(prompt) + 1)
-    cut = as_asked(Encoder(tokenizer, short), conversation, [3], learned.cut(len(prompt) + 1))
+    cut = with_asked_prompt(Encoder(tokenizer, short), conversation, [3], learned.cut(len(prompt) + 1))
     assert len(cut.input_ids) == len(prompt) + 1 and cut.truncated and cut.num_targets == 1
