@@ -202,12 +202,8 @@ class Checker:
                 return _rejected(sample.id, coded)
             own = coded.num_targets
             targets += own
-            if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
-                return _rejected(sample.id, DataError("nothing to learn from: all of its answers weigh 0"))
             if own == 0:
-                limit = self.encoder.options.max_length
-                why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-                return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
+                return _rejected(sample.id, DataError(f"nothing to learn from: {self._why_nothing(sample, coded)}"))
         words = 0
         for message in sample.messages:
             words += len(message.text.split())
@@ -235,6 +231,16 @@ class Checker:
             "left_out": sum(coded.left_out for coded in answers),
             "seen": one.seen,
         }
+
+    def _why_nothing(self, sample: Sample, coded: Encoded) -> str:
+        """The reason why none of a sample's tokens is supervised."""
+        weights = [message.weight for message in sample.messages if message.role == "gpt"]
+        if weights and not any(weights):
+            return "all of its answers weigh 0"
+        if self.encoder.options.supervise_last_turn_only and weights and not weights[-1]:
+            return "its last answer weighs 0, and no other is learned"
+        limit = self.encoder.options.max_length
+        return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
 
 
 @dataclass(frozen=True)

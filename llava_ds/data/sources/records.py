@@ -31,7 +31,7 @@ from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, C
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
-from llava_ds.data.sources.turn_fields import Turn, list_weights, read_tools, weight_of
+from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
@@ -104,6 +104,9 @@ def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
     """The keys of a record, and columns of its table, that have a value and are not read."""
     known = _known_keys(source.columns, source.format)
     found = [key for key in record if key not in known and record[key] not in (None, "", [], {})]
+    if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
+        empty = (None, "", [])
+        found += [key for key in WEIGHT_KEYS if record.get(key) not in empty and not gives_weights(key, record[key])]
     return (*source.unread_columns, *found)
 
 
