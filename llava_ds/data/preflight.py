@@ -19,6 +19,7 @@ from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
+from llava_ds.data.media_settings import options_for
 from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
@@ -27,7 +28,7 @@ from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.ranks import printable
 from llava_ds.videos import Footage
 
-Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
+Row = dict[str, object]  # of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -37,7 +38,6 @@ RECORDS_PER_CALL = 256  # checked by a worker process at a time
 
 MAX_ID = 200  # characters of the id of a rejected record
 
-FRACTIONS = "weighs answers by another number than 0 and 1: fractions are not supported yet"
 
 RECORDS = pa.schema(
     [
@@ -51,7 +51,7 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels. unread:
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights. unread:
 # names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
 ROWS = pa.schema(
     [
@@ -72,6 +72,7 @@ ROWS = pa.schema(
         ("truncated", pa.bool_()),
         *COLUMNS,
         ("unmarked", pa.string()),
+        token_runs.WEIGHTS,
         ("unread", pa.string()),
         ("left_out", pa.int32()),
     ]
@@ -134,13 +135,15 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = self._encoded([(each, one.marks) for one in good for each in one.sample.transcripts])
+        coded = self._encoded([(each, one.marks) for one in good for each in one.transcripts])
         rows = [
-            self._row(one, [next(coded) for _ in one.sample.transcripts]) if isinstance(one, _Checked) else one
+            self._row(one, [next(coded) for _ in one.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        columns |= token_runs.to_columns([row["input_ids"] for row in rows], [row["labels"] for row in rows])
+        labels = [row["labels"] for row in rows]
+        columns |= token_runs.to_columns([row["input_ids"] for row in rows], labels)
+        columns["weights"] = token_runs.weights_to_column([row["weights"] for row in rows], labels)
         columns |= as_columns([row["seen"] for row in rows])
         rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
@@ -157,6 +160,11 @@ class Checker:
         except DataError as error:
             return _rejected(_id_in(text, self.sources[source].columns.id, index), error, text)
         try:
+            for one in sample.media:
+                options_for(one, self.image_options)
+        except DataError as error:
+            return _rejected(sample.id, error)
+        try:
             found = [self._look_at(one) for one in sample.media]
         except DataError as error:
             return _rejected(sample.id, error, text)
@@ -167,12 +175,13 @@ class Checker:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
-            for transcript in sample.transcripts:
+            transcripts = sample.transcripts
+            for transcript in transcripts:
                 if reason := self.prompts.reason(transcript, marks):
                     raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
-        return _Checked(sample, media, seen, marks)
+        return _Checked(sample, transcripts, media, seen, marks)
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
@@ -191,16 +200,10 @@ class Checker:
         for coded in answers:
             if isinstance(coded, DataError):
                 return _rejected(sample.id, coded)
-            if coded.weights is not None:
-                return _rejected(sample.id, DataError(FRACTIONS))
             own = coded.num_targets
             targets += own
-            if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
-                return _rejected(sample.id, DataError("nothing to learn from: all of its answers weigh 0"))
             if own == 0:
-                limit = self.encoder.options.max_length
-                why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-                return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
+                return _rejected(sample.id, DataError(f"nothing to learn from: {self._why_nothing(sample, coded)}"))
         words = 0
         for message in sample.messages:
             words += len(message.text.split())
@@ -213,6 +216,7 @@ class Checker:
             "text_to_retry": None,
             "input_ids": _joined([coded.input_ids for coded in answers]),
             "labels": _joined([coded.labels for coded in answers]),
+            "weights": _joined_weights(answers),
             "media": media_to_text(one.media),
             "length": sum(len(coded.input_ids) for coded in answers),
             "num_targets": targets,
@@ -228,12 +232,23 @@ class Checker:
             "seen": one.seen,
         }
 
+    def _why_nothing(self, sample: Sample, coded: Encoded) -> str:
+        """The reason why none of a sample's tokens is supervised."""
+        weights = [message.weight for message in sample.messages if message.role == "gpt"]
+        if weights and not any(weights):
+            return "all of its answers weigh 0"
+        if self.encoder.options.supervise_last_turn_only and weights and not weights[-1]:
+            return "its last answer weighs 0, and no other is learned"
+        limit = self.encoder.options.max_length
+        return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+
 
 @dataclass(frozen=True)
 class _Checked:
     """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
 
     sample: Sample
+    transcripts: list[Transcript]
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
     marks: list[int | ImageText]
@@ -241,6 +256,13 @@ class _Checked:
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
+    if all(coded.weights is None for coded in answers):
+        return None
+    weights = [np.ones(len(coded.labels), np.float32) if coded.weights is None else coded.weights for coded in answers]
+    return _joined(weights)
 
 
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
@@ -253,6 +275,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,
+        "weights": None,
     }
 
 
@@ -269,7 +292,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
     """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
-    return geometry.media_layout(one.media.kind, one.sizes, num_media, options, one.footage)
+    return geometry.media_layout(one.media.kind, one.sizes, num_media, options_for(one.media, options), one.footage)
 
 
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
@@ -290,6 +313,7 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
     return json.dumps(
         [
             [m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes]
+            + [{"settings": m.media.settings}] * bool(m.media.settings)
             + [{"boxes": m.boxes}] * bool(m.boxes)
             + [{"footage": m.footage}] * bool(m.footage)
             for m in media
@@ -301,13 +325,17 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
     """Read what media_to_text wrote."""
     return tuple(
         SizedMedia(
-            Media(kind, tuple(FileRef(*ref) for ref in refs)),
+            Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
             next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )
+
+
+def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value) for more in rest for name, value in more.get("settings", ()))
 
 
 def media_of_text(text: str) -> list[Media]:

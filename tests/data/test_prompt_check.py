@@ -382,9 +382,8 @@ def test_answers_to_draw_are_asked_for_as_at_inference(template, name, behind):
     tokenizer = as_llava(tokenizer_of(name))
     talk = (Message("human", "<image>\nWhat?"), Message("gpt", "No."), Message("human", "Why?"))
     conversation = Transcript((*talk, Message("gpt", "A red cat.")))
-    encoder = Encoder(
-        tokenizer, EncodingOptions(template, 4096, supervise_last_turn_only=True, answer_is_reference=True)
-    )
+    options = EncodingOptions(template, 4096, supervise_last_turn_only=True, answer_is_reference=True)
+    encoder = Encoder(tokenizer, options)
     [learned] = encoder.encode_batch([(conversation, [3])])
     found = with_asked_prompt(encoder, conversation, [3], learned)
     prompt = encoder.prompt_ids(talk, [3])

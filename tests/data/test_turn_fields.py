@@ -57,7 +57,8 @@ def refused(folder, record: dict) -> str:
     ],
 )
 def test_a_thought_is_read_from_a_field_or_a_part(tmp_path, answer):
-    assert answers(tmp_path, chat(answer)) == [Message("gpt", "A cat.", thought="It purrs.")]
+    [message] = answers(tmp_path, chat(answer))
+    assert (message.text, message.thought) == ("A cat.", "It purrs.")
 
 
 def test_empty_fields_are_as_absent(tmp_path):
@@ -131,6 +132,18 @@ def test_fractions_weigh(tmp_path):
     assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask="[0.5, 1]"))] == [0.5, 1]
 
 
+def test_a_record_may_be_switched_off(tmp_path):
+    assert [m.weight for m in answers(tmp_path, chat("a", "b", train=False))] == [0, 0]
+    assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask=0, trainable=False))] == [0, 0]
+    assert "which contradict each other" in refused(tmp_path, chat("a", train=False, trainable=1))
+
+
+def test_a_records_number_that_may_be_anything_is_named_as_not_read(tmp_path):
+    found = samples(tmp_path, [chat("a", weight=12.5, loss=0.3), chat("a", loss="low", train=1)])
+    assert [sample.unread for sample in found] == [("weight", "loss"), ("loss",)]
+    assert [sample.messages[-1].weight for sample in found[:1]] == [1]
+
+
 def test_a_questions_weight_of_nothing_changes_nothing(tmp_path):
     record = chat("No.")
     record["messages"][0] |= {"weight": 0, "train": False}
@@ -152,6 +165,7 @@ def with_turn(**fields) -> dict:
         (chat({"weight": -1}), "turn 1 has -1 under 'weight', expected true, false or a weight from 0"),
         (chat({"train": "no"}), "turn 1 has 'no' under 'train'"),
         (chat({"weight": float("nan")}), "under 'weight'"),
+        (chat({"weight": 1e39}), "turn 1 has 1e+39 under 'weight', expected true, false or a weight from 0 to 1,000"),
         (chat("a", weight=["x", "y"]), "has 'x' under 'weight'"),
         (with_turn(train=True), "turn 0 is no answer and has the weight 1, but only answers are learned"),
         (chat("a", loss_mask=[1, 1]), "turn 0 is no answer and has the weight 1"),
