@@ -121,7 +121,7 @@ FOUR_A_SECOND = {
 
 
 @pytest.mark.parametrize("name", FOUR_A_SECOND)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "gemma4_e"])
 def test_eight_frames_at_four_a_second_take_two_seconds(family, name, model, folder, tmp_path):
     """The ids, with the times in them, are those of transformers' processor that is told so, and so are positions."""
     path, tokenizer, options = model(family)
