@@ -473,3 +473,16 @@ def test_an_index_names_the_records_image(folder, tmp_path):
         shown("first")
     own = record_of({"type": "image", "image": "0.png", "index": 1})
     assert "and a file of its own: leave one of them out" in refusal(own, folder, tmp_path)
+
+
+def test_videos_with_and_without_settings_in_one_list(folder, tmp_path):
+    (folder / "a.mp4").touch()
+    videos = [{"video": FRAMES[:2], "fps": 4}, FRAMES[2:4], "a.mp4", {"path": "a.mp4"}]
+    record = record_of(*[{"type": "video"}] * 4, videos=videos)
+    media = to_sample(json.dumps(record), source_of(folder, [record], tmp_path)[0], 0).media
+    assert [(one.kind, len(one.refs), one.settings) for one in media] == [
+        ("frames", 2, (("fps", 4.0),)),
+        ("frames", 2, ()),
+        ("video", 1, ()),
+        ("video", 1, ()),
+    ]

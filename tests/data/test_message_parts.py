@@ -18,6 +18,9 @@ from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.data.special_tokens import PART_END, in_lines, join_parts, split_parts
 from llava_ds.data.templates import render
+from llava_ds.evaluation.benchmark_files import Given
+from llava_ds.evaluation.question import without_image
+from llava_ds.evaluation.tasks import read_questions
 from llava_ds.infer.chat_completions import read_completion
 from llava_ds.infer.generate import Sampling
 from llava_ds.model.families.ready_family import media_ids
@@ -130,6 +133,27 @@ def test_ids_are_the_processors_spaces_included(ready, images, name):
     assert encoded(sample, encoder, options, config, prompt=True) == list(expected)
     asked = read_completion(request_of(turns[:-1], images), "m", Sampling(), images).question.conversation
     assert asked.messages == sample.messages[:-1]
+
+
+@pytest.mark.parametrize("turns", ["together", "each"])
+def test_questions_are_asked_as_they_were_trained(images, turns):
+    """Of a file to evaluate on: the parts of its questions, and the settings of its images."""
+    record = record_of([[text("Image 1:\n"), IMAGE, text("What?")], ANSWER, [text("And "), text("here?")], ANSWER])
+    record["messages"][0]["content"][1] = {**IMAGE, "max_pixels": 4096}
+    path = images / "questions.json"
+    path.write_text(json.dumps([record]))
+    sample = sample_of(images, record)
+    given = Given(str(path), image_folder=str(images), turns=turns, cache_dir=str(images / "c"))
+    first, second = read_questions("llava", given, None)
+    assert first.prompt.messages == sample.messages[:1] and first.asked == "Image 1:\nWhat?"
+    assert first.prompt.images == second.prompt.images == sample.media and sample.media[0].settings
+    assert second.asked == "And here?" and second.reference == "A cat."
+    if turns == "together":
+        assert second.prompt.messages == sample.messages[:3]
+    else:
+        [asked] = second.prompt.messages
+        assert split_parts(asked.text) == [None, "And ", "here?"] and asked.keeps_spaces
+    assert without_image(second).prompt.messages[-1].text == "And here?"
 
 
 def request_of(turns: list[list[dict]], images) -> bytes:
