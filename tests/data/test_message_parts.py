@@ -156,6 +156,13 @@ def test_questions_are_asked_as_they_were_trained(images, turns):
     assert without_image(second).prompt.messages[-1].text == "And here?"
 
 
+def test_images_without_a_part_are_put_before_the_question_as_parts(images):
+    """As TRL puts them; the spaces of its text stay."""
+    record = {**record_of([[text(" What?\n")], ANSWER]), "images": ["0.png", "1.png"]}
+    [question, _] = sample_of(images, record).messages
+    assert split_parts(question.text) == [None, None, " What?\n"] and question.keeps_spaces
+
+
 def request_of(turns: list[list[dict]], images) -> bytes:
     """The same messages as a request of OpenAI's."""
     left = iter(range(3))
@@ -191,17 +198,18 @@ def in_llavas_form(parts: list[dict]) -> str:
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [[], [None], ["a"], ["", None], [None, "", "a"], ["a", "b", None, None, "", "", None, " "], ["", ""], ["\n", "x"]],
+    "parts", [[None], ["", None], [None, "", "a"], ["a", "b", None, None, "", "", None, " "], ["", "x"], ["\n", "x"]]
 )
 def test_parts_are_found_again_in_their_text(parts):
-    joined = join_parts(parts)
-    assert split_parts(joined) == parts
+    joined, keeps_spaces = join_parts(parts)
+    assert split_parts(joined) == parts and keeps_spaces
     assert in_lines(joined).replace("\n", "") == "".join("<image>" if p is None else p for p in parts).replace("\n", "")
 
 
-def test_one_text_between_images_needs_no_sign_of_parts():
-    assert join_parts(["a ", None, "\nb"]) == "a <image>\nb" and PART_END in join_parts(["a", "b"])
+def test_one_text_needs_no_sign_of_parts():
+    assert join_parts(["a ", None, "\nb"]) == ("a <image>\nb", True) and PART_END in join_parts(["a", "b"])[0]
+    assert join_parts(["a b"]) == ("a b", False) and join_parts([]) == join_parts(["", ""]) == ("", False)
+    assert join_parts([" a"]) == (" a", True)
 
 
 def test_a_part_can_not_bring_a_noncharacter(images):
