@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import jinja2
-import jinja2.meta
 from jinja2 import nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 
@@ -74,15 +73,40 @@ def read_variables(source: str, tokenizer: "PreTrainedTokenizerBase") -> set[str
 
 @lru_cache(maxsize=8)
 def _undeclared(source: str) -> frozenset[str]:
-    """All names that a template reads and does not set before. Raises jinja2's errors."""
+    """All names that a template reads before it sets them. Raises jinja2's errors.
+
+    The template is only parsed: jinja2.meta compiles it, which computes what is constant, and constants of a stranger's
+    template may take all memory.
+    """
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(_GENERATION.sub(_as_condition, source))
-    names = jinja2.meta.find_undeclared_variables(tree)
-    # jinja2 also names what a branch inside a loop sets, and what comes behind it reads.
-    inside = {id(name) for loop in tree.find_all(nodes.For) for name in loop.find_all(nodes.Name)}
-    own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store" and id(name) in inside}
-    outside = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load" and id(name) not in inside}
-    return frozenset(names - (own - outside))
+    stored: set[str] = set()
+    loaded: set[str] = set()
+    macros = [*tree.find_all(nodes.Macro)]
+    stored |= {macro.name for macro in macros}
+    _read(tree, stored, loaded)
+    for macro in macros:  # which run when all around them is set
+        own = stored | {argument.name for argument in macro.args}
+        for node in (*macro.defaults, *macro.body):
+            _read(node, own, loaded)
+    return frozenset(loaded)
+
+
+def _read(node: nodes.Node, stored: set[str], loaded: set[str]) -> None:
+    """Add the names that a part of a template sets, and those that it reads before, in the order of the text."""
+    if isinstance(node, nodes.Macro):
+        return
+    if isinstance(node, nodes.Name):
+        if node.ctx == "store":
+            stored.add(node.name)
+        elif node.name not in stored:
+            loaded.add(node.name)
+        return
+    inner = [*node.iter_child_nodes()]
+    if isinstance(node, (nodes.Assign, nodes.For)):  # their targets are written first, and set last
+        inner = [node.node if isinstance(node, nodes.Assign) else node.iter, *inner]
+    for each in inner:
+        _read(each, stored, loaded)
 
 
 def is_reserved(name: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -111,7 +135,7 @@ def with_defaults(source: str, variables: dict[str, object]) -> str:
 def split_defaults(source: str) -> tuple[dict[str, str], str]:
     """Values of variables, as Jinja writes them, that a template begins with, and the rest of it."""
     kept: dict[str, str] = {}
-    while (match := _KEPT.match(source)) is not None:
+    while (match := _KEPT.match(source)) is not None and _is_literal(match[2]):
         kept.setdefault(match[1], match[2])
         source = source[match.end() :]
     return kept, source
@@ -119,8 +143,7 @@ def split_defaults(source: str) -> tuple[dict[str, str], str]:
 
 def default_values(source: str) -> dict[str, object]:
     """The same values as Python has them."""
-    environment = jinja2.Environment()
-    return {name: environment.compile_expression(value)() for name, value in split_defaults(source)[0].items()}
+    return {name: _evaluated(value) for name, value in split_defaults(source)[0].items()}
 
 
 def describe_defaults(source: str) -> str:
@@ -166,6 +189,37 @@ def _literal(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False)
         return "".join(f"\\u{ord(char):04x}" if char in "\x7f\x85\u2028\u2029" else char for char in text)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _evaluated(literal: str) -> object:
+    """The value of a literal in a template, which may be a stranger's: nothing is computed. Raises ValueError for other
+    expressions."""
+    try:
+        [output] = jinja2.Environment().parse("{{ " + literal + " }}").body
+        [expression] = output.nodes
+    except (jinja2.TemplateError, RecursionError, AttributeError) as error:
+        raise ValueError(f"{literal} is no literal") from error
+    return _constant(expression)
+
+
+def _constant(node: nodes.Node) -> object:
+    if isinstance(node, nodes.Const):
+        return node.value
+    if isinstance(node, nodes.Neg) and isinstance(node.node, nodes.Const):
+        return -node.node.value
+    if isinstance(node, nodes.List):
+        return list(map(_constant, node.items))
+    if isinstance(node, nodes.Dict):
+        return {_constant(pair.key): _constant(pair.value) for pair in node.items}
+    raise ValueError(f"a {type(node).__name__} is no literal")
+
+
+def _is_literal(text: str) -> bool:
+    try:
+        _evaluated(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _as_condition(match: re.Match) -> str:

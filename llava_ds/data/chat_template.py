@@ -181,7 +181,7 @@ class AnswerPrompt:
     def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
         """The place behind the prompt before the answer that begins at start; None where there is no prompt.
         of_spaces: only a gap of spaces counts."""
-        for gap in self.gaps:
+        for gap in self.gaps if self.text.strip() else ():
             if text.endswith(self.text + gap, 0, start) and not (of_spaces and gap.strip()):
                 return start - len(gap)
         return None

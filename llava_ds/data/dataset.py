@@ -526,7 +526,11 @@ class DataSpec:
         boxes = box_parts(used) if index.has_boxes else []
         boxes += video_parts(used) if index.has_videos else []
         parts = [*self.common, options_part(used), *boxes, *self.contents, *index.outcome, index.contents]
-        return EncodedDataset(rows, index, self.names, self.descriptions, self.image_options, digest_of(parts))
+        lines = self.descriptions
+        samples = index.accepted
+        if len(samples.rows) and samples.facts["answers"] > len(samples.rows):
+            lines += filter(None, [self.checker.prompts.note_on_earlier()])
+        return EncodedDataset(rows, index, self.names, lines, self.image_options, digest_of(parts))
 
 
 def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:

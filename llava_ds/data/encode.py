@@ -86,11 +86,6 @@ class Span(NamedTuple):
     first_tokens: int = 0
     weight: float = 1.0
 
-    @classmethod
-    def of(cls, segment: Segment, start: int, length: int) -> "Span":
-        """The span of a supervised segment."""
-        return cls(start, start + length, segment.first_tokens, segment.weight)
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -170,8 +165,8 @@ class Encoder:
             except DataError as error:
                 results.append(error)
                 continue
-            if without := sum(segment.thought_left_out for segment in segments):
-                left_out[len(results)] = without
+            if self.template.write is None and any(segment.thought_left_out for segment in segments):
+                left_out[len(results)] = sum(segment.thought_left_out for segment in segments)
             rows.append((len(results), pieces, spans, features))
             results.append(None)
         limit = self.options.max_length
@@ -273,9 +268,10 @@ class Encoder:
         messages = conversation.messages
         for message in messages:
             refuse_noncharacters(message.text, message.keeps_spaces)
-            for text in (message.thought or "", message.tool_calls):
-                refuse_noncharacters(text)
-        refuse_noncharacters(conversation.tools)
+            if message.thought or message.tool_calls:
+                refuse_noncharacters(f"{message.thought} {message.tool_calls}")
+        if conversation.tools:
+            refuse_noncharacters(conversation.tools)
         if self.special is None:
             return conversation
         guarded = self.special.guarded
@@ -293,7 +289,7 @@ class Encoder:
     def _named(self, segments: list[Segment]) -> list[Segment]:
         if self.special is None:
             return segments
-        return [replace(segment, text=self.special.named(segment.text)) for segment in segments]
+        return [segment._replace(text=self.special.named(segment.text)) for segment in segments]
 
     def _pieces(self, segments: Sequence[Segment], features: Sequence[int]) -> tuple[list[Piece], list[Span]]:
         """Texts to tokenize separately, and supervised spans of the whole text: start, end, most tokens (0: all)."""
@@ -303,7 +299,7 @@ class Encoder:
         for segment in segments:
             start, end = end, end + len(segment.text)
             if segment.supervised:
-                spans.append(Span.of(segment, start, len(segment.text)))
+                spans.append(Span(start, end, segment.first_tokens, segment.weight))
         text = "".join([segment.text for segment in segments])
         marks = text.count(IMAGE_TOKEN)
         if marks != len(features):
@@ -360,6 +356,7 @@ class Encoder:
         """
         parts: list[np.ndarray] = []
         supervised: list[tuple[int, int, float]] = []  # positions, and the weight of these tokens
+        weighed = False
         length = 0
         for i, (piece, tokens) in enumerate(zip(pieces, coded)):
             if i > 0:
@@ -373,6 +370,7 @@ class Encoder:
             counts = tokens.tokens_before([place - base for span in mine for place in span[:2]]) if mine else []
             for first, last, (_, _, most, weight) in zip(counts[::2], counts[1::2], mine):
                 supervised.append((length + first, length + (min(last, first + most) if most else last), weight))
+                weighed = weighed or weight != 1
             row = [*piece.before, *tokens.ids, *self.last_ids]
             parts.append(np.array(row, np.int32))
             length += len(row) - len(piece.before)
@@ -382,7 +380,7 @@ class Encoder:
             labels[first:last] = ids[first:last]
         for token in self.learned:
             labels[ids == token] = token
-        weights = _weights(labels, supervised)
+        weights = _weights(labels, supervised) if weighed else None
         if self.template.whole and features:
             is_image = ids == self.image_ids[0]
             for other in self.image_ids[1:]:
@@ -427,8 +425,6 @@ def _with_thought(message: Message) -> str:
 def _weights(labels: np.ndarray, supervised: Sequence[tuple[int, int, float]]) -> np.ndarray | None:
     """The weight of each token (float32), None where all that is supervised weighs 1. Tokens of spans that weigh 0 lose
     their labels. supervised: first and last position, and weight."""
-    if all(weight == 1 for *_, weight in supervised):
-        return None
     weights = np.ones(len(labels), np.float32)
     for first, last, weight in supervised:
         weights[first:last] = weight
@@ -496,4 +492,4 @@ def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:
     last = max((i for i, segment in enumerate(segments) if segment.is_answer), default=0)
     while last > 0 and segments[last - 1].is_answer:
         last -= 1
-    return [replace(s, supervised=s.is_answer and i >= last, first_tokens=0) for i, s in enumerate(segments)]
+    return [s._replace(supervised=s.is_answer and i >= last, first_tokens=0) for i, s in enumerate(segments)]

@@ -207,7 +207,11 @@ class Checker:
                 limit = self.encoder.options.max_length
                 why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
                 return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
-        words = sum(len(text.split()) for m in sample.messages for text in (m.text, m.thought, m.tool_calls) if text)
+        words = 0
+        for message in sample.messages:
+            words += len(message.text.split())
+            if message.thought is not None or message.tool_calls:
+                words += len(f"{message.thought or ''} {message.tool_calls}".split())
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
         return {
             "id": sample.id,

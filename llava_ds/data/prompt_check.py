@@ -120,6 +120,24 @@ class PromptCheck:
         text = f"its last answer {has}, and would be learned behind another text than is asked: {difference.clause()}"
         return text + ("" if transcript.template_kwargs else self._remedy(has_thought(answer)))
 
+    def note_on_earlier(self) -> str:
+        """A line about earlier answers of a conversation, which some templates write without the thought, empty or not,
+        that the last answer is asked for behind; "" where there is no difference."""
+        question, answer = Message("human", _QUESTION), Message("gpt", ANSWERS[0])
+        try:
+            asked = self.encoder.texts(Transcript((question, answer)), ())[0]
+            learned = self.encoder.texts(Transcript((question, answer) * 2), ())[1]
+        except DataError:
+            return ""
+        if self.encoder.options.supervise_last_turn_only or learned.startswith(asked):
+            return ""
+        place = asked.index(_QUESTION) + len(_QUESTION)
+        written = learned[place : learned.index(ANSWERS[0])]
+        return (
+            f"earlier answers of a conversation are learned behind {written!r}, as the chat template writes them, and "
+            f"would be asked for behind {asked[place:]!r}: --supervise_last_turn_only True learns the last ones alone"
+        )
+
     def _remedy(self, with_thought: bool) -> str:
         """The variables that a single record may bring itself, as the end of a sentence; "" for none."""
         if with_thought not in self._remedies:

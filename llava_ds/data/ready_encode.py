@@ -71,7 +71,7 @@ class ReadyEncoder(Encoder):
             pieces = re.split(f"({'|'.join(map(re.escape, self.places))})", segment.text)
             text = "".join(next(left, piece) if i % 2 else piece for i, piece in enumerate(pieces))
             if segment.supervised:
-                spans.append(Span.of(segment, length, len(text)))
+                spans.append(Span(length, length + len(text), segment.first_tokens, segment.weight))
             parts.append(text)
             length += len(text)
         written = "".join(segment.text for segment in segments)

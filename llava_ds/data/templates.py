@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import Message
@@ -39,8 +40,7 @@ ORCA_SYSTEM = (
 )
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A piece of the rendered conversation. supervised: the model learns to write it, with a weight of the loss, 0 for
     nothing; thought_left_out: an answer's thought is not in it."""
 

@@ -8,7 +8,7 @@ import pytest
 from thinking_templates import DEEPSEEK, GEMMA4, MAGISTRAL, PLAIN, QWEN3, QWEN35, TOKENS
 
 from llava_ds.constants import DataError
-from llava_ds.data.chat_template import render_own, render_own_prompt, render_ready
+from llava_ds.data.chat_template import answer_prompt, render_own, render_own_prompt, render_ready
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.sample import Message, Transcript
 
@@ -38,9 +38,11 @@ def own(tokenizer):
 
 
 def segments(tokenizer, conversation, as_parts: bool):
+    conversation = Transcript.of(conversation)
+    prompt = answer_prompt(tokenizer, conversation.template_kwargs, as_parts=as_parts)
     if as_parts:
-        return render_ready(conversation, tokenizer, "")
-    return render_own(conversation, tokenizer)
+        return render_ready(conversation, tokenizer, prompt)
+    return render_own(conversation, tokenizer, prompt=prompt)
 
 
 def learned(tokenizer, conversation, as_parts: bool = False) -> list[str]:

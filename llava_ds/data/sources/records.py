@@ -144,7 +144,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
         if turn.role == "tool" and not any(message.role == "gpt" for message in messages):
             raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
-        _add_message(messages, turn, content, weight_of(turn, weights[i], i), i)
+        _add_message(messages, turn, content, weight_of(turn, weights, i), i)
         if keeps_spaces:
             messages[-1] = replace(messages[-1], keeps_spaces=True)
     if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
@@ -164,6 +164,9 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
 def _add_message(messages: list[Message], turn: Turn, text: str, weight: float, i: int) -> None:
     """Add a turn as a message. A turn of calls alone belongs to the answer before it, as ms-swift joins them."""
     calls = turn.tool_calls
+    if not calls and turn.thought is None and not turn.name and not turn.call_id:
+        messages.append(Message(turn.role, text) if weight == 1 else Message(turn.role, text, weight=weight))
+        return
     last = messages[-1] if messages else None
     if turn.is_call and last is not None and last.role == "gpt":
         if turn.thought is not None or weight != last.weight:

@@ -129,10 +129,12 @@ def _wrapped(tool: dict) -> dict:
 
 
 def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
-    """The weight of each turn by the lists of its record, None where they say none.
+    """The weight of each turn by the lists of its record, None where they say none; [] for a record without lists.
 
     A list has an entry for each turn, or for each answer. Raises DataError for another length.
     """
+    if record.keys().isdisjoint(WEIGHT_KEYS):
+        return []
     found: list[float | None] = [None] * len(turns)
     answers = [i for i, turn in enumerate(turns) if turn.role == "gpt"]
     for key in WEIGHT_KEYS:
@@ -152,9 +154,11 @@ def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
     return found
 
 
-def weight_of(turn: Turn, listed: float | None, i: int) -> float:
-    """The weight of a turn, by its own fields and those of its record. Raises DataError for one on a question."""
-    weight = _one([each for each in (turn.weight, listed) if each is not None], i)
+def weight_of(turn: Turn, listed: Sequence[float | None], i: int) -> float:
+    """The weight of a turn, by its own fields and what list_weights gives. Raises DataError for one on a question."""
+    if turn.weight is None and not listed:
+        return 1.0
+    weight = _one([each for each in (turn.weight, listed[i] if listed else None) if each is not None], i)
     if weight is None:
         return 1.0
     if weight and turn.role != "gpt":
