@@ -113,7 +113,8 @@ class PromptCheck:
         difference = self.forms(transcript.template_kwargs, with_video).of(answer)
         if difference is None and self._may_join(transcript):
             with contextlib.suppress(DataError):  # the encoder's, too
-                difference = self._compare(transcript, marks)
+                if (joined := self._compare(transcript, marks)) is not None:
+                    return f"its last answer begins with a line break: {joined.clause()}: take the line break away"
         if difference is None:
             return ""
         has = "has a thought" if has_thought(answer) else "has no thought"
@@ -139,10 +140,14 @@ class PromptCheck:
         )
 
     def _remedy(self, with_thought: bool) -> str:
-        """The variables that a single record may bring itself, as the end of a sentence; "" for none."""
+        """What to do about a single record, as the end of a sentence: variables that it brings itself, if any help."""
         if with_thought not in self._remedies:
-            variables = fitting_variables(self, {with_thought}) if self.encoder.template.write is None else None
-            self._remedies[with_thought] = f": give it {FLAG} {variables}" if variables else ""
+            without = "take the thought out" if with_thought else "write its thought into the record"
+            if self.encoder.template.write is not None:
+                without = "give another --version"
+            elif (variables := fitting_variables(self, {with_thought})) is not None:
+                without = f"give it {FLAG} {variables}"
+            self._remedies[with_thought] = f": {without}"
         return self._remedies[with_thought]
 
     def _may_join(self, transcript: Transcript) -> bool:

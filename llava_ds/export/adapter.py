@@ -128,7 +128,8 @@ def write_adapter(
     written = {lora.to_peft(layout.rename(name)): tensor.contiguous() for name, tensor in tensors.items()}
     write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
     _write_config(export, saved, doubles=bool(start), output_dir=output_dir)
-    write_variables(export, output_dir)
+    if export.uses_own_template:
+        write_variables(export.model.tokenizer, output_dir)
     if ready is None:
         others = {lora.PEFT_PREFIX + layout.rename(name): tensor for name, tensor in beside.items()}
         write_file(output_dir / NON_LORA, lambda file: torch.save(others, file))

@@ -99,7 +99,8 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
     write_shards(llava_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     tokenizer = export.model.tokenizer
     pad = write_llava_tokenizer(Path(tokenizer.name_or_path), output_dir, export.max_length)
-    write_variables(export, output_dir)
+    if export.uses_own_template:
+        write_variables(export.model.tokenizer, output_dir)
     config = llava_config(export, max_length=export.max_length, dtype=export.dtype)
     if export.rows is not None:
         config["vocab_size"] = export.rows

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import pickle
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from launching import ROOT
 from PIL import Image
 from ready_models import FAMILIES, MARKED, OPEN_THOUGHT_TEMPLATE, REASONING_TEMPLATE, TEMPLATES, VARIABLES
 from test_goldens import TOKENIZERS, tokenizer_of
+from token_text import text_of_ids
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.encode import Encoder, EncodingOptions, check_tokenizer
-from llava_ds.data.prompt_check import PromptCheck, fitting_variables, has_thought
+from llava_ds.data.prompt_check import PromptCheck, as_asked, fitting_variables, has_thought
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES as LLAVAS
@@ -50,6 +52,8 @@ CHANNEL_TEMPLATE = (
     "{%- endif -%}"
 )
 SHOWN = {"show_thoughts": False}
+# An empty thought in every prompt, and before every answer without one.
+EMPTY_FOR_ALL = REASONING_TEMPLATE.replace("enable_thinking is defined and enable_thinking is false", "true")
 
 
 @cache
@@ -171,7 +175,8 @@ def test_an_answer_whose_line_break_joins_the_prompt_is_rejected(folders):
     whole = [Transcript((Message("human", "What?"), talk(text))) for text in ("A cat.", "\nA cat.", "  A cat.")]
     reasons = [check.reason(each, ()) for each in whole]
     assert [bool(reason) for reason in reasons] == [False, True, False]
-    assert "the texts begin alike, and are other tokens where the first one ends" in reasons[1]
+    assert reasons[1].startswith("its last answer begins with a line break: asked is ")
+    assert reasons[1].endswith("are other tokens where the first one ends): take the line break away")
     # Where the tokenizer does not join them, all is well.
     assert not check_of(folders, "qwen3_vl", ready_models.QWEN3_TEMPLATE).reason(whole[1], ())
 
@@ -316,6 +321,18 @@ def test_earlier_answers_are_told_of(inspected, tmp_path):
     assert note not in inspected(tmp_path / "model", PLAIN)[1]
 
 
+def test_a_single_record_without_a_variable_that_helps_is_told_what_does(folders):
+    conversation = Transcript((Message("human", "What?"), Message("gpt", "A cat.")))
+    open_one = check_of(folders, "qwen3_5", OPEN_THOUGHT_TEMPLATE)
+    assert open_one.reason(conversation, ()).endswith("empty one learned): write its thought into the record")
+    thinking = replace(conversation, messages=(conversation.messages[0], Message("gpt", "A cat.", thought="Hm.")))
+    spaces = PromptCheck(Encoder(as_llava(tokenizer_of("sp_default")), EncodingOptions("mistral_zephyr", 4096)), IMAGES)
+    assert spaces.reason(conversation, ()).endswith("is learned): give another --version")
+    empty = check_of(folders, "qwen3_5", EMPTY_FOR_ALL)
+    assert empty.reason(thinking, ()).endswith("(they begin differently): take the thought out")
+    assert not empty.reason(conversation, ())
+
+
 def test_a_language_models_own_template_is_checked_too(inspected, tmp_path):
     base = toys.write_base(tmp_path / "base")
     folder = Path(base["model_name_or_path"])
@@ -337,3 +354,30 @@ def test_a_language_models_own_template_is_checked_too(inspected, tmp_path):
         ModelArguments(model_name_or_path=str(folder), **{k: v for k, v in base.items() if k != "model_name_or_path"})
     ).open_tokenizer()
     assert tokenizer.decode([token for token in asked if token >= 0]).endswith("<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "behind"),
+    [
+        ("v1", "llama_slow_legacy", " A red cat.</s>"),
+        ("mpt", "neox", "A red cat.<|im_end|>"),
+        ("chatml", "qwen", "A red cat.<|im_end|>\n"),
+        ("llama_3", "llama3", "A red cat.<|eot_id|>"),
+    ],
+)
+def test_answers_to_draw_are_asked_for_as_at_inference(template, name, behind):
+    """LLaVA-NeXT learns headers, too, which no policy has to draw."""
+    tokenizer = as_llava(tokenizer_of(name))
+    talk = (Message("human", "<image>\nWhat?"), Message("gpt", "No."), Message("human", "Why?"))
+    conversation = Transcript((*talk, Message("gpt", "A red cat.")))
+    encoder = Encoder(tokenizer, EncodingOptions(template, 4096, supervise_last_turn_only=True, as_asked=True))
+    [learned] = encoder.encode_batch([(conversation, [3])])
+    found = as_asked(encoder, conversation, [3], learned)
+    prompt = encoder.prompt_ids(talk, [3])
+    assert found.input_ids.tolist() == learned.input_ids.tolist()
+    assert found.input_ids[: len(prompt)].tolist() == prompt and (found.labels[: len(prompt)] == IGNORE_INDEX).all()
+    assert found.labels[len(prompt) :].tolist() == found.input_ids[len(prompt) :].tolist()
+    assert text_of_ids(found.labels[len(prompt) :].tolist(), tokenizer) == behind
+    short = replace(encoder.options, max_length=len(prompt) + 1)
+    cut = as_asked(Encoder(tokenizer, short), conversation, [3], learned.cut(len(prompt) + 1))
+    assert len(cut.input_ids) == len(prompt) + 1 and cut.truncated and cut.num_targets == 1
