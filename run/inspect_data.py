@@ -153,6 +153,7 @@ def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterato
             "supervised_text": supervised_text(ids, labels, tokenizer),
             "num_image_tokens": ids.count(IMAGE_TOKEN_INDEX),
             "image_sizes": [size for one in media_from_text(row["media"]) for size in one.sizes],
+            **({} if row["weights"] is None else {"weights": row["weights"]}),
         }
 
 

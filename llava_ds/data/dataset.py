@@ -56,7 +56,7 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
-from llava_ds.data.token_runs import from_columns
+from llava_ds.data.token_runs import from_columns, weights_from_column
 from llava_ds.files.object_store import configure
 from llava_ds.files.places import real_path
 from llava_ds.layouts import MediaLayout
@@ -186,7 +186,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         except DataError as error:
             self.note_error(error)
             return broken(row, str(error))
-        sample = LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
+        ids, labels = _ids_and_labels(row)
+        weights = weights_from_column(row.column("weights")[0].as_py(), labels)
+        weights = None if weights is None else torch.from_numpy(weights)
+        sample = LoadedSample(ids, labels, loaded, row.column("source")[0].as_py(), weights=weights)
         if not self.are_pairs:
             return sample
         reference = None if self.reference is None else self.reference[self.rows[index]].tolist()
@@ -239,10 +242,12 @@ class EncodedDataset(torch.utils.data.Dataset):
         return rejections(self.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
-        """All columns of one record, by its index among all records, with input_ids and labels in full."""
+        """All columns of one record, by its index among all records, with input_ids, labels and weights in full."""
         columns = self._record(index).to_pylist()[0]
-        tokens = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
-        return {**columns, **{name: part.tolist() for name, part in zip(("input_ids", "labels"), tokens)}}
+        ids, labels = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
+        weights = weights_from_column(columns["weights"], labels)
+        weights = None if weights is None else weights.tolist()
+        return {**columns, "input_ids": ids.tolist(), "labels": labels.tolist(), "weights": weights}
 
     def images_of(self, index: int) -> list[str | dict[str, object]]:
         """The first file of each image and video of a sample: a path, or the fields of a FileRef for a slice."""
@@ -306,6 +311,8 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
             lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
+            if weighed := facts["weighed"]:
+                lines.append(f"{weighed:,} samples have answers whose loss counts with a weight other than 1")
             lines += _unread_lines(facts)
             lines += [self.image_options.boxes.describe()] * self.has_boxes
         if self.num_rejected:
@@ -350,7 +357,10 @@ def open_data(
 
     refuse_bad: apply --on_bad_sample, which may refuse bad records.
     """
-    return data_spec(args, tokenizer, image_options, refuse_bad, ranks).open(ranks)
+    dataset = data_spec(args, tokenizer, image_options, refuse_bad, ranks).open(ranks)
+    if args.training.objective != "sft":
+        _refuse_weights(dataset, args.training.objective)
+    return dataset
 
 
 def data_spec(
@@ -371,6 +381,7 @@ def data_spec(
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
         bbox_type=data.bbox_type,
+        split=data.data_split,
         are_preferences=args.training.objective in PAIR_OBJECTIVES,
     )
     return DataSpec.of(
@@ -603,6 +614,21 @@ def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, 
         *reasons_in_short([row["reason"] for row in rows]),
     ]
     raise DataError("\n".join(lines))
+
+
+def _refuse_weights(dataset: EncodedDataset, objective: str) -> None:
+    """Raise DataError where an answer has a weight that only the loss of supervised fine-tuning takes."""
+    number = dataset.index.facts["weighed"]
+    if not number:
+        return
+    first = int(dataset.rows[np.flatnonzero(dataset.table.column("weights").is_valid().take(dataset.rows))[0]])
+    row = dataset.row(first)
+    weight = next(each for each in row["weights"] if each != 1)
+    raise DataError(
+        f"{printable(place_of(row))}: record {row['index']} ({printable(row['id'])}) gives its answer the weight "
+        f"{weight:g}, which --objective {objective} does not take: leave the weights out ({number:,} of "
+        f"{len(dataset):,} records {'has' if number == 1 else 'have'} one)"
+    )
 
 
 def broken(row: pa.Table, reason: str) -> BrokenSample:

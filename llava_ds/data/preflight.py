@@ -28,7 +28,7 @@ from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.ranks import printable
 from llava_ds.videos import Footage
 
-Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
+Row = dict[str, object]  # of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -38,7 +38,6 @@ RECORDS_PER_CALL = 256  # checked by a worker process at a time
 
 MAX_ID = 200  # characters of the id of a rejected record
 
-FRACTIONS = "weighs answers by another number than 0 and 1: fractions are not supported yet"
 
 RECORDS = pa.schema(
     [
@@ -52,7 +51,7 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels. unread:
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights. unread:
 # names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
 ROWS = pa.schema(
     [
@@ -73,6 +72,7 @@ ROWS = pa.schema(
         ("truncated", pa.bool_()),
         *COLUMNS,
         ("unmarked", pa.string()),
+        token_runs.WEIGHTS,
         ("unread", pa.string()),
         ("left_out", pa.int32()),
     ]
@@ -135,13 +135,15 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = self._encoded([(each, one.marks) for one in good for each in one.sample.transcripts])
+        coded = self._encoded([(each, one.marks) for one in good for each in one.transcripts])
         rows = [
-            self._row(one, [next(coded) for _ in one.sample.transcripts]) if isinstance(one, _Checked) else one
+            self._row(one, [next(coded) for _ in one.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        columns |= token_runs.to_columns([row["input_ids"] for row in rows], [row["labels"] for row in rows])
+        labels = [row["labels"] for row in rows]
+        columns |= token_runs.to_columns([row["input_ids"] for row in rows], labels)
+        columns["weights"] = token_runs.weights_to_column([row["weights"] for row in rows], labels)
         columns |= as_columns([row["seen"] for row in rows])
         rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
@@ -173,12 +175,13 @@ class Checker:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
-            for transcript in sample.transcripts:
+            transcripts = sample.transcripts
+            for transcript in transcripts:
                 if reason := self.prompts.reason(transcript, marks):
                     raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
-        return _Checked(sample, media, seen, marks)
+        return _Checked(sample, transcripts, media, seen, marks)
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
@@ -197,8 +200,6 @@ class Checker:
         for coded in answers:
             if isinstance(coded, DataError):
                 return _rejected(sample.id, coded)
-            if coded.weights is not None:
-                return _rejected(sample.id, DataError(FRACTIONS))
             own = coded.num_targets
             targets += own
             if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
@@ -219,6 +220,7 @@ class Checker:
             "text_to_retry": None,
             "input_ids": _joined([coded.input_ids for coded in answers]),
             "labels": _joined([coded.labels for coded in answers]),
+            "weights": _joined_weights(answers),
             "media": media_to_text(one.media),
             "length": sum(len(coded.input_ids) for coded in answers),
             "num_targets": targets,
@@ -240,6 +242,7 @@ class _Checked:
     """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
 
     sample: Sample
+    transcripts: list[Transcript]
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
     marks: list[int | ImageText]
@@ -247,6 +250,13 @@ class _Checked:
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
+    if all(coded.weights is None for coded in answers):
+        return None
+    weights = [np.ones(len(coded.labels), np.float32) if coded.weights is None else coded.weights for coded in answers]
+    return _joined(weights)
 
 
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
@@ -259,6 +269,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,
+        "weights": None,
     }
 
 

@@ -109,8 +109,11 @@ class PromptCheck:
         with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
         if self.encoder.options.as_asked:
             return ""
+        forms = self.forms(transcript.template_kwargs, with_video)
+        if forms.plain is None and forms.thought is None and self.encoder.template.write is not None:
+            return ""
         answer = last_answer(transcript)
-        difference = self.forms(transcript.template_kwargs, with_video).of(answer)
+        difference = forms.of(answer)
         if difference is None and self._may_join(transcript):
             with contextlib.suppress(DataError):  # the encoder's, too
                 if (joined := self._compare(transcript, marks)) is not None:
@@ -230,7 +233,8 @@ def as_asked(encoder: Encoder, conversation: Transcript, marks: Marks, coded: En
     if not np.array_equal(ids[:count], prompt[: len(ids)]) or not _is_next(encoder, conversation, marks):
         ids = np.concatenate([prompt, encoder.text_ids(answer.text.strip())])
     labels = np.where(np.arange(len(ids)) < count, np.int32(IGNORE_INDEX), ids)
-    return Encoded(ids, labels, coded.truncated).cut(encoder.options.max_length)
+    weights = None if coded.weights is None else np.where(labels == IGNORE_INDEX, 1, answer.weight).astype(np.float32)
+    return Encoded(ids, labels, coded.truncated, weights).cut(encoder.options.max_length)
 
 
 def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:

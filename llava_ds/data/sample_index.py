@@ -145,12 +145,19 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
         "images": int(arrays["num_images"].sum(dtype=np.int64)),
         "answers": int(numbers(table, "num_turns")[rows].sum(dtype=np.int64)),
         "truncated": int(np.count_nonzero(numbers(table, "truncated")[rows])),
+        "weighed": _num_weighed(table, rows),
         "unmarked": {kind: counts[kind] for kind in UNMARKED_TEXTS if kind in counts},
         "unread": dict(keys.most_common(MAX_KEYS)),
         "left_out": [int(left_out.sum(dtype=np.int64)), int(np.count_nonzero(left_out))],
         "percentiles": [int(n) for n in np.percentile(lengths, PERCENTILES)] if len(rows) else [],
     }
     return {"sums": sums}
+
+
+def _num_weighed(table: RowTable, rows: np.ndarray) -> int:
+    """The number of samples with a weight of the loss other than 1."""
+    weights = table.column("weights")
+    return 0 if weights.null_count == len(weights) else int(np.count_nonzero(weights.is_valid().to_numpy()[rows]))
 
 
 def numbers(table: RowTable, name: str) -> np.ndarray:

@@ -8,6 +8,7 @@ from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Media, Message, Sample
 from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, shown, to_sample
 from llava_ds.data.sources.fields import field_of
+from llava_ds.data.sources.record_forms import all_answers, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.special_tokens import shown_text
 from llava_ds.evaluation.benchmark_files import (
@@ -27,6 +28,7 @@ CAPTION = "Provide a one-sentence caption for the provided image."  # as LLaVA-1
 TURNS = ("together", "each")  # how the questions of a record are asked
 MIN_SAME_WORDS = 5  # questions that make a group where no kinds are given
 MAX_GROUPS = 20
+METRICS_OF_SEVERAL = ("vqa", "caption")  # that compare with all answers of a record
 LONGEST_NAME = 100  # characters of a question that may name a group
 
 
@@ -37,13 +39,13 @@ def llava(given: Given) -> list[Question]:
     a record's last answer.
     """
     questions, problems, total = [], [], 0
-    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir)
+    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split)
     for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
             try:
                 sample = _sample(record, source)
-                questions += _questions_of(sample, _scoring(record, source), given)
+                questions += _questions_of(sample, _scoring(record, source, given.metric), given)
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
     if problems:
@@ -56,7 +58,9 @@ def llava(given: Given) -> list[Question]:
 def preferences(given: Given) -> list[Question]:
     """The pairs of answers in a file of preferences (docs/preference.md): which of the two does a model prefer?"""
     questions, problems, total = [], [], 0
-    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, are_preferences=True)
+    options = SourceOptions(
+        image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split, are_preferences=True
+    )
     for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
@@ -100,16 +104,21 @@ class _Scoring:
     kinds: tuple[str, ...] = ()
 
 
-def _scoring(record: RawRecord, source: Source) -> _Scoring:
+def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
     """Raises DataError for references that are no texts. record: one that to_sample takes."""
-    if '"references"' not in record.text and '"kind"' not in record.text:
+    has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
+    if "references" not in record.text and "kind" not in record.text and not has_answers:
         return _Scoring()
     content = json.loads(record.text)
     references = content.get("references")
+    if references is None and has_answers:
+        references = all_answers(content, source.columns)
     if references is not None and (
         not isinstance(references, list) or not references or not all(isinstance(each, str) for each in references)
     ):
         raise DataError(f"has {references!r:.60} under 'references', expected a list of texts")
+    if source.format != "caption":
+        content = as_conversation(content, source.columns)
     _, turns = field_of(content, source.columns.turns)
     kinds = [turn.get("kind") for turn in turns or ()]
     return _Scoring(references, tuple(kind if isinstance(kind, str) else "" for kind in kinds))

@@ -80,6 +80,6 @@ def digest(questions: list[Question]) -> str:
         messages = [astuple(message) for message in question.prompt.messages]
         images = [_shown(image) for image in question.prompt.images]
         row = [question.id, messages, images, question.reference, question.kinds, question.more]
-        row += [each for each in (question.prompt.tools, question.prompt.template_kwargs) if each]
+        row += [question.prompt.tools, question.prompt.template_kwargs]
         hashed.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return hashed.hexdigest()

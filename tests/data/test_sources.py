@@ -241,9 +241,11 @@ def chat_of(*parts: object) -> dict:
         ("text", "is a str, expected an object with 'conversations'"),
         ({"id": "1", "turns": []}, "no list under 'conversations' or 'messages' (its keys: 'id', 'turns')"),
         ({}, "has no list under 'conversations' or 'messages' (its keys: none)"),
-        ({"conversations": []}, "has no list under 'conversations'"),
+        ({"conversations": []}, "has an empty list under 'conversations'"),
+        ({"conversations": 5}, "has 5 under 'conversations', expected a list of turns"),
         ({"conversations": TALK, "messages": CHAT}, "has both 'conversations' and 'messages': name one with --data_co"),
-        (talk_of("hello"), "turn 0 is 'hello', expected {'from': 'human' or 'gpt', 'value': text}"),
+        (talk_of("hello"), "has 'hello' as number 0 of 'conversations', expected an object with a role"),
+        (talk_of(TEXT_ONLY[0], "hello"), "turn 1 is 'hello', expected {'from': 'human' or 'gpt', 'value': text}"),
         (talk_of({"from": "human"}), "turn 0 is {'from': 'human'}, expected"),
         (talk_of({"from": "human", "value": 3}), "turn 0 is"),
         (talk_of(TEXT_ONLY[0], {"from": "dog", "value": "x"}), "turn 1 is from 'dog', expected 'human' or 'gpt'"),
@@ -382,10 +384,10 @@ def test_read_samples_counts_problems_and_shows_the_first(folder, num_bad):
 
 def test_unknown_records_are_refused_with_the_keys_found(folder):
     with pytest.raises(ConfigError) as caught:
-        opened(folder, [{"question": "Who?", "answer": "Me."}, 3])
+        opened(folder, [{"url": "a.html", "score": 3}, 3])
     message = str(caught.value)
-    assert "its records are of no known format (keys found: 'question', 'answer'); known are llava: {" in message
-    assert "sharegpt: " in message and "messages: " in message and "caption: " in message
+    assert "of no known format: no key of them is known (keys found: 'url', 'score'); known are llava: {" in message
+    assert all(f"{name}: {{" in message for name in ("messages", "texts", "question_answer", "caption"))
 
 
 def test_two_names_for_one_field_are_refused_until_one_is_named(folder):

@@ -205,6 +205,9 @@ def test_a_json_file_of_lines_is_jsonl(tmp_path, opened):
         (b"{", "can't be read as JSON"),
         (b"\xff\xfe\x00", "it is UTF-16, save it as UTF-8"),
         (b"hello", "can't be read as JSON: it begins with b'hello'"),
+        (b"\x1f\x8b\x08", "is compressed: unpack it"),
+        (b"\x28\xb5\x2f\xfdx", "is compressed: unpack it"),
+        (b"PK\x03\x04", "is compressed: unpack it"),
         (b" \n", "is empty"),
         (b"[]", "holds no records"),
         (b'{"data": []}', "holds one object, expected a JSON list of records like"),
@@ -365,13 +368,18 @@ def test_a_saved_datasets_folder(tmp_path, opened):
     assert {record.file for record in source.read()} == {str(tmp_path / "one")} and source.count() == 4
 
     datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "splits")
-    assert opened(tmp_path / "splits").count() == 4
-    assert "; the split 'train', and not 'test'" in opened(tmp_path / "splits").describe()
+    with pytest.raises(ConfigError, match=r"holds the splits 'train' and 'test': choose one with --data_split train"):
+        opened(tmp_path / "splits")
+    with pytest.raises(ConfigError, match="has no split 'dev': its splits are 'train', 'test'"):
+        opened(tmp_path / "splits", split="dev")
+    assert opened(tmp_path / "splits", split="train").count() == 4
+    assert "; the split 'train', and not 'test'" in opened(tmp_path / "splits", split="train").describe()
     assert "the split" not in opened(tmp_path / "splits" / "test").describe()
     assert opened(tmp_path / "splits" / "test").count() == 1
-    datasets.DatasetDict(dev=saved, test=saved).save_to_disk(tmp_path / "untrained")
-    with pytest.raises(ConfigError, match=r"holds the splits dev, test and no 'train': name one, like .*/dev"):
-        opened(tmp_path / "untrained")
+    datasets.DatasetDict(dev=saved).save_to_disk(tmp_path / "untrained")
+    assert (
+        opened(tmp_path / "untrained").count() == 4 and "the split 'dev'" in opened(tmp_path / "untrained").describe()
+    )
     (tmp_path / "one" / "state.json").write_text("{}")
     with pytest.raises(DataError, match="can't be opened as a saved datasets folder"):
         opened(tmp_path / "one")
@@ -520,7 +528,7 @@ def test_shards_of_captions_and_their_bad_records(tmp_path, opened):
     members = [
         ("0.png", RED),
         ("0.txt", b"A red one.\n"),
-        ("0.json", b'{"caption": "other", "url": "https://x.org"}'),
+        ("0.json", b'{"caption": "A red one.", "url": "https://x.org"}'),
         ("1.txt", b"No picture."),
         ("2.png", BLUE),
         ("2.txt", b"\xff\xfe"),

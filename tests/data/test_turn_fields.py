@@ -57,7 +57,8 @@ def refused(folder, record: dict) -> str:
     ],
 )
 def test_a_thought_is_read_from_a_field_or_a_part(tmp_path, answer):
-    assert answers(tmp_path, chat(answer)) == [Message("gpt", "A cat.", thought="It purrs.")]
+    [message] = answers(tmp_path, chat(answer))
+    assert (message.text, message.thought) == ("A cat.", "It purrs.")
 
 
 def test_empty_fields_are_as_absent(tmp_path):
@@ -152,6 +153,7 @@ def with_turn(**fields) -> dict:
         (chat({"weight": -1}), "turn 1 has -1 under 'weight', expected true, false or a weight from 0"),
         (chat({"train": "no"}), "turn 1 has 'no' under 'train'"),
         (chat({"weight": float("nan")}), "under 'weight'"),
+        (chat({"weight": 1e39}), "turn 1 has 1e+39 under 'weight', expected true, false or a weight from 0 to 1,000"),
         (chat("a", weight=["x", "y"]), "has 'x' under 'weight'"),
         (with_turn(train=True), "turn 0 is no answer and has the weight 1, but only answers are learned"),
         (chat("a", loss_mask=[1, 1]), "turn 0 is no answer and has the weight 1"),

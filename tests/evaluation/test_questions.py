@@ -242,6 +242,30 @@ def test_a_kind_may_be_of_one_turn(tmp_path):
     assert [q.kinds for q in found] == [("object",), ("name",), ("rest",)]
 
 
+def test_records_of_other_forms_are_asked_about(tmp_path):
+    talk = json.dumps([{**turn, "kind": "k"} for turn in talk_of("What?", "A cat.")])
+    records = [{"conversations": talk}, {"conversations": {"from": ["human", "gpt"], "value": ["Who?", "Me."]}}]
+    found = read_questions("llava", Given(dump(tmp_path / "data.json", records)), None)
+    assert [(q.asked, q.reference, q.kinds) for q in found] == [("What?", "A cat.", ("k",)), ("Who?", "Me.", ())]
+    records = [
+        {"question": "How many?", "answers": ["2", "3", "3"], "kind": "n"},
+        {"question": "Who?", "answers": ["Me"]},
+    ]
+    file = dump(tmp_path / "vqa.json", records)
+    found = read_questions("llava", Given(file), None)
+    assert [(q.asked, q.reference, q.kinds) for q in found] == [("How many?", "3", ("n",)), ("Who?", "Me", ())]
+    found = read_questions("llava", Given(file, metric="caption"), None)
+    assert [q.reference for q in found] == [["2", "3", "3"], ["Me"]]  # compared with all
+
+
+def test_a_split_of_a_folder_is_asked_about(tmp_path):
+    for split in ("train", "testA"):
+        dump(tmp_path / f"{split}.json", [{"question": split, "answer": "a"}])
+    assert [q.asked for q in read_questions("llava", Given(str(tmp_path), split="testA"), None)] == ["testA"]
+    with pytest.raises(ConfigError, match=r"holds the splits .*--split of run/evaluate\.py"):
+        read_questions("llava", Given(str(tmp_path)), None)
+
+
 def test_without_kinds_the_questions_that_many_records_ask_are_groups(tmp_path):
     def questions(records):
         return read_questions("llava", Given(dump(tmp_path / "data.json", records)), None)

@@ -28,7 +28,8 @@ from llava_ds.data.sources.fields import (
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
 from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
-from llava_ds.data.sources.preferences import QUESTIONS, as_conversations, margin_of
+from llava_ds.data.sources.preferences import as_conversations, margin_of
+from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, list_weights, read_tools, weight_of
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
@@ -59,7 +60,7 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
     if chosen.messages == rejected.messages:
         raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
-    return replace(chosen, rejected=rejected.messages, margin=margin_of(record))
+    return replace(chosen, rejected=rejected.messages, margin=margin_of(record, source.columns))
 
 
 def _sample(record: dict, source: Source, index: int) -> Sample:
@@ -68,7 +69,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     if source.format == "caption":
         messages, marks, named = _caption(record, source)
     else:
-        messages, marks, named = _conversation(record, source)
+        messages, marks, named = _conversation(as_conversation(record, source.columns), source)
         unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(mark, source) for mark in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
@@ -109,12 +110,11 @@ def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def _known_keys(columns: Columns, format: str) -> frozenset[str]:
     """All keys that are read of a record."""
-    fields = {**vars(columns)}
-    fields.pop("turns" if format == "caption" else "text")
-    named = [name for names in fields.values() for name in names]
-    more = () if format == "caption" else (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
-    pairs = (*QUESTIONS, "chosen", "rejected", "margin", "text") if format == "preference" else ()
-    return frozenset([*named, *more, *pairs, OBJECTS, "kind"])
+    names = (*columns.all(), OBJECTS, "kind")
+    if format == "caption":
+        return frozenset(names) - {*columns.turns}
+    more = (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
+    return frozenset((*names, *more))
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
@@ -129,13 +129,11 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     marks: list[Mark] = []
     name, system = field_of(record, columns.system)
     if system is not None and system != "":
-        system = checked_text(system, f"has {short(system)} under {name!r}, expected a text")
-        messages.append(Message("system", with_marks(system, marks, has_videos=False)))
+        messages.append(Message("system", checked_text(system, f"has {short(system)} under {name!r}, expected a text")))
     turns = [read_turn(turn, i) for i, turn in enumerate(turns)]
     weights = list_weights(record, turns)
     for i, turn in enumerate(turns):
-        content = turn.content
-        keeps_spaces = False
+        content, keeps_spaces = turn.content, False
         if not isinstance(content, str):
             content, keeps_spaces = read_parts(content, i, marks, has_videos)
         elif "<" in content:
@@ -144,9 +142,11 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
         if turn.role == "tool" and not any(message.role == "gpt" for message in messages):
             raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
-        _add_message(messages, turn, content, weight_of(turn, weights, i), i)
-        if keeps_spaces:
-            messages[-1] = replace(messages[-1], keeps_spaces=True)
+        if turn.is_plain and not weights:
+            messages.append(Message(turn.role, content, keeps_spaces=keeps_spaces))
+        else:
+            _add_message(messages, turn, content, weight_of(turn, weights, i), i)
+            messages[-1] = replace(messages[-1], keeps_spaces=keeps_spaces or messages[-1].keeps_spaces)
     if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
         raise DataError(
             f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
@@ -155,18 +155,13 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     if heard and any(AUDIO_TOKEN in message.text for message in messages):
         raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
-        raise DataError(
-            f"has an {IMAGE_TOKEN} mark in its system message, which shows no images (\\{IMAGE_TOKEN} is the word)"
-        )
+        raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no images")
     return messages, marks, named
 
 
 def _add_message(messages: list[Message], turn: Turn, text: str, weight: float, i: int) -> None:
     """Add a turn as a message. A turn of calls alone belongs to the answer before it, as ms-swift joins them."""
     calls = turn.tool_calls
-    if not calls and turn.thought is None and not turn.name and not turn.call_id:
-        messages.append(Message(turn.role, text) if weight == 1 else Message(turn.role, text, weight=weight))
-        return
     last = messages[-1] if messages else None
     if turn.is_call and last is not None and last.role == "gpt":
         if turn.thought is not None or weight != last.weight:
@@ -186,7 +181,7 @@ def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str
     choice, images = source.on_unmarked_image, bool(named["image"] or named["video"])
     if bool(marks) == images:
         return ""
-    if images and choice == "prepend":
+    if images and (choice == "prepend" or source.format in UNMARKED_FORMS):
         _prepend_marks(messages, marks, named)
         return IMAGE_PREPENDED
     if images and choice == "text":

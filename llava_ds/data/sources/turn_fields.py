@@ -1,7 +1,6 @@
 """Fields of a turn beside its role and content: a thought, tool calls, the weight of the loss."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from llava_ds.data.sources.options import WEIGHT_KEYS, nearest, short
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
 CALL_KEYS = ("tool_calls", "function_call")
+MAX_WEIGHT = 1_000  # of the loss: more is a mistake, and float32 ends at 3e38
 # Keys that public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT's) have beside a turn's text, which say
 # where it comes from and can't change what is learned of it. kind: read where answers are scored.
 IGNORED_KEYS = (
@@ -31,7 +31,7 @@ _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 class Turn(NamedTuple):
     """One turn as its record gives it. weight: None where it says none; is_call: its content was the calls, which
-    belong to the answer before them."""
+    belong to the answer before them; is_plain: it has a role and a content alone."""
 
     role: str
     content: str | list
@@ -41,6 +41,7 @@ class Turn(NamedTuple):
     name: str = ""
     call_id: str = ""
     is_call: bool = False
+    is_plain: bool = False
 
 
 def refuse_unknown_keys(turn: dict, i: int) -> None:
@@ -178,8 +179,10 @@ def _one(weights: list[float], i: int) -> float | None:
 
 
 def _weight(value: object, where: str, key: str) -> float:
-    if not isinstance(value, (bool, int, float)) or not math.isfinite(value) or value < 0:
-        raise DataError(f"{where} {short(value)} under {key!r}, expected true, false or a weight from 0")
+    if not isinstance(value, (bool, int, float)) or not 0 <= value <= MAX_WEIGHT:
+        raise DataError(
+            f"{where} {short(value)} under {key!r}, expected true, false or a weight from 0 to {MAX_WEIGHT:,}"
+        )
     return float(value)
 
 

@@ -65,7 +65,7 @@ def read_turn(turn: object, i: int) -> Turn:
             raise DataError(f"turn {i}, from {short(role)}, has {short(content)}, expected the JSON of a call")
         return call_turn(content, turn, i)
     if len(turn) == 2 and isinstance(content, str) and "tool_calls" not in turn and "function_call" not in turn:
-        return Turn(known, content)
+        return Turn(known, content, is_plain=True)
     _refuse_two_spellings(turn, i)
     return with_fields(known, content, turn, i)
 
