@@ -132,7 +132,8 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     marks: list[Mark] = []
     name, system = field_of(record, columns.system)
     if system is not None and system != "":
-        messages.append(Message("system", checked_text(system, f"has {short(system)} under {name!r}, expected a text")))
+        system = checked_text(system, f"has {short(system)} under {name!r}, expected a text")
+        messages.append(Message("system", with_marks(system, marks, has_videos=False)))
     turns = [read_turn(turn, i) for i, turn in enumerate(turns)]
     weights = list_weights(record, turns)
     for i, turn in enumerate(turns):
@@ -158,7 +159,9 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     if heard and any(AUDIO_TOKEN in message.text for message in messages):
         raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
-        raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no images")
+        raise DataError(
+            f"has an {IMAGE_TOKEN} mark in its system message, which shows no images (\\{IMAGE_TOKEN} is the word)"
+        )
     return messages, marks, named
 
 
