@@ -1,5 +1,6 @@
 """Weights of answers in the records reach the loss, and nothing else changes."""
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 import torch
 import toys
 from launching import ROOT
-from transformers import AutoModelForCausalLM
+from PIL import Image
+from ready_models import write_ready
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, DataError
 from llava_ds.data import shards
@@ -201,3 +204,25 @@ def test_the_loss_of_a_data_set_follows_its_weights(opened):
     for none, one, half in zip(*found):
         assert torch.equal(none, one)
         torch.testing.assert_close(none / 2, half, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl"])
+def test_ready_models_weigh_answers_by_their_own_templates(inspect_data, tmp_path, family):
+    write_ready(tmp_path / "model", family)
+    Image.new("RGB", (60, 40), "red").save(tmp_path / "a.png")
+    turns = [("user", "<image>What is it?"), ("assistant", "A cat."), ("user", "Sure?"), ("assistant", "It is red.")]
+    record = {"id": "a", "images": ["a.png"], "messages": [{"role": role, "content": text} for role, text in turns]}
+    plain = copy.deepcopy(record)
+    record["messages"][1]["weight"], record["messages"][3]["loss_scale"] = 0.25, 3
+    (tmp_path / "data.json").write_text(json.dumps([record, plain]))
+    flags = {"model_name_or_path": tmp_path / "model", "data_path": tmp_path / "data.json", "image_folder": tmp_path}
+    out = tmp_path / "out.jsonl"
+    inspected(inspect_data, tmp_path, {name: str(path) for name, path in flags.items()}, "--jsonl", str(out))
+    weighed, other = map(json.loads, out.read_text().splitlines())
+    assert "weights" not in other and weighed["labels"] == other["labels"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for weight, text in ((0.25, "A cat."), (3, "It is red.")):
+        ids = [label for label, each in zip(weighed["labels"], weighed["weights"]) if each == weight]
+        assert tokenizer.decode(ids).strip().startswith(text) and IGNORE_INDEX not in ids
+    supervised = [each for each, label in zip(weighed["weights"], weighed["labels"]) if label != IGNORE_INDEX]
+    assert set(supervised) == {0.25, 3}
