@@ -20,7 +20,7 @@ from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
 from llava_ds.data.media_settings import options_for
-from llava_ds.data.prompt_check import PromptCheck, as_asked
+from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
@@ -151,8 +151,8 @@ class Checker:
 
     def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
         for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
-            is_asked = self.encoder.options.as_asked and isinstance(one, Encoded)
-            yield as_asked(self.encoder, *conversation, one) if is_asked else one
+            is_asked = self.encoder.options.answer_is_reference and isinstance(one, Encoded)
+            yield with_asked_prompt(self.encoder, *conversation, one) if is_asked else one
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
