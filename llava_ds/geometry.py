@@ -64,8 +64,8 @@ class ImageOptions:
     stretch: the tower's own processor stretches an image to the square, instead of cropping its centre; class_token:
     the first feature of a tile is of the whole tile; short_side: pixels that a square image's shorter side is scaled to
     before its centre is cropped, None for size; square_resample: Pillow's number of the filter for images that
-    become one tile; clip: what the part of a message says of the one video that these options are for; the others are
-    the flags of similar names.
+    become one tile; clip: settings of one video from its part of a message; the others are the flags of similar
+    names.
     """
 
     size: int

@@ -142,10 +142,10 @@ class SquareTiling:
 
 @dataclass(frozen=True)
 class AskedSize:
-    """The size that a part of a message asks for its image, or for each frame of its video.
+    """Size of an image, or of each frame of a video, by the settings of its part of a message.
 
     least, most: pixels, of a frame for a video; total: pixels of a video, of which two frames count once; resized:
-    width and height before they are rounded to cells. None where the part doesn't say it.
+    width and height before they are rounded to cells. None where the part has no such setting.
     Source: qwen-vl-utils' fetch_image and fetch_video, whose bounds take the place of those that are not given.
     """
 

@@ -29,7 +29,7 @@ class Footage(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """What the part of a message says of its video. None: what the run says.
+    """Settings of one video, from its part of a message. None: the run's.
 
     rate: frames of a second, where they are given as images; fps: frames of a second to choose; num_frames: in all;
     least, most: bounds of their number where it is not given; start, end: seconds; factor: the number is a multiple of
@@ -91,8 +91,8 @@ class Clip:
 
 
 class FrameChoice(NamedTuple):
-    """Frames to use of a video: --video_fps, --frames_upbound (0: no bound) and --force_sample; clip: what its part of
-    a message says."""
+    """Frames to use of a video: --video_fps, --frames_upbound (0: no bound) and --force_sample; clip: settings of its
+    part of a message."""
 
     fps: int
     most: int

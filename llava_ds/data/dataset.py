@@ -393,7 +393,7 @@ def data_spec(
             mm_use_im_start_end=model.mm_use_im_start_end,
             supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
             split_special_tokens=model.split_special_tokens,
-            as_asked=args.training.objective in DRAWING_OBJECTIVES,
+            answer_is_reference=args.training.objective in DRAWING_OBJECTIVES,
         ),
         image_options,
         PreflightOptions(

@@ -20,7 +20,7 @@ from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
 from llava_ds.data.media_settings import options_for
-from llava_ds.data.prompt_check import PromptCheck, as_asked
+from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
@@ -151,8 +151,8 @@ class Checker:
 
     def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
         for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
-            is_asked = self.encoder.options.as_asked and isinstance(one, Encoded)
-            yield as_asked(self.encoder, *conversation, one) if is_asked else one
+            is_asked = self.encoder.options.answer_is_reference and isinstance(one, Encoded)
+            yield with_asked_prompt(self.encoder, *conversation, one) if is_asked else one
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
@@ -202,12 +202,8 @@ class Checker:
                 return _rejected(sample.id, coded)
             own = coded.num_targets
             targets += own
-            if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
-                return _rejected(sample.id, DataError("nothing to learn from: all of its answers weigh 0"))
             if own == 0:
-                limit = self.encoder.options.max_length
-                why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-                return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
+                return _rejected(sample.id, DataError(f"nothing to learn from: {self._why_nothing(sample, coded)}"))
         words = 0
         for message in sample.messages:
             words += len(message.text.split())
@@ -235,6 +231,16 @@ class Checker:
             "left_out": sum(coded.left_out for coded in answers),
             "seen": one.seen,
         }
+
+    def _why_nothing(self, sample: Sample, coded: Encoded) -> str:
+        """The reason why none of a sample's tokens is supervised."""
+        weights = [message.weight for message in sample.messages if message.role == "gpt"]
+        if weights and not any(weights):
+            return "all of its answers weigh 0"
+        if self.encoder.options.supervise_last_turn_only and weights and not weights[-1]:
+            return "its last answer weighs 0, and no other is learned"
+        limit = self.encoder.options.max_length
+        return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ noncharacters are refused.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -29,20 +29,24 @@ def refuse_noncharacters(text: str, of_parts: bool = False) -> None:
         raise DataError(f"a text holds U+{ord(found[0]):04X}, which is no character in Unicode: take it out")
 
 
-def join_parts(parts: Iterable[str | None]) -> str:
-    """The text of a message in parts: texts as they are, and an <image> mark for each None. split_parts takes it apart.
+def join_parts(parts: Sequence[str | None]) -> tuple[str, bool]:
+    """The text of a message in parts, and Message.keeps_spaces: texts as they are, and an <image> mark for each None.
 
-    Raises DataError for a text with a noncharacter.
+    split_parts takes it apart; one text alone without outer spaces is as good as no part. Raises DataError for a text
+    with a noncharacter.
     """
+    for part in parts:
+        refuse_noncharacters(part or "")
+    if None not in parts and (not any(parts) or (len(parts) == 1 and parts[0] == parts[0].strip())):
+        return "".join(parts), False
     runs: list[list[str]] = [[]]
     for part in parts:
         if part is None:
             runs.append([])
         else:
-            refuse_noncharacters(part)
             runs[-1].append(part)
     plain = ["".join(run) if len(run) == 1 and run[0] else "".join(text + PART_END for text in run) for run in runs]
-    return IMAGE_TOKEN.join(plain)
+    return IMAGE_TOKEN.join(plain), True
 
 
 def split_parts(text: str) -> list[str | None]:

@@ -66,10 +66,14 @@ def preferences(given: Given) -> list[Question]:
             total += 1
             try:
                 sample = _sample(record, source)
+                *before, chosen = sample.messages
+                if any(each.thought is not None or each.tool_calls for each in (chosen, sample.rejected[-1])):
+                    raise DataError(
+                        "has answers with thoughts or tool calls, and answers are judged by their texts alone"
+                    )
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
                 continue
-            *before, chosen = sample.messages
             questions.append(
                 Question(
                     sample.id,
@@ -126,7 +130,10 @@ def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
 
 def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Question]:
     questions = []
-    answered = [i for i, message in enumerate(sample.messages) if message.role == "gpt" and i > 0]
+    # An answer that was switched off may be wrong, and a call is no text.
+    answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
+    if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
+        raise DataError("has results of tools, which mean nothing without their calls: leave --turns each out")
     of_its_own = len(sample.messages) - len(scoring.kinds)  # a system message that is no turn
     for number, i in enumerate(answered, 1):
         own = scoring.kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's

@@ -44,8 +44,8 @@ class Conversation:
     def with_parts(self, role: str, parts: Sequence[str | Media]) -> "Conversation":
         """Add a message in parts, as training reads it. Raises DataError for a text with an image placeholder."""
         shown = [part for part in parts if isinstance(part, Media)]
-        text = join_parts(None if isinstance(part, Media) else _words(part) for part in parts)
-        return Conversation((*self.messages, Message(role, text, keeps_spaces=True)), (*self.media, *shown))
+        text, keeps_spaces = join_parts([None if isinstance(part, Media) else _words(part) for part in parts])
+        return Conversation((*self.messages, Message(role, text, keeps_spaces=keeps_spaces)), (*self.media, *shown))
 
     def with_answer(self, text: str) -> "Conversation":
         """Add the answer to the last question, without image placeholders, which would stand for images."""

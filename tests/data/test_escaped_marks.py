@@ -150,6 +150,23 @@ def test_a_wrong_number_of_marks_names_the_word(folder, record, expected):
     assert expected in str(caught.value)
 
 
+def test_a_system_message_may_name_the_word(folder):
+    for record in (
+        talk("Hi", system=r"Never write \<image>."),
+        {
+            "conversations": [
+                {"from": "system", "value": r"Never write \<image>."},
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "A cat."},
+            ]
+        },
+    ):
+        sample = sample_of(folder, record)
+        assert shown_text(sample.messages[0].text) == "Never write <image>." and not sample.media
+        with pytest.raises(DataError, match=r"in its system message, which shows no images \(\\<image> is the word\)"):
+            sample_of(folder, json.loads(json.dumps(record).replace("\\\\<", "<")))
+
+
 def test_a_caption_may_name_the_word(folder):
     sample = sample_of(folder, {"image": "a.png", "text": r"An \<image> tag"})
     assert shown_text(sample.messages[1].text) == "An <image> tag" and len(sample.media) == 1

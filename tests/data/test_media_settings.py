@@ -121,7 +121,7 @@ FOUR_A_SECOND = {
 
 
 @pytest.mark.parametrize("name", FOUR_A_SECOND)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "gemma4_e"])
 def test_eight_frames_at_four_a_second_take_two_seconds(family, name, model, folder, tmp_path):
     """The ids, with the times in them, are those of transformers' processor that is told so, and so are positions."""
     path, tokenizer, options = model(family)
@@ -412,6 +412,9 @@ def test_a_size_that_no_image_can_have_is_refused():
             "'max_pixels' 0.5, expected a whole number of at least",
         ),
         ({"type": "image", "image": "0.png", "max_pixels": True}, "'max_pixels' True, expected a whole number"),
+        ({"type": "image", "image": "0.png", "max_pixels": 10**400}, "expected a whole number of at least 1"),
+        ({"type": "video", "video": FRAMES, "fps": float("nan")}, "'fps' nan, expected a number above 0"),
+        ({"type": "video", "video": FRAMES, "fps": "inf"}, "'fps' 'inf', expected a number above 0"),
         ({"type": "video", "video": FRAMES, "fps": 0}, "'fps' 0, expected a number above 0"),
         ({"type": "video", "video": "a.mp4", "video_start": -1}, "'video_start' -1, expected a number of seconds"),
         ({"type": "video", "video": [{"image": "0.png", "max_pixels": 99}]}, "'max_pixels' for a frame of a video"),
@@ -473,3 +476,16 @@ def test_an_index_names_the_records_image(folder, tmp_path):
         shown("first")
     own = record_of({"type": "image", "image": "0.png", "index": 1})
     assert "and a file of its own: leave one of them out" in refusal(own, folder, tmp_path)
+
+
+def test_videos_with_and_without_settings_in_one_list(folder, tmp_path):
+    (folder / "a.mp4").touch()
+    videos = [{"video": FRAMES[:2], "fps": 4}, FRAMES[2:4], "a.mp4", {"path": "a.mp4"}]
+    record = record_of(*[{"type": "video"}] * 4, videos=videos)
+    media = to_sample(json.dumps(record), source_of(folder, [record], tmp_path)[0], 0).media
+    assert [(one.kind, len(one.refs), one.settings) for one in media] == [
+        ("frames", 2, (("fps", 4.0),)),
+        ("frames", 2, ()),
+        ("video", 1, ()),
+        ("video", 1, ()),
+    ]

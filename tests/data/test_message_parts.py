@@ -18,6 +18,9 @@ from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.data.special_tokens import PART_END, in_lines, join_parts, split_parts
 from llava_ds.data.templates import render
+from llava_ds.evaluation.benchmark_files import Given
+from llava_ds.evaluation.question import without_image
+from llava_ds.evaluation.tasks import read_questions
 from llava_ds.infer.chat_completions import read_completion
 from llava_ds.infer.generate import Sampling
 from llava_ds.model.families.ready_family import media_ids
@@ -132,6 +135,34 @@ def test_ids_are_the_processors_spaces_included(ready, images, name):
     assert asked.messages == sample.messages[:-1]
 
 
+@pytest.mark.parametrize("turns", ["together", "each"])
+def test_questions_are_asked_as_they_were_trained(images, turns):
+    """Of a file to evaluate on: the parts of its questions, and the settings of its images."""
+    record = record_of([[text("Image 1:\n"), IMAGE, text("What?")], ANSWER, [text("And "), text("here?")], ANSWER])
+    record["messages"][0]["content"][1] = {**IMAGE, "max_pixels": 4096}
+    path = images / "questions.json"
+    path.write_text(json.dumps([record]))
+    sample = sample_of(images, record)
+    given = Given(str(path), image_folder=str(images), turns=turns, cache_dir=str(images / "c"))
+    first, second = read_questions("llava", given, None)
+    assert first.prompt.messages == sample.messages[:1] and first.asked == "Image 1:\nWhat?"
+    assert first.prompt.images == second.prompt.images == sample.media and sample.media[0].settings
+    assert second.asked == "And here?" and second.reference == "A cat."
+    if turns == "together":
+        assert second.prompt.messages == sample.messages[:3]
+    else:
+        [asked] = second.prompt.messages
+        assert split_parts(asked.text) == [None, "And ", "here?"] and asked.keeps_spaces
+    assert without_image(second).prompt.messages[-1].text == "And here?"
+
+
+def test_images_without_a_part_are_put_before_the_question_as_parts(images):
+    """As TRL puts them; the spaces of its text stay."""
+    record = {**record_of([[text(" What?\n")], ANSWER]), "images": ["0.png", "1.png"]}
+    [question, _] = sample_of(images, record).messages
+    assert split_parts(question.text) == [None, None, " What?\n"] and question.keeps_spaces
+
+
 def request_of(turns: list[list[dict]], images) -> bytes:
     """The same messages as a request of OpenAI's."""
     left = iter(range(3))
@@ -167,17 +198,18 @@ def in_llavas_form(parts: list[dict]) -> str:
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [[], [None], ["a"], ["", None], [None, "", "a"], ["a", "b", None, None, "", "", None, " "], ["", ""], ["\n", "x"]],
+    "parts", [[None], ["", None], [None, "", "a"], ["a", "b", None, None, "", "", None, " "], ["", "x"], ["\n", "x"]]
 )
 def test_parts_are_found_again_in_their_text(parts):
-    joined = join_parts(parts)
-    assert split_parts(joined) == parts
+    joined, keeps_spaces = join_parts(parts)
+    assert split_parts(joined) == parts and keeps_spaces
     assert in_lines(joined).replace("\n", "") == "".join("<image>" if p is None else p for p in parts).replace("\n", "")
 
 
-def test_one_text_between_images_needs_no_sign_of_parts():
-    assert join_parts(["a ", None, "\nb"]) == "a <image>\nb" and PART_END in join_parts(["a", "b"])
+def test_one_text_needs_no_sign_of_parts():
+    assert join_parts(["a ", None, "\nb"]) == ("a <image>\nb", True) and PART_END in join_parts(["a", "b"])[0]
+    assert join_parts(["a b"]) == ("a b", False) and join_parts([]) == join_parts(["", ""]) == ("", False)
+    assert join_parts([" a"]) == (" a", True)
 
 
 def test_a_part_can_not_bring_a_noncharacter(images):

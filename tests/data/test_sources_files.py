@@ -487,6 +487,13 @@ def pack(path: Path, members: list[tuple[str, bytes]], tar_format: int = tarfile
     return path
 
 
+def test_members_of_shards_that_are_not_read_are_named(tmp_path, opened):
+    members = [("a.jpg", b"an image"), ("a.json", json.dumps({"text": "A cat.", "url": "x"}).encode()), ("a.npy", b"x")]
+    source = opened(pack(tmp_path / "s.tar", members))
+    [sample] = [to_sample(record.text, source, record.index) for record in source.read()]
+    assert sample.unread == ("url", ".npy")
+
+
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_shards_are_read_in_place(tmp_path, opened, tar_format):
     long = "folder/" * 20 + ("x" * 60 if tar_format == tarfile.USTAR_FORMAT else "é" * 90)

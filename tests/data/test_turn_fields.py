@@ -132,6 +132,18 @@ def test_fractions_weigh(tmp_path):
     assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask="[0.5, 1]"))] == [0.5, 1]
 
 
+def test_a_record_may_be_switched_off(tmp_path):
+    assert [m.weight for m in answers(tmp_path, chat("a", "b", train=False))] == [0, 0]
+    assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask=0, trainable=False))] == [0, 0]
+    assert "which contradict each other" in refused(tmp_path, chat("a", train=False, trainable=1))
+
+
+def test_a_records_number_that_may_be_anything_is_named_as_not_read(tmp_path):
+    found = samples(tmp_path, [chat("a", weight=12.5, loss=0.3), chat("a", loss="low", train=1)])
+    assert [sample.unread for sample in found] == [("weight", "loss"), ("loss",)]
+    assert [sample.messages[-1].weight for sample in found[:1]] == [1]
+
+
 def test_a_questions_weight_of_nothing_changes_nothing(tmp_path):
     record = chat("No.")
     record["messages"][0] |= {"weight": 0, "train": False}

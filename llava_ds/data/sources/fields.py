@@ -161,7 +161,7 @@ def videos(record: dict, names: tuple[str, ...]) -> list:
             return values
         if not any(files):
             return [values]
-    elif all(isinstance(each, (str, list)) and each for each in values):
+    elif all(isinstance(each, (str, list, dict)) and each for each in values):
         return values
     raise DataError(f"has {short(value)} under {name!r}, expected a video, its frames, or a list of these")
 

@@ -1,6 +1,5 @@
 """Images and videos as parts of a message, or as objects in a record's lists: their files and their settings."""
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -138,7 +137,7 @@ def _number(name: str, value: object, where: str) -> float:
         except ValueError:
             number = None
     is_whole, least = name in WHOLE or name == "num_frames", 0 if name in ("video_start", "video_end") else 1e-3
-    fits = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    fits = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not fits or not least <= number <= MOST or (is_whole and number != int(number)):
         what = (
             "a whole number of at least 1" if is_whole else "a number of seconds" if not least else "a number above 0"

@@ -31,7 +31,7 @@ from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, C
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
-from llava_ds.data.sources.turn_fields import Turn, list_weights, read_tools, weight_of
+from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
@@ -104,6 +104,9 @@ def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
     """The keys of a record, and columns of its table, that have a value and are not read."""
     known = _known_keys(source.columns, source.format)
     found = [key for key in record if key not in known and record[key] not in (None, "", [], {})]
+    if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
+        empty = (None, "", [])
+        found += [key for key in WEIGHT_KEYS if record.get(key) not in empty and not gives_weights(key, record[key])]
     return (*source.unread_columns, *found)
 
 
@@ -129,7 +132,8 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     marks: list[Mark] = []
     name, system = field_of(record, columns.system)
     if system is not None and system != "":
-        messages.append(Message("system", checked_text(system, f"has {short(system)} under {name!r}, expected a text")))
+        system = checked_text(system, f"has {short(system)} under {name!r}, expected a text")
+        messages.append(Message("system", with_marks(system, marks, has_videos=False)))
     turns = [read_turn(turn, i) for i, turn in enumerate(turns)]
     weights = list_weights(record, turns)
     for i, turn in enumerate(turns):
@@ -155,7 +159,9 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     if heard and any(AUDIO_TOKEN in message.text for message in messages):
         raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
-        raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no images")
+        raise DataError(
+            f"has an {IMAGE_TOKEN} mark in its system message, which shows no images (\\{IMAGE_TOKEN} is the word)"
+        )
     return messages, marks, named
 
 

@@ -156,6 +156,11 @@ def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, pa
     try:
         record = _record_of(key, texts, columns, file)
         record.setdefault(columns.id[0], key)
+        for member in group:
+            if member.suffix not in TEXT_SUFFIXES and member.suffix not in MEDIA_SUFFIXES:
+                record[f".{member.suffix}"] = (
+                    True  # no member of a JSON is called so: named with the keys that are not read
+                )
         videos = [member for member in media if member.suffix in VIDEO_SUFFIXES]
         _name_members(record, columns.image, [member for member in media if member not in videos] if videos else media)
         _name_members(record, columns.video, videos)

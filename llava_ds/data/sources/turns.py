@@ -129,10 +129,8 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
             raise DataError(f"{where}: sounds are not supported, so take the record out")
         else:
             raise DataError(f"turn {i} has the part {short(part)}, expected the type 'text', 'image' or 'image_url'")
-    if not any(piece is None or piece for piece in pieces):
-        return "", False
     if not has_marks:
-        return join_parts(pieces), True
+        return join_parts(pieces)
     return "\n".join(_runs(pieces)), False
 
 
