@@ -1,5 +1,7 @@
 """Records in the forms of other trainers and of published data sets are the conversation that their authors mean."""
 
+import base64
+import functools
 import io
 import json
 from pathlib import Path
@@ -220,6 +222,9 @@ def test_the_most_frequent_answer_is_learned(data, answers, learned):
         ({"question": "What?", "answers": "['a', 'b']"}, "has a text under 'answers' that is no JSON list"),
         ({"question": "What?", "answers": {"start": 3}}, "has {'start': 3} under 'answers', expected an answer"),
         ({"question": "What?", "answer": True}, "has True under 'answer', expected a text"),
+        ({"question": "What?", "answer": " "}, "has ' ' under 'answer', expected an answer"),
+        ({"prompt": "What?", "completion": ""}, "has '' under 'completion', expected an answer"),
+        ({"question": "What?", "answers": [{"answer": ""}]}, "has '' under 'answers', expected an answer"),
         ({"question": ["a", 3], "answer": "b"}, "has ['a', 3] under 'question', expected a text"),
         ({"prompt": "a", "completion": {"x": 1}}, "has {'x': 1} under 'completion', expected a text"),
         (
@@ -298,6 +303,13 @@ def test_a_record_of_texts_that_has_none_says_why(data):
         ({"image": "0.png", "text": ["a"]}, "has ['a'] under 'text', expected a caption"),
         ({"image": "0.png", "label": 3}, "has an image, and a text under no key that is known"),
         ({"url": "a", "n": 3}, "no key of them is known (keys found: 'url', 'n')"),
+        (
+            {"Image": "0.png", "Question": "Who?", "Answer": "Me."},
+            "names that are not read: give --data_columns image=Image,question=Question,answer=Answer, if that is",
+        ),
+        ({"conversation": [ASKED, SAID], "n": [1]}, "give --data_columns conversations=conversation, if"),
+        ({"image": "0.png", "dialog": json.dumps([ASKED, SAID])}, "give --data_columns conversations=dialog, if"),
+        ({"image": "0.png", "chat": {"from": ["human"], "value": ["Who?"]}}, "give --data_columns conversations=chat"),
     ],
 )
 def test_an_unknown_layout_is_refused_with_what_is_wrong_with_its_value(data, record, says):
@@ -375,12 +387,45 @@ def test_records_of_several_forms_in_one_file_are_each_read_in_their_own(data):
 def test_answers_that_are_numbers_of_choices_are_refused(data, key):
     rows = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in (1, 0)]
     message = refused(lambda: data.json(*rows))
-    assert f"its answers, such as 1, are numbers or letters of {key!r}, which are not part of the question" in message
+    assert (
+        f"its answers under 'answer', such as 1, are numbers or letters of {key!r}, which are not part of the question"
+        in message
+    )
     assert f"of {key!r}, which" in refused(lambda: data.parquet(*rows))
     letters = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in ("B", "(A)")]
-    assert "its answers, such as 'B', are" in refused(lambda: data.json(*letters))
+    assert "its answers under 'answer', such as 'B', are" in refused(lambda: data.json(*letters))
     assert [sample.messages[1].text for sample in samples(data.json(*rows, columns="answer=answer"))] == ["1", "0"]
     assert len(samples(data.json(*({**row, "answer": "a dog"} for row in rows)))) == 2
+
+
+def test_answers_are_choices_whatever_stands_beside_them(data):
+    """Of an explanation beside the number, and of choices in columns of their own."""
+    row = {"question": "Which?", "choices": ["a", "b"], "answer": 1, "solution": "Because."}
+    assert "its answers under 'answer', such as 1, are numbers or letters of 'choices'" in refused(
+        lambda: data.parquet(row)
+    )
+    for names in (("A", "B"), ("choice_a", "choice_b"), ("option1", "option2")):
+        row = {"question": "Which?", **dict.fromkeys(names, "x"), "answer": "B"}
+        message = refused(functools.partial(data.json, row))
+        assert f"such as 'B', are numbers or letters of {names[0]!r}" in message
+    assert said(data.json({"question": "Which?", "A": "x", "answer": "A boat."}))[1] == ("gpt", "A boat.")
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        ({"messages": [ASKED, SAID]}, "label"),
+        ({"prompt": "What?", "completion": "A boat."}, "label"),
+        ({"instruction": "What?", "output": "A boat."}, "kto_tag"),
+    ],
+)
+def test_answers_that_are_marked_as_bad_ones_are_not_learned(data, record, key, kind):
+    """Data for KTO have good and bad answers."""
+    source = getattr(data, kind)({**record, key: True}, {**record, key: False})
+    assert f"has False under {key!r}, which says that its answer is not a good one" in rejected(source, 1)
+    text, *_ = source.read()
+    assert to_sample(text.text, source, 0).messages[1].text == "A boat."
 
 
 def test_images_under_names_that_are_not_read_are_asked_about(data):
@@ -398,7 +443,14 @@ def test_images_under_names_that_are_not_read_are_asked_about(data):
     assert said(data.csv("photo,question,answer\n0.png,What is it?,A boat.\n", columns="image=photo")) == TALK
     assert "like one under 'image_url': name it" in refused(lambda: data.json({**row, "image_url": "https://x.org/7"}))
     assert "'img_paths': name it" in refused(lambda: data.json({**row, "img_paths": ["0.png", "1.png"]}))
-    assert len(samples(data.json({**row, "url": "https://x.org/a.png", "image_id": "7"}))) == 1  # where it is from
+    assert len(samples(data.json({**row, "url": "https://x.org/a.png"}))) == 1  # where it is from
+    for key, value in (("image_id", 7), ("imageId", "2370799"), ("img_name", "COCO_7")):
+        message = refused(functools.partial(data.json, {**row, key: value}))
+        assert f"like one under {key!r}: write the paths of" in message
+        assert len(samples(data.json({**row, key: value, "image": "0.png"}))) == 1
+    text = base64.b64encode(png(9)).decode()
+    assert "like one under 'encoded': name it" in refused(lambda: data.json({**row, "encoded": text}))
+    assert "looks like base64, which needs data:image/png" in rejected(data.json({**row, "image": text * 3}))
     assert len(samples(data.json({**row, "photo": "0.png"}, on_unmarked_image="text"))) == 1
 
 
@@ -582,6 +634,21 @@ def test_preferences_that_miss_one_name_it(data):
     assert "has no answer under 'chosen'" in rejected(source, 1)
     source = data.json(good, {"messages": [ASKED, SAID], "rejected": 3}, are_preferences=True)
     assert "has 3 under 'rejected', expected a text, a message or a list of messages" in rejected(source, 1)
+
+
+def test_preferences_of_ultrafeedback_repeat_the_question(data):
+    record = {"prompt": ASKED["content"], "chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "A cat."}]}
+    record |= {"messages": [ASKED, SAID], "image": "0.png"}
+    check_pair(data.json(record, are_preferences=True))
+    source = data.json(record, {**record, "prompt": "Another?"}, are_preferences=True)
+    assert "has both 'messages' and 'prompt': give the question once" in rejected(source, 1)
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_images_of_a_rejected_answer_are_not_left_out(data, kind):
+    record = {"messages": [ASKED, SAID], "rejected_response": "A car.", "images": ["0.png"]}
+    source = getattr(data, kind)({**record, "rejected_images": ["1.png"]}, are_preferences=True)
+    assert "has 'rejected_images': pairs whose answers have images of their own" in rejected(source)
 
 
 # Hostile values

@@ -26,7 +26,7 @@ from llava_ds.files.reading import state_of
 
 MAX_SHOWN = 5  # problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20
-SPOOL_VERSION = 2  # raise it if the same files would be spooled differently
+SPOOL_VERSION = 3  # raise it if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",

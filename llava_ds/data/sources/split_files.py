@@ -4,6 +4,7 @@ Where its rules leave a file out beside a split that they find, or take all file
 another split (testmini, Val), such files are a split of their own here, so that none is trained on unasked.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -278,9 +279,14 @@ def _pattern_for(part: list[str], names: list[str]) -> str | None:
     """A pattern that matches these files and no other one; None if no simple one does."""
     ending = os.path.splitext(part[0])[1]
     stems = [_no_ending(name) for name in part]
-    bases = os.path.commonprefix([os.path.basename(stem) for stem in stems])
-    simple = (part[0], f"{os.path.commonprefix(stems)}*{ending}", f"*/{bases}*{ending}")
+    bases = [os.path.basename(stem) for stem in stems]
+    simple = (part[0], f"{_shared_start(stems)}*{ending}", f"*/{_shared_start(bases)}*{ending}")
     return next((each for each in simple if sorted(_matching(names, each)) == part), None)
+
+
+def _shared_start(names: list[str]) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(names), max(names)))
+    return "".join(one for one, _ in pairs)
 
 
 def _some(names: list[str]) -> str:

@@ -16,7 +16,14 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.objects import OBJECTS
-from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns
+from llava_ds.data.sources.options import (
+    GOOD_ANSWER_KEYS,
+    REJECTED_IMAGES,
+    TEMPLATE_KWARGS,
+    TOOLS,
+    WEIGHT_KEYS,
+    Columns,
+)
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
 
@@ -194,7 +201,7 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
     """The columns of a table that its records have."""
-    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS}
+    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *GOOD_ANSWER_KEYS, REJECTED_IMAGES}
     return [name for name in names if name in known]
 
 
