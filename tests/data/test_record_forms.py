@@ -426,6 +426,7 @@ def test_answers_that_are_marked_as_bad_ones_are_not_learned(data, record, key, 
     assert f"has False under {key!r}, which says that its answer is not a good one" in rejected(source, 1)
     text, *_ = source.read()
     assert to_sample(text.text, source, 0).messages[1].text == "A boat."
+    assert "has 'False' under" in rejected(getattr(data, kind)({**record, key: "False"}))  # as CSV has it
 
 
 def test_images_under_names_that_are_not_read_are_asked_about(data):

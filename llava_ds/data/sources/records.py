@@ -95,11 +95,13 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
 
 def _refuse_bad_answer(record: dict, source: Source) -> None:
     """Raise DataError for a record that says its answer is one not to give."""
+    if source.format == "preference":
+        return
     for key in GOOD_ANSWER_KEYS:
-        if record.get(key) is False and source.format != "preference" and key not in source.columns.all():
+        if str(record.get(key)).lower() == "false" and key not in source.columns.all():
             raise DataError(
-                f"has False under {key!r}, which says that its answer is not a good one, as in data for KTO: leave "
-                "such records out, or the key if it says something else"
+                f"has {short(record[key])} under {key!r}, which says that its answer is not a good one, as in data for "
+                "KTO: leave such records out, or the key if it says something else"
             )
 
 
