@@ -145,7 +145,7 @@ def log_probs(
 def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     """A text that changes with any bit of the weights, and is the same on any mesh and at any ZeRO stage.
 
-    From the sums of the bits of every parameter, of the scales of quantized ones, and of every buffer; ZeRO-3's shards
+    Numbers that change places within a tensor don't show. From the sums of the bits of every parameter, of the scales of quantized ones, and of every buffer; ZeRO-3's shards
     end with zeros.
     """
     names, sums = [], []

@@ -398,6 +398,35 @@ def test_answers_that_are_numbers_of_choices_are_refused(data, key):
     assert len(samples(data.json(*({**row, "answer": "a dog"} for row in rows)))) == 2
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_columns_of_tables_that_name_images_are_asked_about(data, is_saved):
+    """GQA has its images in another table; a column of paths is as easily missed as one of bytes."""
+
+    def opened(more: dict) -> Source:
+        row = {"question": "What is it?", "answer": "A boat.", **more}
+        if not is_saved:
+            return data.parquet(row)
+        datasets.Dataset.from_list([row]).save_to_disk(str(data.folder / "saved"))
+        return data.open(data.folder / "saved")
+
+    for key, value in (
+        ("image_path", "0.png"),
+        ("imageId", "2370799"),
+        ("image_id", 7),
+        ("frames", ["0.png", "1.png"]),
+    ):
+        assert f"something like one under {key!r}: " in refused(functools.partial(opened, {key: value}))
+    assert len(samples(opened({"url": "https://x.org/a.png", "number": 7, "kinds": ["a"]}))) == 1
+
+
+def test_numbers_of_any_size_are_texts(data):
+    assert said(data.json({"question": "How many?", "answer": 10**400}))[1] == ("gpt", str(10**400))
+    pair = {"question": "a", "chosen": "b", "rejected": "c"}
+    source = data.json(pair, *({**pair, "margin": each} for each in (10**400, "3", [1], True)), are_preferences=True)
+    for number in range(1, 5):
+        assert "under 'margin', expected a number" in rejected(source, number)
+
+
 def test_answers_are_choices_whatever_stands_beside_them(data):
     """Of an explanation beside the number, and of choices in columns of their own."""
     row = {"question": "Which?", "choices": ["a", "b"], "answer": 1, "solution": "Because."}

@@ -267,7 +267,7 @@ def test_a_data_path_that_can_not_be_read_says_what_can(tmp_path):
         (tmp_path / "empty" / name).write_bytes(b"")
     found = "holds the splits 'train' (train-0.parquet) and 'test' (test-0.parquet): choose one with --data_split train"
     assert found in refused(tmp_path / "empty")
-    assert f"or name its files, like {tmp_path}/empty/train*.parquet" in refused(tmp_path / "empty")
+    assert f"or name its files, like {tmp_path}/empty/train-0.parquet" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "0.tar").write_bytes(b"")
     assert "holds .tar and .parquet files" in refused(tmp_path / "empty")
     for name in ("metadata.csv", "metadata.jsonl"):

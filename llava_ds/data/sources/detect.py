@@ -53,7 +53,8 @@ class Found:
 class FirstRecords:
     """The first records of a source: those that are objects, all keys, and the reasons of rejected ones.
 
-    held: keys of images or other files as bytes; has_all_keys: no later record has other keys.
+    held: keys of images or other files as bytes, and of unread columns that name images; has_all_keys: no later record
+    has other keys.
     """
 
     records: list[dict]
@@ -233,7 +234,7 @@ def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> N
     known = set(columns.all())
     unread = [key for key in first.held if key not in known]
     others = [key for key in first.keys if key not in known and key not in unread]
-    unread += [key for key in others if any(_names_image(key, record.get(key)) for record in first.records)]
+    unread += [key for key in others if any(names_image(key, record.get(key)) for record in first.records)]
     if unread:
         some = ", ".join(map(repr, unread[:8]))
         one = f"name it with --data_columns image={unread[0]}"
@@ -247,7 +248,7 @@ def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> N
         )
 
 
-def _names_image(key: str, value: object) -> bool:
+def names_image(key: str, value: object) -> bool:
     """True for a path with an image's ending, a path or URL under a key such as image_url, base64, and an image_id."""
     if isinstance(value, list) and value:
         value = value[0]

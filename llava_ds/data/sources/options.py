@@ -156,6 +156,8 @@ def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
             problems.append(f"there is no field {field!r}: {nearest(field, FIELDS)}")
         elif field in dict(pairs):
             problems.append(f"the field {field!r} is named twice")
+        elif column in dict(map(reversed, pairs)):
+            problems.append(f"the name {column!r} is given for two fields")
         pairs.append((field, column))
     if problems:
         raise ConfigError("--data_columns: " + "; ".join(problems))

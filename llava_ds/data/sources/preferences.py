@@ -73,9 +73,13 @@ def margin_of(record: dict, columns: Columns) -> float:
     name, margin = field_of(_unpacked(record), columns.margin)
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+    try:
+        number = math.nan if isinstance(margin, (bool, str)) else float(margin)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(f"has {short(margin)} under {name!r}, expected a number")
-    return float(margin)
+    return number
 
 
 def _unpacked(record: dict) -> dict:

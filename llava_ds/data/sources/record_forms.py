@@ -187,7 +187,7 @@ def _not_learned(turn: object) -> object:
 
 
 def _text(value: object, name: str) -> str:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     return checked_text(value, f"has {short(value)} under {name!r}, expected a text")
 
