@@ -53,6 +53,28 @@ class Bounds:
         return f"a value {first} to {'below ' * self.below}{self.most:g}"
 
 
+OWN_RANGE = "image"  # of --image_value_range: each image's least and largest value
+
+
+def range_of_values(text: object) -> tuple[float, float] | None:
+    """The values of --image_value_range that become black and white; None for each image's own.
+
+    Raises ConfigError for other texts than image, or two finite numbers like 0,4095.
+    """
+    if text == OWN_RANGE:
+        return None
+    try:
+        low, high = (float(number) for number in str(text).split(","))
+    except ValueError:
+        low = high = math.nan
+    if not (low < high and math.isfinite(low) and math.isfinite(high - low)):
+        raise ConfigError(
+            f"{in_short(repr(text))} is no range of values: give the ones that become black and white, the lower one "
+            f"first, like 0,4095, or {OWN_RANGE} for each image's own"
+        )
+    return low, high
+
+
 Whole = Annotated[int, Bounds(-MOST, MOST)]
 NotNegative = Annotated[int, Bounds(0, MOST)]
 Count = Annotated[int, Bounds(1, MOST)]

@@ -65,10 +65,14 @@ class _Parser(HfArgumentParser):
         return formatter.format_help()
 
     def parse_known_args(self, args=None, namespace=None):
-        """Accepts --deepspeed without a value beside --deepspeed_config, as the switch of add_config_arguments."""
+        """Accepts --deepspeed without a value beside --deepspeed_config, as the switch of add_config_arguments, and a
+        range of values that begins with a minus."""
         if args is not None and any(token.split("=", 1)[0] == "--deepspeed_config" for token in args):
             pairs = zip(args, [*args[1:], "--"])
             args = [token for token, after in pairs if token != "--deepspeed" or not after.startswith("--")]
+        if args is not None and "--image_value_range" in args[:-1]:  # -1000,3000 would look like an option
+            place = args.index("--image_value_range")
+            args = [*args[:place], f"--image_value_range={args[place + 1]}", *args[place + 2 :]]
         return super().parse_known_args(args, namespace)
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from itertools import chain
 
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
-from llava_ds.config.bounds import out_of_bounds, seconds_of
+from llava_ds.config.bounds import out_of_bounds, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
     LORA_PARTS,
@@ -190,6 +190,11 @@ def image_shape(args: Arguments) -> Iterator[str]:
             f"--image_grid_pinpoints {data.image_grid_pinpoints} needs --image_aspect_ratio anyres, which is "
             f"{data.image_aspect_ratio}"
         )
+    if data.image_value_range is not None:
+        try:
+            range_of_values(data.image_value_range)
+        except ConfigError as error:
+            yield f"--image_value_range {error}"
     if data.force_sample and data.frames_upbound == 0:
         yield "--force_sample takes --frames_upbound frames of every video, which is 0: give a number of frames"
 

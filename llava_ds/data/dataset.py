@@ -34,6 +34,7 @@ from llava_ds.data.fingerprint import (
     video_parts,
 )
 from llava_ds.data.images.decode import load_media
+from llava_ds.data.images.deep_images import deep_images_line
 from llava_ds.data.preflight import (
     Checker,
     can_now_be_used,
@@ -59,7 +60,7 @@ from llava_ds.files.places import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
-ENCODING_VERSION = 5  # raise it when the same records would give other rows
+ENCODING_VERSION = 6  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 3"  # of the files; another one is another cache, and no other data
 PAIR_ROWS_FORMAT = "pairs 3"  # the same of preferences
 
@@ -302,6 +303,8 @@ class EncodedDataset(torch.utils.data.Dataset):
             ]
             lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
             lines += [self.image_options.boxes.describe()] * self.has_boxes
+            if facts["deep"]["number"]:
+                lines.append(printable(deep_images_line(**facts["deep"])))
         if self.num_rejected:
             rows = list(self.rejections())
             lines += [

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import BICUBIC, ImageOptions
 
+DEEP = "deep"  # in a row's media: descriptions of images that use little of their range
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
 
@@ -45,7 +47,7 @@ def options_part(options: ImageOptions) -> str:
     """All fields as text. The class's earlier name is in fingerprints of earlier runs, and stays; later fields are in
     none of them while they change nothing."""
     text = repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
-    return text.replace(f", short_side=None, square_resample={BICUBIC}", "", 1)
+    return text.replace(", value_range=None", "", 1).replace(f", short_side=None, square_resample={BICUBIC}", "", 1)
 
 
 def has_videos(media: pa.ChunkedArray) -> bool:
@@ -58,6 +60,11 @@ def has_videos(media: pa.ChunkedArray) -> bool:
 def has_boxes(media: pa.ChunkedArray) -> bool:
     """True if a table's column of media has boxes or points."""
     return bool(pa.compute.any(pa.compute.match_substring(media, '{"boxes": [')).as_py())
+
+
+def deep_rows(media: pa.ChunkedArray) -> np.ndarray:
+    """Rows whose column of media describes images that use little of their range, ascending."""
+    return pa.compute.indices_nonzero(pa.compute.match_substring(media, f'{{"{DEEP}": [')).to_numpy()
 
 
 def box_parts(options: ImageOptions) -> list[str]:

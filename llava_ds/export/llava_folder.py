@@ -48,6 +48,7 @@ def llava_config(
         "mm_spatial_pool_stride": image_options.pool_stride,
         "mm_spatial_pool_mode": image_options.pool_mode,
         "image_aspect_ratio": image_options.aspect_ratio,
+        **({} if image_options.value_range is None else {"image_value_range": image_options.value_range}),
         "image_grid_pinpoints": [list(size) for size in image_options.pinpoints] or None,
         "mm_native_resolution": args.mm_native_resolution,
         "s2": args.s2,

@@ -33,6 +33,7 @@ from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk
+from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.merged_adapters import (
     ADAPTER_CONFIG,
     NON_LORA,
@@ -69,6 +70,7 @@ LLAVA_FLAGS = {
     "mm_newline_position": None,
     "mm_spatial_pool_stride": None,
     "mm_spatial_pool_mode": None,
+    "image_value_range": None,
 }
 # Fields of the image options in our own exports, and their flags.
 IMAGE_OPTION_FLAGS = {
@@ -78,6 +80,7 @@ IMAGE_OPTION_FLAGS = {
     "newline_position": "mm_newline_position",
     "pool_stride": "mm_spatial_pool_stride",
     "pool_mode": "mm_spatial_pool_mode",
+    "value_range": "image_value_range",
 }
 # Flags of LLaVA's own composition and templates, which a ready model's files decide.
 COMPOSING_FLAGS = (
@@ -455,6 +458,7 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     if folder is not None:
         if folder.ready is not None and (problems := _ready_problems(args, folder)):
             raise ConfigError("\n".join(problems))
+        lines += _files_passed_over(args, folder)
         values = _defaults(args, folder, brings_projector and not given_projector)
         args = args.replaced(**values)
         if problems := data_problems(args):
@@ -467,6 +471,19 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     if not (brings_projector or given_projector or trains_projector_only(args.model)):
         lines.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     return args, lines
+
+
+def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
+    """A line for each folder with files that disagree: the model's, the one under an adapter, and the towers'."""
+    where = f"{FLAG} {folder.path}"
+    has_tower, is_ready = folder.vision_config is not None, folder.ready is not None
+    own = folder.base or folder.path
+    lines = passed_over(own, where, images=has_tower, template=is_ready)
+    if folder.base is not None and has_tower:  # an adapter's folder may have sizes of images of its own
+        lines += passed_over(folder.path, where, weights=False)
+    for tower in () if has_tower else tower_folders(args.model.vision_tower):
+        lines += passed_over(tower, f"--vision_tower {tower}")
+    return lines
 
 
 def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
