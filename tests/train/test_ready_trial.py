@@ -235,6 +235,7 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
         ready_trial.check_ready(plan, other, str(folder), str(tmp_path))
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
+    plan = plan_model(ModelArguments(model_name_or_path=str(copied), version="processor"), 512)
     assert ready_trial.check_ready(plan, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
     settings = json.loads((copied / "processor_config.json").read_text())
     (copied / "processor_config.json").write_text(json.dumps({**settings, "new": 1}))
@@ -270,8 +271,10 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
             continue
         for file in folder.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
-        changed = json.loads((folder / name).read_text()) | value
-        (tmp_path / name).write_text(json.dumps(changed))
+        if name == "processor_config.json":
+            (tmp_path / name).write_text(json.dumps(json.loads((folder / name).read_text()) | value))
+        else:
+            ready_models.change_image_settings(tmp_path, **value)
         with pytest.raises(ConfigError, match=wrong):
             plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
     assert ready_family.token_of(plan.tokenizer, plan.tokenizer.eos_token)
@@ -321,10 +324,12 @@ def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
 )
 def test_what_of_gemma_4_is_refused(file, change, wrong, tmp_path):
     given = write_ready(tmp_path, "gemma4")
-    path = tmp_path / ("config.json" if file == "text_config" else f"{file}.json")
-    content = json.loads(path.read_text())
-    (content[file] if file == "text_config" else content).update(change)
-    path.write_text(json.dumps(content))
+    if file == "text_config":
+        content = json.loads((tmp_path / "config.json").read_text())
+        content[file].update(change)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+    else:
+        ready_models.change_image_settings(tmp_path, **change)
     with pytest.raises(ConfigError, match=wrong):
         plan_model(ModelArguments(**given, version="processor"), 512)
 
