@@ -70,10 +70,18 @@ class _Parser(HfArgumentParser):
         if args is not None and any(token.split("=", 1)[0] == "--deepspeed_config" for token in args):
             pairs = zip(args, [*args[1:], "--"])
             args = [token for token, after in pairs if token != "--deepspeed" or not after.startswith("--")]
-        if args is not None and "--image_value_range" in args[:-1]:  # -1000,3000 would look like an option
-            place = args.index("--image_value_range")
-            args = [*args[:place], f"--image_value_range={args[place + 1]}", *args[place + 2 :]]
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(args and _joined_ranges(args), namespace)
+
+
+def _joined_ranges(args: list[str]) -> list[str]:
+    """The arguments with --image_value_range and a value like -1000,3000, which looks like an option, in one."""
+    names, joined = ("--image_value_range", "--image-value-range"), []
+    for token in args:
+        if joined and joined[-1] in names:
+            joined[-1] += f"={token}"
+        else:
+            joined.append(token)
+    return joined
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -64,7 +64,8 @@ def has_boxes(media: pa.ChunkedArray) -> bool:
 
 def deep_rows(media: pa.ChunkedArray) -> np.ndarray:
     """Rows whose column of media describes images that use little of their range, ascending."""
-    return pa.compute.indices_nonzero(pa.compute.match_substring(media, f'{{"{DEEP}": [')).to_numpy()
+    found = pa.compute.match_substring(media, f'{{"{DEEP}": [')
+    return pa.compute.indices_nonzero(found).to_numpy().astype(np.int64)
 
 
 def box_parts(options: ImageOptions) -> list[str]:
