@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, renamed, turned
@@ -167,10 +168,11 @@ def _size_of(rule: VideoRule) -> dict[str, dict[str, int]]:
     return {"size": {"longest_edge": rule.frame.longest_edge}} if isinstance(rule.frame, SplitTiling) else {}
 
 
-def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
-    """Write the folder, one tensor in memory at a time. holes: files of weights without weights."""
-    source = source_folder(export)
-    write_shards(ready_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
+def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
+    """Write the folder, one tensor in memory at a time, and return the sums of their bits. holes: files of weights
+    without weights."""
+    source, written_entries = source_folder(export), ready_entries(export, entries)
+    written = write_shards(written_entries, output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     check_folder(source, str(source))
     for name in (*JSON_FILES, *OTHER_FILES):
         if name not in NOT_COPIED and (source / name).is_file():
@@ -184,6 +186,7 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
             if name in part:
                 part[name] = config["dtype"]
     write_json(output_dir / "config.json", config)
+    return written
 
 
 def _write_template(template: str, source: Path, output_dir: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
+from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.ready_folder import ready_entries, write_ready
@@ -56,22 +57,22 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     return renamed(written, partial(native_name, config=export.model.text_config))
 
 
-def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
-    """Write the folder, one tensor in memory at a time.
+def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
+    """Write the folder, one tensor in memory at a time, and return the sums of their bits.
 
     entries: of the model, by their names here. holes: files of weights without weights. Where own_vision says that
     there is no class, the folder is for inference in this process alone, which puts its own parts into the class.
     """
     if export.model.ready is not None:
-        write_ready(export, entries, output_dir, holes=holes)
-        return
+        return write_ready(export, entries, output_dir, holes=holes)
     kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)
-    write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
+    written = write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     write_processor(export, kind, tokenizer, output_dir)
     write_hf_tokenizer(tokenizer, Path(export.model.tokenizer.name_or_path), output_dir)
     _write_config(export, kind, tokenizer, rows, output_dir)
     write_generation_config(export.args.version, tokenizer, output_dir, tokenizer.pad_token_id)
+    return written
 
 
 def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
