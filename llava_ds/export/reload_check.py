@@ -57,7 +57,7 @@ def describe_bits(check: str, compare: Callable[[], None]) -> str:
         compare()
     except NotCompared as reason:
         return f"not compared: {reason}"
-    return "read again: names, shapes and every bit are the model's"
+    return "read again: every name, shape and bit is the model's"
 
 
 @torch.no_grad()

@@ -107,7 +107,7 @@ def settings_passed_over(folder: str | Path, where: str) -> list[str]:
         if file != name and (others := _others(folder, taken, found[name], what)):
             said = ", ".join(f"{key} {shown(new)} (taken: {shown(old)})" for key, (old, new) in others.items())
             clauses.append(
-                f"settings for {what} are those of {file}: {name} is passed over, and its {said} has no effect"
+                f"settings for {what} are those of {file}: {name} is passed over, and its {said} has no effect on {what}"
             )
     return clauses
 

@@ -41,7 +41,7 @@ def ended(base, tmp_path, monkeypatch, capsys):
 
     def end(form: str, change=lambda folder: None, **flags: object) -> str:
         given = {name: value for name, value in flags.items() if name in ModelArguments.__dataclass_fields__}
-        model_args = ModelArguments(**base, **given)
+        model_args = ModelArguments(**{**base, **given})
         rest = {name: value for name, value in flags.items() if name not in given}
         args = Arguments(model_args, DataArguments(), TrainingArguments(), frozenset())
         args = args.replaced(output_dir=str(tmp_path / "out"), **rest)
@@ -97,7 +97,7 @@ def flip(name: str, part: str, folder: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_projector_is_read_again(ended, kind):
     said = ended("projector", mm_projector_type=kind)
-    assert "(read again: names, shapes and every bit are the model's)" in said
+    assert "(read again: every name, shape and bit is the model's)" in said
     for name in ("mm_projector.bin", "mm_projector.safetensors"):
         with pytest.raises(RuntimeError, match=rf"{name} was exported, but model.mm_projector\..* is not what was"):
             ended("projector", partial(flip, name, "mm_projector"), mm_projector_type=kind)
@@ -109,6 +109,23 @@ def test_a_model_in_llavas_format_is_opened_again(ended, kind):
     assert "(in LLaVA's format, reloaded with llava_ds, logits differ by 0.0e+00 of the largest)" in said
     with pytest.raises(RuntimeError, match=r"out was exported, but model\.mm_projector\..* is not what was written"):
         ended("llava", partial(flip, "model.safetensors", "mm_projector"), mm_projector_type=kind)
+
+
+@pytest.mark.parametrize("eyes", ["two towers", "squares of two sizes", "images in their shape", "whole anyres"])
+def test_images_of_every_kind_are_computed_again(ended, base, tmp_path, eyes):
+    flags: dict[str, object] = {"mm_projector_type": "mlp2x_gelu"}
+    if eyes == "two towers":
+        other = toys.write_tower(tmp_path / "other", "clip", image_size=48)["vision_tower"]
+        flags["vision_tower"] = f"{base['vision_tower']},{other}"
+    elif eyes == "squares of two sizes":
+        flags |= {"s2": True, "s2_scales": "48,96"}
+    elif eyes == "images in their shape":
+        flags |= {**toys.write_tower(tmp_path / "naflex", "siglip2"), "mm_native_resolution": True}
+    else:
+        flags |= {"mm_patch_merge_type": "spatial", "image_aspect_ratio": "anyres"}
+    assert "reloaded with llava_ds, logits differ by 0.0e+00" in ended("llava", **flags)
+    with pytest.raises(RuntimeError, match="is not what was written"):
+        ended("llava", partial(flip, "model.safetensors", "mm_projector"), **flags)
 
 
 @pytest.mark.parametrize("part", ["embed_tokens", "vision_tower", "mlp.down_proj"])
@@ -146,7 +163,7 @@ def test_a_setting_that_got_lost_is_found_by_the_logits(ended):
 
 def test_a_newline_is_part_of_both(ended):
     flags = {"mm_patch_merge_type": "spatial_unpad", "image_aspect_ratio": "anyres"}
-    assert "every bit" in ended("projector", **flags)
+    assert "read again" in ended("projector", **flags)
     with pytest.raises(RuntimeError, match="image_newline"):
         ended("projector", partial(flip, "mm_projector.bin", "image_newline"), **flags)
     with pytest.raises(RuntimeError, match="image_newline"):
