@@ -106,9 +106,8 @@ def settings_passed_over(folder: str | Path, where: str) -> list[str]:
         taken, file = read(folder, where)
         if file != name and (others := _others(folder, taken, found[name], what)):
             said = ", ".join(f"{key} {shown(new)} (taken: {shown(old)})" for key, (old, new) in others.items())
-            clauses.append(
-                f"settings for {what} are those of {file}: {name} is passed over, and its {said} has no effect on {what}"
-            )
+            which = f"settings for {what} are those of {file}: {name} is passed over"
+            clauses.append(f"{which}, and its {said} has no effect on {what}")
     return clauses
 
 

@@ -342,3 +342,29 @@ def test_buffers_that_are_not_in_the_files_are_missed(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"don't hold model\.language_model\.layers\.1\.layer_scalar"):
         plan_model(ModelArguments(**given, version="processor"), 512)
+
+
+@pytest.mark.parametrize("flags", [{}, {"min_pixels": 2048, "max_pixels": 4096}])
+def test_sizes_are_compared_with_the_processor_that_transformers_opens(tmp_path, flags):
+    """And not with one that is told ours: with flags, with the one that opens from the files of the export."""
+    model = ModelArguments(**write_ready(tmp_path / "model", "qwen3_vl"), version="processor")
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(flags)).replaced(**flags)
+    plan = plan_model(model, 512)
+    images = plan.tower.image_options(args)
+    assert ready_trial.try_ready(plan, images, "x").problem() is None
+    wrong = dataclasses.replace(images.tiling, most=images.tiling.most // 2)
+    if flags:  # as if an export wrote other bounds
+        written = ready_trial.processor_files
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                ready_trial,
+                "processor_files",
+                lambda ready, options, *rest: written(ready, dataclasses.replace(options, tiling=wrong), *rest),
+            )
+            with pytest.raises(ConfigError, match=r"its image processor makes [\d,]+ patches of an image of .* report"):
+                ready_trial.try_ready(plan, images, "x")
+        return
+    with pytest.MonkeyPatch.context() as patch:  # as if another file had been read
+        patch.setattr(ready_trial, "sizes_differ", lambda *_: False)
+        with pytest.raises(ConfigError, match=r"its image processor makes [\d,]+ patches of an image of .* report"):
+            ready_trial.try_ready(plan, dataclasses.replace(images, tiling=wrong), "x")
