@@ -459,9 +459,9 @@ class TrainingArguments:
     check_export: Literal["full", "sample", "off"] = _checkpoints_free(
         "full",
         "Check of the finished model: the library that it is for opens its folder and computes one of the run's "
-        "samples, whose logits have to be training's. full: at all positions; sample: at the first 64 (all weights "
-        "count for each, so it finds the same mistakes in less time where a large model is computed on a CPU); off: "
-        "not at all.",
+        "samples, whose logits have to be training's, and every tensor is read again. full: at all positions; sample: "
+        "at the first 64 (all weights count for each, so it finds the same mistakes in less time where a large model "
+        "is computed on a CPU); off: not at all.",
     )
     max_shard_size: str = _checkpoints_free("5GB", "Largest file of the finished model's weights, like 5GB or 200MB.")
     dry_run: bool = _run_free(

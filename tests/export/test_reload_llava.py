@@ -6,19 +6,22 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import llavas
 import pytest
 import torch
 import toys
-from exporting import RANKS, export_plan
+from exporting import RANKS, export, export_plan
 from safetensors import safe_open
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.engine.construct import build_model
-from llava_ds.export import final_export
+from llava_ds.export import adapter, final_export
 from llava_ds.export.bit_check import check_written, sums_of
 from llava_ds.geometry import media_layout
+from llava_ds.infer.load import load_model
+from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 
 KINDS = [
@@ -55,7 +58,7 @@ def ended(base, tmp_path, monkeypatch, capsys):
         sample = LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), [(pixels, layout)])
         dataset = SimpleNamespace(example=lambda: sample, image_options=options)
         engine = SimpleNamespace(module=model, eval=model.eval, empty_partition_cache=lambda: None)
-        export = export_plan(model, plan, model_args, options, form=form)
+        planned = export_plan(model, plan, model_args, options, form=form)
         for name in ("write_live_folder", "export_adapter"):
             write = getattr(final_export, name)
 
@@ -67,7 +70,7 @@ def ended(base, tmp_path, monkeypatch, capsys):
             monkeypatch.setattr(final_export, name, written)
         (tmp_path / "out").mkdir(exist_ok=True)
         try:
-            final_export.export_model(engine, export, args, dataset, RANKS)
+            final_export.export_model(engine, planned, args, dataset, RANKS)
         finally:
             monkeypatch.undo()
             for name in ("write_card", "read_run_record", "write_trainer_state"):
@@ -144,12 +147,29 @@ def test_an_adapters_projector_is_read_again(ended, kind):
     with pytest.raises(RuntimeError, match=r"adapter_model.safetensors was exported, but .*lora_A"):
         ended("adapter", partial(flip, "adapter_model.safetensors", "lora_A"), **flags)
 
-    def scaled(folder: Path) -> None:
-        tensors = torch.load(folder / "non_lora_trainables.bin")
-        torch.save({name: 2 * tensor for name, tensor in tensors.items()}, folder / "non_lora_trainables.bin")
 
+def test_a_projector_that_is_written_wrong_beside_an_adapter_is_found_by_the_logits(ended, monkeypatch):
+    """It is read from the file, and not taken from the trained model."""
+    before = adapter._before
+    monkeypatch.setattr(adapter, "_before", lambda name, *rest: before(name, *rest) * (2 if "projector" in name else 1))
     with pytest.raises(RuntimeError, match="peft computes other logits from it"):
-        ended("adapter", scaled, **flags)
+        ended("adapter", lora_enable=True, lora_r=4)
+
+
+@pytest.mark.parametrize("form", ["llava", "hf"])
+@pytest.mark.parametrize("value_range", [None, "image", "-1024,3071"])
+def test_the_range_of_values_is_kept_for_inference_and_the_next_run(base, tmp_path, form, value_range):
+    flags = {**base, "mm_projector_type": "mlp2x_gelu", "image_value_range": value_range}
+    args = Arguments(ModelArguments(**base), DataArguments(), TrainingArguments(), frozenset()).replaced(**flags)
+    plan = plan_model(args.model, 512)
+    model = build_model(plan, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
+    export(model, plan, args.model, plan.tower.image_options(args), tmp_path / "out", form)
+    given = {"model_name_or_path": str(tmp_path / "out")}
+    given |= {"vision_tower": base["vision_tower"]} if form == "llava" else {}
+    taken, _ = take_from_model(llavas.arguments(given))
+    assert taken.data.image_value_range == value_range
+    moved = {"vision_tower": base["vision_tower"]} if form == "llava" else None
+    assert load_model(tmp_path / "out", "cpu", moved=moved).image_options.value_range == value_range
 
 
 def test_a_setting_that_got_lost_is_found_by_the_logits(ended):
