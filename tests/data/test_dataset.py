@@ -1,6 +1,7 @@
 """Checked and encoded once, found again when nothing has changed, and nothing lost in silence."""
 
 import base64
+import copy
 import gc
 import io
 import json
@@ -23,7 +24,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data import cache, preflight, seen_files, shards
+from llava_ds.data import cache, fingerprint, preflight, seen_files, shards
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
@@ -131,6 +132,44 @@ def test_the_fingerprint_changes_with_all_that_samples_depend_on(opened, tmp_pat
     records[0]["conversations"][1]["value"] += "!"
     prints.append(opened(data_path=write(tmp_path / "changed.json", records)).fingerprint)
     assert len(set(prints)) == len(prints)
+
+
+def test_another_version_of_a_library_encodes_anew_and_the_same_rows_are_the_same_data(opened, monkeypatch):
+    before = opened()
+    monkeypatch.setattr(fingerprint.importlib.metadata, "version", lambda name: "0.0")
+    after = opened()
+    assert after.folder != before.folder and after.fingerprint == before.fingerprint
+
+
+def no_change(tokenizer) -> None: ...
+
+
+def other_bos(tokenizer) -> None:
+    tokenizer.backend_tokenizer.post_processor = None
+
+
+def other_name(tokenizer) -> None:
+    tokenizer.pad_token = tokenizer.eos_token
+
+
+def other_template(tokenizer) -> None:
+    tokenizer.chat_template = "{{ messages }}"
+
+
+def other_space(tokenizer) -> None:
+    tokenizer.init_kwargs |= {"sentencepiece_first_space_only": True}
+
+
+def other_token(tokenizer) -> None:
+    tokenizer.add_tokens(["<x>"])
+
+
+@pytest.mark.parametrize("change", [no_change, other_bos, other_name, other_template, other_space, other_token])
+def test_all_that_ids_depend_on_is_told_of_a_tokenizer(tokenizer, change):
+    changed = copy.deepcopy(tokenizer)
+    change(changed)
+    same = fingerprint.tokenizer_parts(changed) == fingerprint.tokenizer_parts(tokenizer)
+    assert same == (change is no_change)
 
 
 def test_the_fingerprint_changes_with_the_template(opened, tmp_path):
