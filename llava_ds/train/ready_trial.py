@@ -62,7 +62,7 @@ LEAST_PIXEL = 1e-5  # of a normalised pixel
 # Rooms and files whose code the result depends on.
 OWN_CODE = (
     "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py", "tokenizer.py",
-    "train/ready_trial.py",
+    "train/ready_trial.py", "files/processor_files.py", "export/ready_folder.py",
 )  # fmt: skip
 
 # What computes logits, ids and pixels.

@@ -235,12 +235,12 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
         ready_trial.check_ready(plan, other, str(folder), str(tmp_path))
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
-    plan = plan_model(ModelArguments(model_name_or_path=str(copied), version="processor"), 512)
-    assert ready_trial.check_ready(plan, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
+    again = plan_model(ModelArguments(model_name_or_path=str(copied), version="processor"), 512)
+    assert ready_trial.check_ready(again, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
     settings = json.loads((copied / "processor_config.json").read_text())
     (copied / "processor_config.json").write_text(json.dumps({**settings, "new": 1}))
     with pytest.raises(TypeError):
-        ready_trial.check_ready(plan, images, str(copied), str(tmp_path))
+        ready_trial.check_ready(again, images, str(copied), str(tmp_path))
     with monkeypatch.context() as changed:
         changed.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
         with pytest.raises(TypeError):
