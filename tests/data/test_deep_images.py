@@ -112,6 +112,12 @@ def test_images_that_use_their_range_are_not_named(tmp_path):
     assert len(notes_of(tmp_path / "clipped.tif")) == 1
 
 
+@pytest.mark.parametrize(("most", "is_named"), [(4095, True), (4096, False)])
+def test_twelve_bits_are_just_less_than_a_sixteenth(most, is_named, tmp_path):
+    Image.fromarray(ramp(0, most, np.uint16)).save(tmp_path / "a.png")
+    assert bool(notes_of(tmp_path / "a.png")) == is_named
+
+
 def test_an_image_of_one_value_is_black_with_its_own_range(tmp_path):
     for number, array in enumerate([np.full((8, 8), 700, np.uint16), np.full((8, 8), 0.5, np.float32)]):
         Image.fromarray(array).save(tmp_path / f"{number}.tif")

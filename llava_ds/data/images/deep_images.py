@@ -8,7 +8,7 @@ from PIL import Image
 
 from llava_ds.config.bounds import OWN_RANGE, range_of_values
 
-LEVELS = 16  # of 256: an image with fewer uses less than 1/16 of its range
+PART = 1 / 16  # of its range that an image uses at least, and of its pixels that lie outside at most
 FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # that become black and white where nothing else is said
 _HINT = "--image_value_range scales images of one channel (docs/images.md)"
 
@@ -51,16 +51,16 @@ def described(image: Image.Image, value_range: str | None = None) -> str:
         extrema = image.getextrema()
         bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
         most = max(high for _, high in bands[: 1 if image.mode == "LA" else 3])
-        return f"16 bits a channel, up to {256 * most + 255} of 65535, read with 8" if most < LEVELS else ""
+        return f"16 bits a channel, up to {256 * most + 255} of 65535, read with 8" if most < 256 * PART else ""
     values = _values(image, value_range is not None)
     least, most = _least_and_most(values)
     if value_range is None:
         low, high = FLOAT_RANGE if values.dtype.kind == "f" or (image.mode == "I" and most <= 255) else INTEGER_RANGE
     else:
         low, high = (least, most) if value_range == OWN_RANGE else range_of_values(value_range)
-    levels = np.asarray(to_eight_bits(image, value_range))
+    shown = min(most, high) - max(least, low)
     outside = np.count_nonzero((values < low) | (values > high)) / max(1, values.size)
-    if int(levels.max(initial=0)) - int(levels.min(initial=255)) >= LEVELS and outside <= 1 / LEVELS:
+    if shown >= PART * (high - low) and outside <= PART:
         return ""
     kind = "floats" if values.dtype.kind == "f" else "16 bits" if image.mode != "I" else "integers"
     return f"{kind} from {least:g} to {most:g}, black to white {low:g} to {high:g}"
