@@ -68,7 +68,8 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
     kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)
     written = write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
-    write_processor(export, kind, tokenizer, output_dir)
+    # The tokenizer's files come last, and would bring back the template of the language model alone.
+    tokenizer.chat_template = write_processor(export, kind, tokenizer, output_dir)
     write_hf_tokenizer(tokenizer, Path(export.model.tokenizer.name_or_path), output_dir)
     _write_config(export, kind, tokenizer, rows, output_dir)
     write_generation_config(export.args.version, tokenizer, output_dir, tokenizer.pad_token_id)
@@ -144,8 +145,9 @@ def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
     return [[height, width] for width, height in image_options.anyres_sizes]
 
 
-def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
-    """Write processor_config.json, preprocessor_config.json and the chat template for a model_type of transformers'.
+def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> str:
+    """Write processor_config.json, preprocessor_config.json and the chat template for a model_type of transformers';
+    return the template.
 
     tokenizer: as the exported model has it.
     """
@@ -158,7 +160,7 @@ def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenize
     image_processor.save_pretrained(output_dir)
     if kind == "llava_onevision":
         _write_onevision(export, template, output_dir)
-        return
+        return template
     (LlavaNextProcessor if kind == "llava_next" else LlavaProcessor)(
         image_processor=image_processor,
         tokenizer=tokenizer,
@@ -167,6 +169,7 @@ def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenize
         num_additional_image_tokens=plan.tower.num_first_tokens,
         chat_template=template,
     ).save_pretrained(output_dir)
+    return template
 
 
 def _image_processor(export: ExportPlan, kind: str):

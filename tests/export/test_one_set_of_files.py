@@ -6,12 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import toys
 from daily import few
 from PIL import Image
 from ready_models import FAMILIES, QWEN_PROCESSORS, write_ready
-from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.chat_template import chat_template
 from llava_ds.data.images.resize import cut_by
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.output_folder import planned_entries, write_folder
@@ -152,3 +154,29 @@ def test_the_range_of_values_is_kept_for_inference_and_the_next_run(tmp_path, va
     assert load_model(further, "cpu").image_options == load_model(out, "cpu").image_options
     other, _ = exported(out, tmp_path / "other", image_value_range="0,9")
     assert other.image_options.value_range == "0,9"
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja", "both"])
+@pytest.mark.parametrize("merge", ["flat", "spatial_unpad"])
+def test_a_language_models_own_template_is_not_that_of_the_export(tmp_path, where, merge):
+    """A chat model under a LLaVA that was trained with --version v1: programs have to ask as training did."""
+    base = toys.write_base(tmp_path / "base")
+    folder = Path(base["model_name_or_path"])
+    if where != "chat_template.jinja":
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ 'own' }}"}))
+    if where != "tokenizer_config.json":
+        (folder / "chat_template.jinja").write_text("{{ 'own, too' }}")
+    ratio = "square" if merge == "flat" else "anyres"
+    model = ModelArguments(**base, mm_patch_merge_type=merge)
+    args = Arguments(model, DataArguments(image_aspect_ratio=ratio), TrainingArguments(), frozenset())
+    plan = plan_model(model, 512)
+    export = ExportPlan(plan, model, plan.tower.image_options(args), torch.float32, 512)
+    write_folder(export, planned_entries(export), tmp_path, holes=True)
+    settings = json.loads((tmp_path / FIRST).read_text())
+    assert settings == json.loads((tmp_path / WHOLE).read_text())["image_processor"]
+    expected = chat_template("v1", plan.tokenizer)
+    assert (tmp_path / "chat_template.jinja").read_text() == expected
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == expected
+    assert AutoProcessor.from_pretrained(tmp_path, local_files_only=True).chat_template == expected
+    assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
