@@ -17,6 +17,7 @@ from llava_ds.files.processor_files import image_settings, processor_template, v
 from llava_ds.infer.load import load_model
 from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.merged_adapters import adapter_file
 from llava_ds.model.open.weights import WeightFiles, weight_files, weights_passed_over
 from llava_ds.model.plan import plan_model, read_parts
 from llava_ds.model.vision import read_processor
@@ -289,3 +290,18 @@ def test_a_towers_weights_are_named_by_its_flag(tmp_path):
     lines = [line for line in take_from_model(llavas.arguments(flags))[1] if "pytorch_model.bin" in line]
     assert len(lines) == 1 and lines[0].startswith(str(tower))
     assert torch.equal(AutoModel.from_pretrained(tower).state_dict()[next(iter(tensors))], next(iter(tensors.values())))
+
+
+def test_of_two_files_of_an_adapter_pefts_is_taken_and_the_other_named(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    tensors = {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(2, 3)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    assert line_of(adapter, images=False, template=False) == ""
+    torch.save(tensors, adapter / "adapter_model.bin")
+    assert line_of(adapter, images=False, template=False) == ""
+    torch.save({name: 2 * tensor for name, tensor in tensors.items()}, adapter / "adapter_model.bin")
+    line = line_of(adapter, images=False, template=False)
+    assert "weights are those of adapter_model.safetensors: adapter_model.bin, in which 1 of 1 tensors differ" in line
+    assert adapter_file(adapter).name == "adapter_model.safetensors"

@@ -479,8 +479,8 @@ def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
     has_tower, is_ready = folder.vision_config is not None, folder.ready is not None
     own = folder.base or folder.path
     lines = passed_over(own, where, images=has_tower, template=is_ready)
-    if folder.base is not None and has_tower:  # an adapter's folder may have sizes of images of its own
-        lines += passed_over(folder.path, where, weights=False)
+    if folder.base is not None:  # whose folder may have sizes of images of its own
+        lines += passed_over(folder.path, where, images=has_tower)
     for tower in () if has_tower else tower_folders(args.model.vision_tower):
         lines += passed_over(tower, f"--vision_tower {tower}")
     return lines

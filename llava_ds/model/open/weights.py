@@ -211,13 +211,13 @@ def weights_passed_over(path: str | Path) -> list[str]:
     own = next((name for name, files in groups.items() if set(files) == set(taken)), taken[0].name)
     clauses = []
     for name, files in groups.items():
-        if files and not set(files) & set(taken) and (difference := _difference(taken, files)):
-            clauses.append(f"weights are those of {own}: {name}, {difference}, is passed over")
+        if files and not set(files) & set(taken) and (differs := difference(taken, files)):
+            clauses.append(f"weights are those of {own}: {name}, {differs}, is passed over")
     return clauses
 
 
-def _difference(taken: list[Path], others: list[Path]) -> str:
-    """What differs between two sets of files of weights, "" if nothing does."""
+def difference(taken: list[Path], others: list[Path]) -> str:
+    """A clause on what differs between two sets of files of weights, "" if nothing does."""
     try:
         first, second = (dict(pair for file in files for pair in _first_rows(file)) for files in (taken, others))
     except (DataError, OSError):
