@@ -445,9 +445,11 @@ class DataSpec:
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
         images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
-        # A newer library may make other ids: rows are made anew, and other ones show in the fingerprint.
-        versions = versions_of(ENCODING_LIBRARIES)
-        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots, *versions])
+        # A newer library may make other ids: rows are made anew, and other ones show in the fingerprint. More rows of
+        # the embedding may accept what is rejected now; what is accepted stays the same.
+        others = versions_of(ENCODING_LIBRARIES)
+        others += [] if checker.encoder.num_rows is None else [f"{checker.encoder.num_rows} rows"]
+        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots, *others])
         return cls(checker, options, folder, common, contents)
 
     @property

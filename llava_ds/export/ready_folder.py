@@ -180,6 +180,7 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
     _write_template(export.model.tokenizer.chat_template, source, output_dir)
     _write_processor(export, output_dir)
     config = read_json(source / "config.json", str(source))
+    _write_rows(config, export)
     config["dtype"] = str(export.dtype).removeprefix("torch.")
     for part in (config, *(each for each in config.values() if isinstance(each, dict))):
         for name in ("dtype", "torch_dtype"):
@@ -205,3 +206,15 @@ def _write_template(template: str, source: Path, output_dir: Path) -> None:
         written = template
     if templates is not None and templates != written:
         write_json(file, {**config, "chat_template": written})
+
+
+def _write_rows(config: dict, export: ExportPlan) -> None:
+    """Set the number of rows in the content of config.json, where the run has another one than the source."""
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    own, before = export.model.text_config, export.model.ready.config.get_text_config()
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        value, old = getattr(own, name, None), getattr(before, name, None)
+        if value != old:
+            text[name] = value
+            if name in config:
+                config[name] = value

@@ -34,6 +34,7 @@ from llava_ds.data.sources import read_samples
 from llava_ds.files import reading as file_contents
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
+from llava_ds.tokenizer import note_rows
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
 KINDS = "titti"
@@ -759,3 +760,25 @@ def test_names_that_are_no_utf_8_are_read_and_can_be_printed(tmp_path, tokenizer
     opened = toys.encoded(str(data["data_path"]), data["image_folder"], tokenizer=tokenizer, cache_dir=tmp_path / "c")
     "\n".join(opened.summary()).encode()
     assert len(opened) == 2 and all(len(opened[i].input_ids) == opened.lengths[i] for i in range(2))
+
+
+def test_rows_that_are_added_accept_what_was_rejected(opened, tmp_path, tokenizer, no_work):
+    """Another number of rows is another cache where it matters, and the same one where all tokens have rows."""
+    records = [talk("What?", text) for text in ("a cat", "<grip> a cat", "<drop>")]
+    data = {"data_path": write(tmp_path / "taught.json", records), "max_bad_fraction": 1.0}
+    taught = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    taught.add_tokens(["<grip>", "<drop>"])
+    counts = []
+    for rows in (len(tokenizer), len(tokenizer) + 1, len(tokenizer) + 2, len(tokenizer) + 50):
+        note_rows(taught, rows)
+        found = opened(**data, tokenizer=taught)
+        counts.append(len(found))
+        reasons = [row["reason"] for row in found.rejections()]
+        assert all(f"embedding has {rows} rows" in reason for reason in reasons)
+        if rows == len(tokenizer):
+            [line] = reasons_in_short(reasons)
+            assert line.startswith("  2 x the text spells the token")
+        if rows == len(tokenizer) + 2:
+            whole = found
+            no_work()  # nor with more rows than are needed
+    assert counts == [1, 2, 3, 3] and found.folder == whole.folder and found.fingerprint == whole.fingerprint
