@@ -10,6 +10,7 @@ from llava_ds.config.bounds import OWN_RANGE, range_of_values
 
 PART = 1 / 16  # of its range that an image uses at least, and of its pixels that lie outside at most
 FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # that become black and white where nothing else is said
+WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # which may have colours of 16 bits a channel
 _HINT = "--image_value_range scales images of one channel (docs/images.md)"
 
 
@@ -20,9 +21,10 @@ def is_deep(image: Image.Image) -> bool:
 
 def is_narrowed(image: Image.Image) -> bool:
     """True for an image that is not decoded yet, and of whose 16 bits a channel Pillow reads the upper 8."""
-    raw = [tile[3] for tile in getattr(image, "tile", ())[:1]]
-    names = [args if isinstance(args, str) else args[0] for args in raw if args]
-    return not is_deep(image) and any(isinstance(name, str) and ";16" in name for name in names)
+    if image.format not in WIDE_FORMATS or not image.tile or is_deep(image):
+        return False
+    raw = image.tile[0][3]
+    return ";16" in str(raw if isinstance(raw, str) or not raw else raw[0])
 
 
 def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.Image:
