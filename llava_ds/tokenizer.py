@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import import_protobuf
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
-from llava_ds.files.model_files import check_folder, library_errors, read_config, read_json_if_there, shown
+from llava_ds.files.model_files import check_folder, library_errors, own_file, read_config, read_json_if_there, shown
 from llava_ds.files.processor_files import processor_template
 
 SPACE = "▁"  # sentencepiece's space
@@ -77,6 +77,15 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     Gemma's <end_of_turn>."""
     marked = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *marked]))
+
+
+def read_template(folder: Path, where: str) -> str | None:
+    """The chat template in a folder's chat_template.jinja; None without one."""
+    file = folder / "chat_template.jinja"
+    if not file.is_file():
+        return None
+    with library_errors(where):
+        return own_file(file).read_text(encoding="utf-8")
 
 
 def read_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 
@@ -123,7 +124,8 @@ def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -
         judge = Judge("--model_path", args.model_path, options, ranks)
         print_first(judge.describe())
         return Preferring(judge)
-    judge = Judge("--reward_model_name_or_path", args.reward_model_name_or_path, options, ranks, must_score=True)
+    own = dataclasses.replace(options, chat_template_kwargs=None)  # it reads answers under its own variables
+    judge = Judge("--reward_model_name_or_path", args.reward_model_name_or_path, own, ranks, must_score=True)
     return BestOfN(args.model_path, judge, (args.best_of, args.max_new_tokens, args.seed), options, ranks)
 
 

@@ -28,6 +28,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.files.object_store import is_remote, url_problem
 from llava_ds.files.places import local_path
 from llava_ds.files.writing import can_be_made, path_problem
+from llava_ds.template_variables import parse_variables
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 _LOOPBACK = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/?")
@@ -126,6 +127,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
+    problems += template_variables(args)
     return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args), *rows_of_tokens(args)]
 
 
@@ -373,6 +375,14 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
             f"{', '.join(f'--{name}' for name in given)} without --lora_enable would train the whole language model: "
             "give --lora_enable True, or --lora_enable False if that is meant"
         )
+
+
+def template_variables(args: Arguments) -> Iterator[str]:
+    """The form of --chat_template_kwargs; the template itself is not read yet."""
+    try:
+        parse_variables(args.model.chat_template_kwargs)
+    except ConfigError as error:
+        yield str(error)
 
 
 def lora_variants(args: Arguments) -> Iterator[str]:

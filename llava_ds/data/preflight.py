@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -19,14 +20,15 @@ from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.fingerprint import DEEP
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
-from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
+from llava_ds.data.prompt_check import PromptCheck, as_asked
+from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.ranks import printable
 from llava_ds.videos import Footage
 
-Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
+Row = dict[str, object]  # of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -35,6 +37,7 @@ PART_BYTES = 4 << 20  # of records checked together: their tokens take many time
 RECORDS_PER_CALL = 256  # checked by a worker process at a time
 
 MAX_ID = 200  # characters of the id of a rejected record
+
 
 RECORDS = pa.schema(
     [
@@ -48,7 +51,8 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels.
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights. unread:
+# names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -68,6 +72,9 @@ ROWS = pa.schema(
         ("truncated", pa.bool_()),
         *COLUMNS,
         ("unmarked", pa.string()),
+        token_runs.WEIGHTS,
+        ("unread", pa.string()),
+        ("left_out", pa.int32()),
     ]
 )
 
@@ -107,6 +114,11 @@ class Checker:
     encoder: Encoder
     image_options: geometry.ImageOptions
 
+    @cached_property
+    def prompts(self) -> PromptCheck:
+        """The check that answers are learned as they are asked for."""
+        return PromptCheck(self.encoder, self.image_options)
+
     @property
     def takes_pairs(self) -> bool:
         """True for preferences."""
@@ -125,17 +137,24 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.conversations]))
+        coded = self._encoded([(each, one.marks) for one in good for each in one.sample.transcripts])
         rows = [
-            self._row(one, [next(coded) for _ in one.conversations]) if isinstance(one, _Checked) else one
+            self._row(one, [next(coded) for _ in one.sample.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        columns |= token_runs.to_columns([row["input_ids"] for row in rows], [row["labels"] for row in rows])
+        labels = [row["labels"] for row in rows]
+        columns |= token_runs.to_columns([row["input_ids"] for row in rows], labels)
+        columns["weights"] = token_runs.weights_to_column([row["weights"] for row in rows], labels)
         columns |= as_columns([row["seen"] for row in rows])
         rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
         return pa.table([columns[field.name] for field in self.schema], schema=self.schema)
+
+    def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
+        for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
+            is_asked = self.encoder.options.as_asked and isinstance(one, Encoded)
+            yield as_asked(self.encoder, *conversation, one) if is_asked else one
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
@@ -153,6 +172,9 @@ class Checker:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
+            for transcript in sample.transcripts:
+                if reason := self.prompts.reason(transcript, marks):
+                    raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
         return _Checked(sample, media, seen, marks)
@@ -176,11 +198,17 @@ class Checker:
                 return _rejected(sample.id, coded)
             own = coded.num_targets
             targets += own
+            if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
+                return _rejected(sample.id, DataError("nothing to learn from: all of its answers weigh 0"))
             if own == 0:
                 limit = self.encoder.options.max_length
                 why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
                 return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
-        words = sum(len(message.text.split()) for message in sample.messages)
+        words = 0
+        for message in sample.messages:
+            words += len(message.text.split())
+            if message.thought is not None or message.tool_calls:
+                words += len(f"{message.thought or ''} {message.tool_calls}".split())
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
         return {
             "id": sample.id,
@@ -188,6 +216,7 @@ class Checker:
             "text_to_retry": None,
             "input_ids": _joined([coded.input_ids for coded in answers]),
             "labels": _joined([coded.labels for coded in answers]),
+            "weights": _joined_weights(answers),
             "media": media_to_text(one.media),
             "length": sum(len(coded.input_ids) for coded in answers),
             "num_targets": targets,
@@ -198,6 +227,8 @@ class Checker:
             "words": words if has_field else -words,
             "truncated": any(coded.truncated for coded in answers),
             "unmarked": sample.unmarked,
+            "unread": "\n".join(map(printable, sample.unread)),
+            "left_out": sum(coded.left_out for coded in answers),
             "seen": one.seen,
         }
 
@@ -211,14 +242,16 @@ class _Checked:
     seen: list[SeenFile]
     marks: list[int | ImageText]
 
-    @property
-    def conversations(self) -> list[tuple[Message, ...]]:
-        """The conversation, or those with the chosen and with the rejected answer."""
-        return [each for each in (self.sample.messages, self.sample.rejected) if each]
-
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
+    if all(coded.weights is None for coded in answers):
+        return None
+    weights = [np.ones(len(coded.labels), np.float32) if coded.weights is None else coded.weights for coded in answers]
+    return _joined(weights)
 
 
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
@@ -227,9 +260,11 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     return {
         **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
+        **{"unread": "", "left_out": 0},
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,
+        "weights": None,
     }
 
 

@@ -6,6 +6,7 @@ It follows from the encoded rows and lies beside them. An index made by an earli
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,12 @@ from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
 
-VERSION = 2  # raise it when the same rows would give another index
+VERSION = 3  # raise it when the same rows would give another index
 
 LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
 
 FIRST_NAMED = 3  # images that use little of their range
+MAX_KEYS = 100  # of those that are not read, the most frequent ones
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
@@ -135,14 +137,22 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
     rows, lengths = arrays["rows"], arrays["lengths"]
     unmarked = pa.compute.value_counts(table.column("unmarked").take(pa.array(rows))).to_pylist()
     counts = {each["values"]: each["counts"] for each in unmarked}
+    unread = pa.compute.value_counts(table.column("unread").take(pa.array(rows))).to_pylist()
+    keys = Counter()
+    for each in unread:
+        keys.update(dict.fromkeys(filter(None, each["values"].split("\n")), each["counts"]))
+    left_out = numbers(table, "left_out")[rows]
     sums = {
         "tokens": int(lengths.sum(dtype=np.int64)),
         "targets": int(arrays["num_targets"].sum(dtype=np.int64)),
         "images": int(arrays["num_images"].sum(dtype=np.int64)),
         "answers": int(numbers(table, "num_turns")[rows].sum(dtype=np.int64)),
         "truncated": int(np.count_nonzero(numbers(table, "truncated")[rows])),
+        "weighed": _num_weighed(table, rows),
         "unmarked": {kind: counts[kind] for kind in UNMARKED_TEXTS if kind in counts},
         "deep": _deep_images(rows, table),
+        "unread": dict(keys.most_common(MAX_KEYS)),
+        "left_out": [int(left_out.sum(dtype=np.int64)), int(np.count_nonzero(left_out))],
         "percentiles": [int(n) for n in np.percentile(lengths, PERCENTILES)] if len(rows) else [],
     }
     return {"sums": sums}
@@ -156,6 +166,12 @@ def _deep_images(rows: np.ndarray, table: RowTable) -> dict[str, object]:
     found = [more.get(DEEP, ()) for text in described for _, _, _, *rest in json.loads(text) for more in rest]
     distinct = list(dict.fromkeys(itertools.chain(*found)))
     return {"number": len(distinct), "first": distinct[:FIRST_NAMED]}
+
+
+def _num_weighed(table: RowTable, rows: np.ndarray) -> int:
+    """The number of samples with a weight of the loss other than 1."""
+    weights = table.column("weights")
+    return 0 if weights.null_count == len(weights) else int(np.count_nonzero(weights.is_valid().to_numpy()[rows]))
 
 
 def numbers(table: RowTable, name: str) -> np.ndarray:

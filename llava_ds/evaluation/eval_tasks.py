@@ -230,7 +230,7 @@ class EvalTasks:
 
     def _sample(self, question: Question, rules: DrawRules) -> LoadedSample:
         media = media_of(question.prompt, self._images)
-        ids = torch.tensor(self._encoder.prompt_ids(question.prompt.messages, [layout.mark for *_, layout in media]))
+        ids = torch.tensor(self._encoder.prompt_ids(question.prompt.transcript, [layout.mark for *_, layout in media]))
         sample = LoadedSample(ids, ids, decode_media(media, question.prompt.blank, self._images))
         if rules.room(sample) < 1:
             raise DataError(

@@ -68,7 +68,7 @@ def preferences(given: Given) -> list[Question]:
             questions.append(
                 Question(
                     sample.id,
-                    Prompt(tuple(before), tuple(map(_by_path, sample.media))),
+                    _prompt(sample, tuple(before), sample.media),
                     before[-1].text.replace(IMAGE_TOKEN, "").strip(),
                     chosen.text,
                     kinds=(sample.kind,) if sample.kind else (),
@@ -127,7 +127,7 @@ def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Quest
         questions.append(
             Question(
                 f"{sample.id}#{number}" if len(answered) > 1 else sample.id,
-                Prompt(_by_itself(before) if given.turns == "each" else before, tuple(map(_by_path, media))),
+                _prompt(sample, _by_itself(before) if given.turns == "each" else before, media),
                 before[-1].text.replace(IMAGE_TOKEN, "").strip(),
                 reference_for(given.metric, texts),
                 kinds=(kind,) if kind else (),
@@ -137,12 +137,18 @@ def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Quest
     return questions
 
 
+def _prompt(sample: Sample, messages: tuple[Message, ...], media: tuple[Media, ...]) -> Prompt:
+    """A part of a record's conversation that ends with a question."""
+    images = tuple(map(_by_path, media))
+    return Prompt(messages, images, tools=sample.tools, template_kwargs=sample.template_kwargs)
+
+
 def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The last question without the turns before it; images that these showed stand before it."""
     *earlier, question = messages
     system = [message for message in earlier if message.role == "system"]
     marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
-    return (*system, Message(question.role, f"{IMAGE_TOKEN}\n" * marks + question.text))
+    return (*system, replace(question, text=f"{IMAGE_TOKEN}\n" * marks + question.text))
 
 
 def _grouped_by_words(questions: list[Question]) -> list[Question]:

@@ -48,8 +48,8 @@ def _shown(image: str | Media) -> list[object]:
 
 def without_image(question: Question) -> Question:
     """The same question with its images withheld: neither features nor marks remain."""
-    messages = tuple(Message(m.role, m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
-    return replace(question, prompt=Prompt(messages, ()))
+    messages = tuple(replace(m, text=m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
+    return replace(question, prompt=replace(question.prompt, messages=messages, images=()))
 
 
 def with_blank_image(question: Question) -> Question:
@@ -76,5 +76,8 @@ def digest(questions: list[Question]) -> str:
         messages = [astuple(message) for message in question.prompt.messages]
         images = [_shown(image) for image in question.prompt.images]
         row = [question.id, messages, images, question.reference, question.kinds, question.more]
+        more = [(m.thought, m.tool_calls) for m in question.prompt.messages]
+        more += [(question.prompt.tools, question.prompt.template_kwargs)]
+        row += [more] * any(map(any, more))  # so that questions without them keep their hash
         hashed.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return hashed.hexdigest()

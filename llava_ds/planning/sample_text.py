@@ -6,7 +6,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.boxes import Numbers
-from llava_ds.constants import DataError
+from llava_ds.constants import IGNORE_INDEX, DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.images.decode import load_images
 from llava_ds.data.preflight import SizedMedia, media_from_text, place_of
@@ -20,6 +20,9 @@ def shown_sample(
     """Show an accepted sample; images that can't be decoded are left out, and the note says so."""
     row = dataset.row(int(dataset.rows[index]))
     note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
+    if row["weights"] is not None:
+        weights = {weight for weight, label in zip(row["weights"], row["labels"]) if label != IGNORE_INDEX}
+        note += f", weights of the loss {', '.join(f'{weight:g}' for weight in sorted(weights))}"
     images = []
     if with_images:
         try:

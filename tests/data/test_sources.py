@@ -238,7 +238,7 @@ def chat_of(*parts: object) -> dict:
         (talk_of({"from": "human", "value": 3}), "turn 0 is"),
         (talk_of(TEXT_ONLY[0], {"from": "dog", "value": "x"}), "turn 1 is from 'dog', expected 'human' or 'gpt'"),
         (talk_of(TEXT_ONLY[0], {"from": ["gpt"], "value": "x"}), "turn 1 is from ['gpt'], expected"),
-        (talk_of({"from": "observation", "value": "x"}), "turn 0 is from 'observation', tools are not supported"),
+        (talk_of({"from": "observation", "value": "x"}), "turn 0 is the result of a tool, and no answer is before it"),
         (
             talk_of(*TEXT_ONLY, {"from": "system", "value": "x"}),
             "turn 2 is from 'system', which speaks once, at the be",

@@ -19,14 +19,14 @@ from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse
 from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
-from llava_ds.data.sources.tables import open_saved, parquet_columns
+from llava_ds.data.sources.tables import open_saved, parquet_columns, read_columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import exists, is_file, join, local_path, open_data, real_path
 from llava_ds.files.reading import state_of
 
 MAX_SHOWN = 5  # problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20
-SPOOL_VERSION = 1  # raise it if the same files would be spooled differently
+SPOOL_VERSION = 2  # raise it if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",
@@ -95,7 +95,7 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
     cache = Path(options.cache_dir).expanduser().absolute() / "pictures"
     source = Source(data_path, kind, "llava", image_root, video_root, files, str(cache), columns)
     source = dataclasses.replace(source, on_unmarked_image=options.on_unmarked_image, bbox_type=options.bbox_type)
-    keys = _table_columns(source)
+    keys = table = _table_columns(source)
     if kind == "imagefolder":
         if not keys:
             keys = list({key: None for record in source.first(NUM_RECORDS) for key in _keys(record.text)})
@@ -103,12 +103,14 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
     first = source.first(NUM_RECORDS)
     if not first:
         raise DataError(f"{data_path} holds no records")
+    read = read_columns(table, source.columns)
     found = detect([record.text for record in first], keys, source.columns, options, data_path)
     return dataclasses.replace(
         source,
         format=found.format,
         seen=found.seen,
         marks_added=found.marks_added,
+        unread_columns=tuple(name for name in table if name not in read),
         selection=selection,
         spool=str(cache / _spool_name(source)),
     )

@@ -11,6 +11,12 @@ from llava_ds.constants import ConfigError
 _REPR = reprlib.Repr()
 _REPR.maxstring, _REPR.maxother, _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 120, 120, 3, 4, 4
 
+# Of a record, as in ms-swift, verl, and OpenAI's and vLLM's requests.
+TEMPLATE_KWARGS, TOOLS = "chat_template_kwargs", "tools"
+
+# Of a turn, or of a record with a list: OpenAI's fine-tuning, ms-swift, axolotl, TRL and verl.
+WEIGHT_KEYS = ("weight", "loss", "loss_scale", "train", "training", "trainable", "loss_mask")
+
 FIELDS = ("id", "conversations", "messages", "image", "video", "text", "system")
 
 

@@ -39,8 +39,6 @@ def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
     for name, messages in zip(("chosen", "rejected"), answers):
         if len(messages) != 1:
             raise DataError(f"has {len(messages)} messages under {name!r} after the question, expected one answer")
-    if _text_of(answers[0][0]) == _text_of(answers[1][0]):
-        raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
     rest = {name: value for name, value in record.items() if name not in (*QUESTIONS, *source.columns.turns)}
     turns = source.columns.turns[0]
     chosen, rejected = ({**rest, turns: [*question, *messages]} for messages in answers)
@@ -95,7 +93,3 @@ def _messages(answer: object, name: str) -> list[dict]:
     if not all(isinstance(message, dict) for message in messages):
         raise DataError(f"has {short(answer)} under {name!r}, expected a text, a message or a list of messages")
     return messages
-
-
-def _text_of(message: dict) -> object:
-    return message.get("value", message.get("content"))

@@ -4,9 +4,10 @@ These functions run for every record, in worker processes. They raise DataError 
 make system calls for images and videos only.
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
@@ -18,15 +19,17 @@ from llava_ds.data.sources.fields import (
     either,
     field_of,
     is_text,
+    json_of,
     keys_of,
     listed,
     to_media,
     videos,
 )
-from llava_ds.data.sources.objects import objects_of
-from llava_ds.data.sources.options import short
-from llava_ds.data.sources.preferences import as_conversations, margin_of
+from llava_ds.data.sources.objects import MARKS, OBJECTS, objects_of
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
+from llava_ds.data.sources.preferences import QUESTIONS, as_conversations, margin_of
 from llava_ds.data.sources.source import Source
+from llava_ds.data.sources.turn_fields import Turn, list_weights, read_tools, weight_of
 from llava_ds.data.sources.turns import VIDEO_TOKEN, Mark, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
@@ -53,6 +56,8 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     if source.format != "preference":
         return _sample(record, source, index)
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
+    if chosen.messages == rejected.messages:
+        raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
     return replace(chosen, rejected=rejected.messages, margin=margin_of(record))
 
 
@@ -77,7 +82,36 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         unmarked,
         refs=refs,
         boxes=boxes,
+        tools=_json(read_tools(record.get(TOOLS))),
+        template_kwargs=json_of(record.get(TEMPLATE_KWARGS), TEMPLATE_KWARGS, dict),
+        unread=unread_keys(record, source),
     )
+
+
+def _json(values: Sequence[object]) -> str:
+    """Calls or tools as JSON, "" for none. Marks of images in them are words."""
+    if not values:
+        return ""
+    text = checked_text(json.dumps(values, ensure_ascii=False), "has tools or calls that are not valid Unicode")
+    return text.replace(IMAGE_TOKEN, LITERAL_IMAGE)
+
+
+def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
+    """The keys of a record, and columns of its table, that have a value and are not read."""
+    known = _known_keys(source.columns, source.format)
+    found = [key for key in record if key not in known and record[key] not in (None, "", [], {})]
+    return (*source.unread_columns, *found)
+
+
+@functools.lru_cache(maxsize=64)
+def _known_keys(columns: Columns, format: str) -> frozenset[str]:
+    """All keys that are read of a record."""
+    fields = {**vars(columns)}
+    fields.pop("turns" if format == "caption" else "text")
+    named = [name for names in fields.values() for name in names]
+    more = () if format == "caption" else (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
+    pairs = (*QUESTIONS, "chosen", "rejected", "margin", "text") if format == "preference" else ()
+    return frozenset([*named, *more, *pairs, OBJECTS, "kind"])
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
@@ -92,21 +126,46 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     name, system = field_of(record, columns.system)
     if system is not None and system != "":
         messages.append(Message("system", checked_text(system, f"has {short(system)} under {name!r}, expected a text")))
+    turns = [read_turn(turn, i) for i, turn in enumerate(turns)]
+    weights = list_weights(record, turns)
     for i, turn in enumerate(turns):
-        role, content = read_turn(turn, i)
+        content = turn.content
         if not isinstance(content, str):
             content = read_parts(content, i, marks, named, source)
         elif "<" in content:
             content = with_marks(content, marks, named, source)
-        if role == "system" and messages:
+        if turn.role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
-        messages.append(Message(role, content))
+        if turn.role == "tool" and not any(message.role == "gpt" for message in messages):
+            raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
+        _add_message(messages, turn, content, weight_of(turn, weights, i), i)
+    if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
+        raise DataError(
+            f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
+        )
     heard = next((key for key in AUDIO_KEYS if record.get(key)), None)
     if heard and any(AUDIO_TOKEN in message.text for message in messages):
         raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
         raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no images")
     return messages, marks, named
+
+
+def _add_message(messages: list[Message], turn: Turn, text: str, weight: float, i: int) -> None:
+    """Add a turn as a message. A turn of calls alone belongs to the answer before it, as ms-swift joins them."""
+    calls = turn.tool_calls
+    if not calls and turn.thought is None and not turn.name and not turn.call_id:
+        messages.append(Message(turn.role, text) if weight == 1 else Message(turn.role, text, weight=weight))
+        return
+    last = messages[-1] if messages else None
+    if turn.is_call and last is not None and last.role == "gpt":
+        if turn.thought is not None or weight != last.weight:
+            raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
+        calls = (*(json.loads(last.tool_calls) if last.tool_calls else ()), *calls)
+        messages[-1] = replace(last, tool_calls=_json(calls))
+        return
+    thought = None if turn.thought is None else turn.thought.replace(IMAGE_TOKEN, LITERAL_IMAGE)
+    messages.append(Message(turn.role, text, thought, _json(calls), weight, name=turn.name, call_id=turn.call_id))
 
 
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:

@@ -34,7 +34,7 @@ class Source:
 
     files: all files whose contents count; spool: the folder for embedded images; slices_of: the spools and tars that
     references in records may name; seen: pairs of a field and its name in the first records; bbox_type: coordinates of
-    boxes, where a record doesn't say it.
+    boxes, where a record doesn't say it; unread_columns: of a table, which its records don't have.
     """
 
     path: str
@@ -50,6 +50,7 @@ class Source:
     marks_added: bool = False
     on_unmarked_image: str = "prepend"
     bbox_type: BboxType = "real"
+    unread_columns: tuple[str, ...] = ()
     slices_of: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ import datetime
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow
@@ -15,7 +15,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.objects import OBJECTS
-from llava_ds.data.sources.options import Columns
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
 
@@ -39,7 +39,7 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) ->
     """The rows of parquet files as records, with known columns only. Images go to the store."""
     for number, path in enumerate(files):
         table = _open_parquet(path)
-        names = _wanted(table.schema_arrow.names, columns)
+        names = read_columns(table.schema_arrow.names, columns)
         line = 0
         try:
             for batch in table.iter_batches(BATCH_ROWS, columns=names):
@@ -82,7 +82,7 @@ def other_splits(folder: str) -> list[str]:
 def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row]:
     """The rows of a saved `datasets` folder as records. Images go to the store, undecoded."""
     saved = open_saved(folder)
-    saved = saved.select_columns(_wanted(saved.column_names, columns)).with_format("arrow")
+    saved = saved.select_columns(read_columns(saved.column_names, columns)).with_format("arrow")
     line = 0
     try:
         for table in saved.iter(batch_size=BATCH_ROWS):
@@ -117,15 +117,15 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
         raise DataError(f"{path} can't be read as parquet: {error}") from error
 
 
-def _wanted(names: list[str], columns: Columns) -> list[str]:
-    known = {*columns.all(), "kind", OBJECTS}
+def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
+    """The columns of a table that its records have."""
+    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS}
     return [name for name in names if name in known]
 
 
 def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
     try:
-        record = embed(record, columns, store.embed)
-        text = json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+        text = json.dumps(_without_nulls(embed(record, columns, store.embed)), default=_plain)
         return (
             text
             if len(text) <= MAX_RECORD_CHARS
@@ -133,6 +133,13 @@ def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
         )
     except (RecursionError, ValueError, TypeError) as error:
         return rejected(f"can't be written as JSON: {error}")
+
+
+def _without_nulls(value: object) -> object:
+    """The value without the keys of its objects whose value is null: a table gives every key of a struct."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _plain(value: object) -> str:

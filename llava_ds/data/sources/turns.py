@@ -6,6 +6,7 @@ from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sources.fields import checked_text
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
+from llava_ds.data.sources.turn_fields import Turn, call_turn, with_fields
 
 VIDEO_TOKEN = "<video>"
 ROLES = {
@@ -19,8 +20,16 @@ ROLES = {
     "model": "gpt",
     "system": "system",
     "developer": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+    "function_call": "call",
+    "tool_call": "call",
 }
-TOOL_ROLES = ("observation", "function", "function_call", "tool", "tool_call", "tool_response", "ipython")
+_TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA's and ShareGPT's, and OpenAI's
 
 # A mark is (kind, value). value: an image or video from the part of a message, or None for the record's next one.
 Mark = tuple[str, object]
@@ -28,13 +37,15 @@ Mark = tuple[str, object]
 _MARK = re.compile(f"{IMAGE_TOKEN}|{VIDEO_TOKEN}")
 
 
-def read_turn(turn: object, i: int) -> tuple[str, object]:
-    """Role and content of a turn in the form of LLaVA and ShareGPT, or of OpenAI."""
+def read_turn(turn: object, i: int) -> Turn:
+    """A turn in the form of LLaVA and ShareGPT, or of OpenAI. Raises DataError for keys that are not read."""
     role = content = None
     if isinstance(turn, dict):
         role, content = turn.get("from"), turn.get("value")
         if role is None:
             role, content = turn.get("role"), turn.get("content")
+        if content is None and (turn.get("tool_calls") or turn.get("function_call")):
+            content = ""
     if isinstance(content, str):
         try:
             content.encode()
@@ -45,10 +56,25 @@ def read_turn(turn: object, i: int) -> tuple[str, object]:
         raise DataError(f"turn {i} is {short(turn)}, expected {expected}")
     known = ROLES.get(role) if isinstance(role, str) else None
     if known is None:
-        tool = isinstance(role, str) and role in TOOL_ROLES
-        why = "tools are not supported" if tool else "expected 'human' or 'gpt', or 'user' or 'assistant'"
-        raise DataError(f"turn {i} is from {short(role)}, {why}")
-    return known, content
+        expected = "expected 'human' or 'gpt', or 'user' or 'assistant', or 'tool'"
+        raise DataError(f"turn {i} is from {short(role)}, {expected}")
+    if known == "call":
+        if not isinstance(content, str):
+            raise DataError(f"turn {i}, from {short(role)}, has {short(content)}, expected the JSON of a call")
+        return call_turn(content, turn, i)
+    if len(turn) == 2 and isinstance(content, str) and "tool_calls" not in turn and "function_call" not in turn:
+        return Turn(known, content)
+    _refuse_two_spellings(turn, i)
+    return with_fields(known, content, turn, i)
+
+
+def _refuse_two_spellings(turn: dict, i: int) -> None:
+    """Raise DataError for a turn that gives its role or its text twice, and not alike."""
+    both = [[turn.get(key) for key in pair] for pair in zip(*_TEXT_KEYS)]
+    (one, other), texts = both
+    roles_differ = None not in (one, other) and ROLES.get(one) != ROLES.get(other)
+    if roles_differ or (None not in texts and texts[0] != texts[1]):
+        raise DataError(f"turn {i} is {short(turn)}, which gives its role or its text twice, and not alike")
 
 
 def with_marks(text: str, marks: list[Mark], named: dict[str, list], source: Source) -> str:
