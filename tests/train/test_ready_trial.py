@@ -236,6 +236,7 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
     again = plan_model(ModelArguments(model_name_or_path=str(copied), version="processor"), 512)
+    again = dataclasses.replace(again, tokenizer=plan.tokenizer)  # with its template's variables
     assert ready_trial.check_ready(again, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
     settings = json.loads((copied / "processor_config.json").read_text())
     (copied / "processor_config.json").write_text(json.dumps({**settings, "new": 1}))
