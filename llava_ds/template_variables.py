@@ -18,6 +18,7 @@ from llava_ds.files.model_files import MAX_NESTING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SHOWN = 200  # characters of a flag in a message
 FLAG = "chat_template_kwargs"  # of Hugging Face's, TRL's and vLLM's renderers
 
 # Arguments of transformers' renderers and of what calls them, which a variable of the same name would take the place
@@ -43,12 +44,13 @@ def parse_variables(text: str | None) -> dict[str, object]:
     """The variables in --chat_template_kwargs, {} for none. Raises ConfigError where it is no JSON object."""
     if text is None:
         return {}
-    given = f"--{FLAG} {text if len(text) < 200 else text[:200] + '...'}"
+    shown = text[:_SHOWN].encode("utf-8", "backslashreplace").decode() + "..." * (len(text) > _SHOWN)
+    given = f"--{FLAG} {shown}"
     example = """write it like '{"enable_thinking": false}'"""
     try:
         found = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
         text.encode("utf-8")
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8")
         if not isinstance(found, dict):
             raise ValueError(f"it is {_kind(found)}")
         if _depth(found) > MAX_NESTING:
@@ -164,6 +166,11 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, versio
             "out, or give --version chat_template for the tokenizer's own template"
         )
     source = tokenizer.chat_template
+    if variables and isinstance(source, dict):
+        raise ConfigError(
+            f"--{FLAG} {text}: the tokenizer of {tokenizer.name_or_path} has several chat templates "
+            f"({', '.join(map(str, source))}): leave one of them in its folder, as chat_template.jinja"
+        )
     if not is_jinja or not isinstance(source, str):
         return []
     kept, _ = split_defaults(source)

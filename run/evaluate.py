@@ -103,9 +103,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
             data_path, image_folder = heldout_data(args.cache_dir)
-        given = Given(
-            data_path, args.annotations, image_folder, args.split or "test", args.metric, args.turns, args.cache_dir
-        )
+        given = Given(data_path, args.annotations, image_folder, args.split, args.metric, args.turns, args.cache_dir)
         questions = read_questions(args.task, given, args.limit)
     remedy = "give every machine the same files, under the same paths"
     check_same({"what --data_path holds": digest(questions)}, ranks, remedy)
@@ -225,7 +223,7 @@ def parse() -> argparse.Namespace:
         help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function as --reward_funcs of run/rl.py "
         "takes it (default: %(default)s)",
     )
-    add("--split", help="of ScienceQA (default: test)")
+    add("--split", help="of ScienceQA (default: test), or of --data_path of --task llava and preference")
     add("--limit", type=number(Count), help="ask the first questions only")
     add(
         "--turns",
@@ -285,8 +283,10 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise ConfigError(f"--metric goes with --task llava: {args.task} has its own scoring, leave it out")
     if args.turns != "together" and args.task != "llava":
         raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
-    if args.split is not None and args.task != "scienceqa":
+    if args.split is not None and args.task not in ("scienceqa", "llava", "preference"):
         raise ConfigError(f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out")
+    if args.split is not None and args.data_path is None:
+        raise ConfigError(f"--split {args.split} needs --data_path: give it, too")
 
 
 if __name__ == "__main__":

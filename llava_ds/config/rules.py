@@ -162,8 +162,8 @@ def missing_path(name: str, value: str) -> str | None:
         return f": there is no folder {missing[0]}" if missing else None
     if kind in ("folder", "model") and not os.path.isdir(value):
         return f": there is no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
-    if kind in ("data", "pattern") and not os.path.exists(value):
-        is_pattern = kind == "pattern" and any(mark in value for mark in "*?[{")
+    if kind == "pattern" and not os.path.exists(value):
+        is_pattern = any(mark in value for mark in "*?[{")
         return None if is_pattern else ": there is no such file or folder"
     chosen = name == "deepspeed_config" and value == CHOOSE_DS_CONFIG
     if kind == "file" and not chosen and not os.path.isfile(value):
@@ -178,6 +178,12 @@ def object_stores(args: Arguments) -> Iterator[str]:
         value = getattr(args.data, name)
         if value is not None and is_remote(value) and (problem := url_problem(value, args.data.allow_http)):
             yield f"--{name} {value}{problem}"
+
+
+def data_splits(args: Arguments) -> Iterator[str]:
+    data = args.data
+    if data.data_split is not None and data.data_path is None:
+        yield f"--data_split {data.data_split} needs --data_path: give it, too"
 
 
 def image_shape(args: Arguments) -> Iterator[str]:
@@ -281,6 +287,8 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         yield f"--eval_tasks can't be answered from the packed weights of --bits {bits}: leave one of them out"
     if training.eval_tasks is not None and training.objective == "reward":
         yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
+    if data.eval_data_split is not None and data.eval_data_path is None:
+        yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
     if data.sample_data_path is not None and not training.sample_steps:
         yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
 
@@ -613,7 +621,7 @@ def streaming(args: Arguments) -> Iterator[str]:
         yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
 
 
-DATA_RULES: tuple[Rule, ...] = (object_stores, image_shape, sample_order)
+DATA_RULES: tuple[Rule, ...] = (object_stores, data_splits, image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
     precision_and_memory,

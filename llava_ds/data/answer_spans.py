@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llava_ds.constants import DataError
+from llava_ds.data.special_tokens import PART_END
 
 UNSTABLE = (
     "the tokenizer's chat template writes something else around an answer when its text is another, so what is "
@@ -95,9 +96,12 @@ def _split(marked: str) -> tuple[list[str], list[tuple[int, str]]]:
 
 
 def _written(text: str, place: int, value: str | None, after: str) -> str:
-    """What the text has at a place for a value: itself, or without some of its outer spaces."""
+    """What the text has at a place for a value: itself, or without some of its outer spaces, or of those of parts."""
     if value is not None:
-        for each in dict.fromkeys((value, value.strip(), value.strip("\n"), value.lstrip(), value.rstrip())):
+        whole = value.replace(PART_END, "")
+        ways = [whole, whole.strip(), whole.strip("\n"), whole.lstrip(), whole.rstrip()]
+        ways += ["".join(part.strip() for part in value.split(PART_END))] * (PART_END in value)
+        for each in dict.fromkeys(ways):
             if text.startswith(each + after, place):
                 return each
     raise DataError(UNSTABLE)

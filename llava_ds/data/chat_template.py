@@ -13,6 +13,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.answer_spans import UNSTABLE, AnswerParts, AnswerSpan, find_answers
 from llava_ds.data.sample import Message, Transcript
+from llava_ds.data.special_tokens import split_parts
 from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
 from llava_ds.data.turn_form import (
     TurnForm,
@@ -354,19 +355,21 @@ def _as_parts(
             raise DataError(f"turn {i} is from {message.role!r}, expected 'human' or 'gpt'")
         if IMAGE_TOKEN in message.text and message.role not in ("human", "tool"):
             raise DataError(f"turn {i}, from {message.role!r}, holds an {IMAGE_TOKEN} mark: images belong to questions")
-        contents.append(parts_of(message.text, left))
+        contents.append(parts_of(message.text, left, message.keeps_spaces))
     return _chat(conversation, contents, form, is_plain)
 
 
-def parts_of(text: str, kinds: Iterator[str]) -> list[dict[str, str]]:
-    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these."""
-    if IMAGE_TOKEN not in text:
+def parts_of(text: str, kinds: Iterator[str], keeps_spaces: bool = False) -> list[dict[str, str]]:
+    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these.
+
+    keeps_spaces: the parts that a record has; else texts without their outer spaces, and no empty one beside a mark.
+    """
+    if not keeps_spaces and IMAGE_TOKEN not in text:
         return [{"type": "text", "text": text}]
-    parts: list[dict[str, str]] = []
-    for i, piece in enumerate(text.split(IMAGE_TOKEN)):
-        parts += [{"type": next(kinds, "image")} for _ in range(i > 0)]
-        parts += [{"type": "text", "text": stripped} for stripped in [piece.strip()] if stripped]
-    return parts
+    parts = split_parts(text)
+    if not keeps_spaces:
+        parts = [part for part in (part and part.strip() for part in parts) if part != ""]
+    return [{"type": next(kinds, "image")} if part is None else {"type": "text", "text": part} for part in parts]
 
 
 def render_own_prompt(

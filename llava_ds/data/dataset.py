@@ -384,6 +384,7 @@ def data_spec(
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
         bbox_type=data.bbox_type,
+        split=data.data_split,
         are_preferences=args.training.objective in PAIR_OBJECTIVES,
     )
     return DataSpec.of(
@@ -395,7 +396,7 @@ def data_spec(
             mm_use_im_start_end=model.mm_use_im_start_end,
             supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
             split_special_tokens=model.split_special_tokens,
-            as_asked=args.training.objective in DRAWING_OBJECTIVES,
+            answer_is_reference=args.training.objective in DRAWING_OBJECTIVES,
         ),
         image_options,
         PreflightOptions(

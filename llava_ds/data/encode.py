@@ -45,7 +45,7 @@ class EncodingOptions:
     mm_use_im_start_end: bool = False
     supervise_last_turn_only: bool = False
     split_special_tokens: bool = False
-    as_asked: bool = False  # the last answer is not learned, but compared with answers to the prompt before it
+    answer_is_reference: bool = False  # the last answer is compared with those that a model draws, and not learned
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Encoder:
     def _guarded(self, conversation: Transcript) -> Transcript:
         messages = conversation.messages
         for message in messages:
-            refuse_noncharacters(message.text)
+            refuse_noncharacters(message.text, message.keeps_spaces)
             if message.thought or message.tool_calls:
                 refuse_noncharacters(f"{message.thought} {message.tool_calls}")
         if conversation.tools:

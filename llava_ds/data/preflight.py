@@ -20,7 +20,8 @@ from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.fingerprint import DEEP
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
-from llava_ds.data.prompt_check import PromptCheck, as_asked
+from llava_ds.data.media_settings import options_for
+from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
@@ -137,9 +138,9 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = self._encoded([(each, one.marks) for one in good for each in one.sample.transcripts])
+        coded = self._encoded([(each, one.marks) for one in good for each in one.transcripts])
         rows = [
-            self._row(one, [next(coded) for _ in one.sample.transcripts]) if isinstance(one, _Checked) else one
+            self._row(one, [next(coded) for _ in one.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
@@ -153,14 +154,19 @@ class Checker:
 
     def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
         for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
-            is_asked = self.encoder.options.as_asked and isinstance(one, Encoded)
-            yield as_asked(self.encoder, *conversation, one) if is_asked else one
+            is_asked = self.encoder.options.answer_is_reference and isinstance(one, Encoded)
+            yield with_asked_prompt(self.encoder, *conversation, one) if is_asked else one
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
             sample = to_sample(text.decode("utf-8", "surrogatepass"), self.sources[source], index)
         except DataError as error:
             return _rejected(_id_in(text, self.sources[source].columns.id, index), error, text)
+        try:
+            for one in sample.media:
+                options_for(one, self.image_options)
+        except DataError as error:
+            return _rejected(sample.id, error)
         try:
             found = [self._look_at(one) for one in sample.media]
         except DataError as error:
@@ -172,12 +178,13 @@ class Checker:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
-            for transcript in sample.transcripts:
+            transcripts = sample.transcripts
+            for transcript in transcripts:
                 if reason := self.prompts.reason(transcript, marks):
                     raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
-        return _Checked(sample, media, seen, marks)
+        return _Checked(sample, transcripts, media, seen, marks)
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
@@ -198,12 +205,8 @@ class Checker:
                 return _rejected(sample.id, coded)
             own = coded.num_targets
             targets += own
-            if own == 0 and all(m.weight == 0 for m in sample.messages if m.role == "gpt"):
-                return _rejected(sample.id, DataError("nothing to learn from: all of its answers weigh 0"))
             if own == 0:
-                limit = self.encoder.options.max_length
-                why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-                return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
+                return _rejected(sample.id, DataError(f"nothing to learn from: {self._why_nothing(sample, coded)}"))
         words = 0
         for message in sample.messages:
             words += len(message.text.split())
@@ -232,12 +235,23 @@ class Checker:
             "seen": one.seen,
         }
 
+    def _why_nothing(self, sample: Sample, coded: Encoded) -> str:
+        """The reason why none of a sample's tokens is supervised."""
+        weights = [message.weight for message in sample.messages if message.role == "gpt"]
+        if weights and not any(weights):
+            return "all of its answers weigh 0"
+        if self.encoder.options.supervise_last_turn_only and weights and not weights[-1]:
+            return "its last answer weighs 0, and no other is learned"
+        limit = self.encoder.options.max_length
+        return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+
 
 @dataclass(frozen=True)
 class _Checked:
     """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
 
     sample: Sample
+    transcripts: list[Transcript]
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
     marks: list[int | ImageText]
@@ -281,7 +295,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
     """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
-    return geometry.media_layout(one.media.kind, one.sizes, num_media, options, one.footage)
+    return geometry.media_layout(one.media.kind, one.sizes, num_media, options_for(one.media, options), one.footage)
 
 
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
@@ -302,6 +316,7 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
     return json.dumps(
         [
             [m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes]
+            + [{"settings": m.media.settings}] * bool(m.media.settings)
             + [{"boxes": m.boxes}] * bool(m.boxes)
             + [{"footage": m.footage}] * bool(m.footage)
             + [{DEEP: m.deep}] * bool(m.deep)
@@ -314,7 +329,7 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
     """Read what media_to_text wrote."""
     return tuple(
         SizedMedia(
-            Media(kind, tuple(FileRef(*ref) for ref in refs)),
+            Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
             next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
@@ -322,6 +337,10 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )
+
+
+def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value) for more in rest for name, value in more.get("settings", ()))
 
 
 def media_of_text(text: str) -> list[Media]:

@@ -62,7 +62,7 @@ class AnswerForms:
     writes_plain: bool
     writes_thought: bool
 
-    def of(self, answer: Message | None) -> Difference | None:
+    def difference_for(self, answer: Message | None) -> Difference | None:
         """The difference for an answer."""
         if answer is None:
             return None
@@ -107,10 +107,13 @@ class PromptCheck:
     def reason(self, transcript: Transcript, marks: Marks) -> str:
         """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
         with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
-        if self.encoder.options.as_asked:
+        if self.encoder.options.answer_is_reference:
+            return ""
+        forms = self.forms(transcript.template_kwargs, with_video)
+        if forms.plain is None and forms.thought is None and self.encoder.template.write is not None:
             return ""
         answer = last_answer(transcript)
-        difference = self.forms(transcript.template_kwargs, with_video).of(answer)
+        difference = forms.difference_for(answer)
         if difference is None and self._may_join(transcript):
             with contextlib.suppress(DataError):  # the encoder's, too
                 if (joined := self._compare(transcript, marks)) is not None:
@@ -167,9 +170,9 @@ class PromptCheck:
                 conversation = Transcript(messages, template_kwargs=variables)
                 with contextlib.suppress(DataError):  # which each such record says by itself
                     if thought is None or thought in self.encoder.texts(conversation, marks)[1]:
-                        yield self._compare(conversation, marks) or self._unthought(conversation, marks)
+                        yield self._compare(conversation, marks) or self._empty_thought(conversation, marks)
 
-    def _unthought(self, conversation: Transcript, marks: Marks) -> Difference | None:
+    def _empty_thought(self, conversation: Transcript, marks: Marks) -> Difference | None:
         """The difference for a plain answer where the prompt ends inside an open thought, which is learned to be
         empty; whether its end is then other tokens is up to the tokenizer."""
         *before, answer = conversation.messages
@@ -217,7 +220,7 @@ def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | Non
     return None if behind[:last].all() else "not all that comes behind what is asked is learned"
 
 
-def as_asked(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
+def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
     """An encoded conversation with the prompt that asks for its last answer, and that answer supervised.
 
     coded: as it would be learned, of which all is kept that comes behind the prompt, if that is the answer alone.
@@ -247,7 +250,7 @@ def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
 
     Single records among others are for PromptCheck.reason.
     """
-    if check.encoder.options.as_asked:
+    if check.encoder.options.answer_is_reference:
         return
     forms = check.forms()
     if forms.plain is None and forms.thought is None:
@@ -261,7 +264,7 @@ def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
                 continue
             found += transcripts
     answers = [last_answer(transcript) for transcript in found]
-    differences = [check.forms(each.template_kwargs).of(answer) for each, answer in zip(found, answers)]
+    differences = [check.forms(each.template_kwargs).difference_for(answer) for each, answer in zip(found, answers)]
     if not found or None in differences:
         return
     with_thoughts = {has_thought(answer) for answer in answers}
@@ -286,6 +289,11 @@ def _remedy(check: PromptCheck, with_thoughts: set[bool]) -> str:
         others.append("bring answers with thoughts (reasoning_content in a turn)")
     else:
         others.append("take the thoughts out of the answers")
+    tokenizer = check.encoder.tokenizer
+    if names := read_variables(own_template(tokenizer), tokenizer):
+        others.append(
+            f"give others than true and false to the template's variables ({', '.join(sorted(names))}) by --{FLAG}"
+        )
     others.append("put another chat template into the model's folder (chat_template.jinja)")
     return ", or ".join(others)
 

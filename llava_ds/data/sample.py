@@ -16,8 +16,8 @@ class Message:
 
     thought: what an answer thinks before its text, None without one; tool_calls: an answer's calls, a JSON list in
     OpenAI's form, "" for none; weight: of the loss of an answer's tokens, 0 for an answer that is read and not learned;
-    keeps_spaces: True if the text around marks is written as it stands, as a processor writes a list of parts; name: of
-    a speaker or a tool, call_id: of the call that a tool's result answers, "" for none.
+    keeps_spaces: True for the text of a list of parts (special_tokens.join_parts), which is written as it stands, as a
+    processor does; name: of a speaker or a tool, call_id: of the call that a tool's result answers, "" for none.
     """
 
     role: str

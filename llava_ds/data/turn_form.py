@@ -173,14 +173,17 @@ def with_thought_apart(message: Message, form: TurnForm) -> Message:
     return message
 
 
+_BRING = "bring a chat template that does (chat_template.jinja), or take them out"
+
+
 def refuse_unwritten(messages: Sequence[Message], tools: str, form: TurnForm) -> None:
     """Raise DataError for what the template has no place for."""
     for i, message in enumerate(messages):
         if message.thought is not None and not form.thought:
-            raise DataError(f"message {i} has a thought, which the chat template does not write")
+            raise DataError(f"message {i} has a thought, which the chat template does not write: {_BRING}")
         if message.tool_calls and not form.calls:
-            raise DataError(f"message {i} has tool calls, which the chat template does not write")
+            raise DataError(f"message {i} has tool calls, which the chat template does not write: {_BRING}")
         if message.role == "tool" and not form.results:
-            raise DataError(f"message {i} is the result of a tool, which the chat template does not write")
+            raise DataError(f"message {i} is the result of a tool, which the chat template does not write: {_BRING}")
     if tools and not form.tools:
-        raise DataError("offers tools, which the chat template does not write")
+        raise DataError(f"offers tools, which the chat template does not write: {_BRING}")

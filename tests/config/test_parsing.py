@@ -827,7 +827,7 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
     ("flag", "says"),
     [
         ("--dataset_name", ": did you mean --data_path?"),
-        ("--data_split", ": did you mean --data_path with the files of that split?"),
+        ("--dataset_train_split", ": did you mean --data_split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),

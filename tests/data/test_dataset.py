@@ -296,6 +296,11 @@ def test_the_summary_names_what_is_not_read_and_not_learned(opened, tmp_path, to
     assert "2 thoughts of 2 records are not learned: the chat template leaves them out" in text
     assert "keys of records that are not read: 'url' (3 records), 'page' (2 records), 'text' (1 records)\n" in text
     assert "nothing to learn from: all of its answers weigh 0" in text
+    last = {**settings, "encoding": toys.encoding_options(template="chat_template", supervise_last_turn_only=True)}
+    off = talk("Who?", "Me.", "Sure?", "Yes.")
+    off["conversations"][3]["weight"] = 0
+    last["data_path"] = write(tmp_path / "off.json", [*plain, off])
+    assert "its last answer weighs 0, and no other is learned" in "\n".join(opened(**last).summary())
     no_work()
     assert "\n".join(opened(**settings).summary()) == text
 

@@ -22,7 +22,7 @@ from token_text import text_of_ids
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.encode import Encoder, EncodingOptions, check_tokenizer
-from llava_ds.data.prompt_check import PromptCheck, as_asked, fitting_variables, has_thought
+from llava_ds.data.prompt_check import PromptCheck, fitting_variables, has_thought, with_asked_prompt
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES as LLAVAS
@@ -306,6 +306,18 @@ def test_a_template_without_such_a_variable_says_what_else_helps(inspected, tmp_
     assert advice in str(refused.value) and "--chat_template_kwargs" not in str(refused.value)
 
 
+def test_variables_that_are_no_truth_values_are_named(inspected, tmp_path):
+    source = OPEN_THOUGHT_TEMPLATE.replace(
+        "{{ '<|im_start|>assistant\n<think>\n' }}",
+        "{{ '<|im_start|>assistant\n<think>\n' + ('\n</think>\n\n' if effort == 'none' else '') }}",
+    )
+    ready_models.write_ready(tmp_path / "model", "qwen3_vl", template=source)
+    with pytest.raises(ConfigError, match=r"give others than true and false to the template's variables \(effort\) by"):
+        inspected(tmp_path / "model", PLAIN)
+    rows, _ = inspected(tmp_path / "model", PLAIN, "--chat_template_kwargs", '{"effort": "none"}')
+    assert rows[0]["supervised_text"] == "A cat.<|im_end|>"
+
+
 def test_earlier_answers_are_told_of(inspected, tmp_path):
     """Qwen3.5's template writes the empty thought before the last answer alone."""
     ready_models.write_ready(tmp_path / "model", "qwen3_5")
@@ -370,14 +382,15 @@ def test_answers_to_draw_are_asked_for_as_at_inference(template, name, behind):
     tokenizer = as_llava(tokenizer_of(name))
     talk = (Message("human", "<image>\nWhat?"), Message("gpt", "No."), Message("human", "Why?"))
     conversation = Transcript((*talk, Message("gpt", "A red cat.")))
-    encoder = Encoder(tokenizer, EncodingOptions(template, 4096, supervise_last_turn_only=True, as_asked=True))
+    options = EncodingOptions(template, 4096, supervise_last_turn_only=True, answer_is_reference=True)
+    encoder = Encoder(tokenizer, options)
     [learned] = encoder.encode_batch([(conversation, [3])])
-    found = as_asked(encoder, conversation, [3], learned)
+    found = with_asked_prompt(encoder, conversation, [3], learned)
     prompt = encoder.prompt_ids(talk, [3])
     assert found.input_ids.tolist() == learned.input_ids.tolist()
     assert found.input_ids[: len(prompt)].tolist() == prompt and (found.labels[: len(prompt)] == IGNORE_INDEX).all()
     assert found.labels[len(prompt) :].tolist() == found.input_ids[len(prompt) :].tolist()
     assert text_of_ids(found.labels[len(prompt) :].tolist(), tokenizer) == behind
     short = replace(encoder.options, max_length=len(prompt) + 1)
-    cut = as_asked(Encoder(tokenizer, short), conversation, [3], learned.cut(len(prompt) + 1))
+    cut = with_asked_prompt(Encoder(tokenizer, short), conversation, [3], learned.cut(len(prompt) + 1))
     assert len(cut.input_ids) == len(prompt) + 1 and cut.truncated and cut.num_targets == 1

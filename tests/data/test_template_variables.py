@@ -48,7 +48,9 @@ def tokenizer(ready):
         ("null", "it is null"),
         ("{enable_thinking: false}", "Expecting property name enclosed in double quotes"),
         ('{"a": NaN}', "it says NaN, which is no JSON number"),
+        ('{"a": 1e999}', "Out of range float values are not JSON compliant"),
         ('{"a": 1, "a": 2}', "it names 'a' twice"),
+        ('{"a": "\udcff"}', "it holds half a character"),
         ('{"a": "\\ud800"}', "it holds half a character"),
     ],
 )
@@ -90,6 +92,13 @@ def test_llavas_own_templates_have_no_variables(tokenizer):
     with pytest.raises(ConfigError, match="--version v1 is one of LLaVA's own templates, which have no variables"):
         set_variables(tokenizer, '{"enable_thinking": false}', "v1")
     assert set_variables(tokenizer, None, "v1") == []
+
+
+def test_of_several_templates_none_is_chosen():
+    several = tokenizer_with({"default": "{{ mood }}", "tool_use": "{{ tools }}"})
+    with pytest.raises(ConfigError, match=r"has several chat templates \(default, tool_use\): leave one of them"):
+        set_variables(several, '{"mood": 1}', "chat_template")
+    assert set_variables(several, None, "chat_template") == []
 
 
 def test_names_that_a_template_sets_itself_are_no_variables():

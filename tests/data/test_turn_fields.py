@@ -57,7 +57,8 @@ def refused(folder, record: dict) -> str:
     ],
 )
 def test_a_thought_is_read_from_a_field_or_a_part(tmp_path, answer):
-    assert answers(tmp_path, chat(answer)) == [Message("gpt", "A cat.", thought="It purrs.")]
+    [message] = answers(tmp_path, chat(answer))
+    assert (message.text, message.thought) == ("A cat.", "It purrs.")
 
 
 def test_empty_fields_are_as_absent(tmp_path):
@@ -129,6 +130,18 @@ def test_answers_are_switched_off(tmp_path, key, off):
 def test_fractions_weigh(tmp_path):
     assert [m.weight for m in answers(tmp_path, chat({"weight": 0.25}, {"loss_scale": 2}))] == [0.25, 2]
     assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask="[0.5, 1]"))] == [0.5, 1]
+
+
+def test_a_record_may_be_switched_off(tmp_path):
+    assert [m.weight for m in answers(tmp_path, chat("a", "b", train=False))] == [0, 0]
+    assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask=0, trainable=False))] == [0, 0]
+    assert "which contradict each other" in refused(tmp_path, chat("a", train=False, trainable=1))
+
+
+def test_a_records_number_that_may_be_anything_is_named_as_not_read(tmp_path):
+    found = samples(tmp_path, [chat("a", weight=12.5, loss=0.3), chat("a", loss="low", train=1)])
+    assert [sample.unread for sample in found] == [("weight", "loss"), ("loss",)]
+    assert [sample.messages[-1].weight for sample in found[:1]] == [1]
 
 
 def test_a_questions_weight_of_nothing_changes_nothing(tmp_path):

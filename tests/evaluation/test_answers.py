@@ -293,6 +293,11 @@ def test_another_setting_is_another_model(name, model, tmp_path):
     assert model_digest(str(copied)) != before
 
 
+def test_other_variables_of_the_chat_template_are_another_question(model):
+    plain, thinking = EngineOptions(), EngineOptions(chat_template_kwargs='{"enable_thinking": true}')
+    assert identity_of(str(model), plain) != identity_of(str(model), thinking)
+
+
 def test_what_lies_under_an_adapter_is_part_of_the_identity(model, tmp_path):
     base, adapter = shutil.copytree(model, tmp_path / "base"), tmp_path / "adapter"
     adapter.mkdir()

@@ -11,6 +11,7 @@ from pathlib import Path
 from llava_ds.constants import DataError, FileProblem
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources.embedded import REFERENCE
+from llava_ds.data.sources.media_parts import Mark, is_absent, joined, read_file
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
@@ -24,23 +25,29 @@ MAX_FILES_PER_RECORD = 10_000
 _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
 
 
-def to_media(kind: str, value: object, source: Source) -> Media:
-    """The media of a mark. kind: "image" or "video". Raises DataError unless all files are there."""
+def to_media(mark: Mark, source: Source) -> Media:
+    """The media of a mark with a value. Raises DataError unless all files are there."""
+    kind, value, settings = mark.kind, mark.value, mark.settings
+    if isinstance(value, dict):
+        value, own = read_file(value, kind)
+        settings = joined(settings, own, f"its {kind}")
     if kind == "image":
-        return Media("image", (_file(value, source, "image"),))
+        return Media("image", (_file(value, source, "image"),), settings)
     if isinstance(value, list):
         if not 0 < len(value) <= MAX_FILES_PER_RECORD:
             raise DataError(f"names a video of {len(value):,} frames, expected 1 to {MAX_FILES_PER_RECORD:,}")
-        return Media("frames", tuple(_file(frame, source, "frame") for frame in value))
-    return Media("video", (_file(value, source, "video"),))
+        return Media("frames", tuple(_file(frame, source, "frame") for frame in value), settings)
+    return Media("video", (_file(value, source, "video"),), settings)
 
 
 def _file(value: object, source: Source, what: str) -> FileRef:
     """The file, or slice of a file, of an image, a video or a frame."""
-    if isinstance(value, dict) and REFERENCE in value:
-        return _slice(value, source)
     if isinstance(value, dict):
-        value = next((value[key] for key in ("path", "url") if value.get(key) is not None), None)
+        value, settings = read_file(value, "video" if what == "video" else "image")
+        if settings:
+            raise DataError(f"has {settings[0][0]!r} for a frame of a video: give it for the whole video")
+    if isinstance(value, dict):
+        return _slice(value, source)
     if not isinstance(value, str):
         raise DataError(f"has {short(value)} as its {what}, expected a path")
     root = source.image_root if what == "image" else source.video_root
@@ -146,14 +153,24 @@ def videos(record: dict, names: tuple[str, ...]) -> list:
         return []
     values = value if isinstance(value, list) else [value]
     if all(isinstance(each, (str, dict)) for each in values):
-        files = [isinstance(each, str) and each.lower().endswith(_VIDEO_ENDINGS) for each in values]
+        files = [_is_video(each) for each in values]
         if not isinstance(value, list) or all(files):
             return values
         if not any(files):
             return [values]
-    elif all(isinstance(each, (str, list)) and each for each in values):
+    elif all(isinstance(each, (str, list, dict)) and each for each in values):
         return values
     raise DataError(f"has {short(value)} under {name!r}, expected a video, its frames, or a list of these")
+
+
+def _is_video(value: str | dict) -> bool:
+    """True for a whole video, not a frame: by the ending of its path, or as an object with a video."""
+    if isinstance(value, dict):
+        named = [value.get(key) for key in ("video", "video_url")]
+        if not all(map(is_absent, named)):
+            return True
+        value = next((value[key] for key in ("path", "url") if isinstance(value.get(key), str)), "")
+    return value.lower().endswith(_VIDEO_ENDINGS)
 
 
 def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:

@@ -11,6 +11,7 @@ from llava_ds.data.sources.options import WEIGHT_KEYS, nearest, short
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
+SWITCHES = ("train", "training", "trainable", "loss_mask")  # of those keys of weights that are no measures elsewhere
 CALL_KEYS = ("tool_calls", "function_call")
 MAX_WEIGHT = 1_000  # of the loss: more is a mistake, and float32 ends at 3e38
 # Keys that public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT's) have beside a turn's text, which say
@@ -31,7 +32,7 @@ _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 class Turn(NamedTuple):
     """One turn as its record gives it. weight: None where it says none; is_call: its content was the calls, which
-    belong to the answer before them."""
+    belong to the answer before them; is_plain: it has a role and a content alone."""
 
     role: str
     content: str | list
@@ -41,6 +42,7 @@ class Turn(NamedTuple):
     name: str = ""
     call_id: str = ""
     is_call: bool = False
+    is_plain: bool = False
 
 
 def refuse_unknown_keys(turn: dict, i: int) -> None:
@@ -129,9 +131,10 @@ def _wrapped(tool: dict) -> dict:
 
 
 def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
-    """The weight of each turn by the lists of its record, None where they say none; [] for a record without lists.
+    """The weight of each turn by the fields of its record, None where they say none; [] for a record without them.
 
-    A list has an entry for each turn, or for each answer. Raises DataError for another length.
+    A list has an entry for each turn, or for each answer; true or false is for all answers. Raises DataError for a list
+    of another length.
     """
     if record.keys().isdisjoint(WEIGHT_KEYS):
         return []
@@ -139,10 +142,12 @@ def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
     answers = [i for i, turn in enumerate(turns) if turn.role == "gpt"]
     for key in WEIGHT_KEYS:
         values = record.get(key)
-        if isinstance(values, str) and values.startswith("["):
+        if not gives_weights(key, values):
+            continue
+        if isinstance(values, str):
             values = _from_json(values, f"has {short(values)} under {key!r}")
-        if not isinstance(values, list) or not values:
-            continue  # a number or text of a record is something else, and listed as not read
+        if not isinstance(values, list):
+            values = [values] * len(answers)
         if len(values) not in (len(turns), len(answers)):
             raise DataError(
                 f"has {len(values)} values under {key!r} for {len(turns)} turns with {len(answers)} answers, expected "
@@ -152,6 +157,16 @@ def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
             own = None if value is None else _weight(value, "has", key)
             found[i] = _one([each for each in (found[i], own) if each is not None], i)
     return found
+
+
+def gives_weights(key: str, value: object) -> bool:
+    """True for a value under a key of WEIGHT_KEYS in a record that is read: a list, perhaps as JSON text, or a switch
+    for all answers. Another number under a name such as "loss" may be anything, and is listed as not read."""
+    if isinstance(value, str):
+        return value.startswith("[")
+    if isinstance(value, list):
+        return bool(value)
+    return isinstance(value, bool) or (key in SWITCHES and isinstance(value, (int, float)))
 
 
 def weight_of(turn: Turn, listed: Sequence[float | None], i: int) -> float:
