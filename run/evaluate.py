@@ -284,7 +284,10 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
     if args.turns != "together" and args.task != "llava":
         raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
     if args.split is not None and args.task not in ("scienceqa", "llava", "preference"):
-        raise ConfigError(f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out")
+        raise ConfigError(
+            f"--split goes with --task scienceqa, llava and preference: {args.task}'s files are one split each, leave "
+            "it out"
+        )
     if args.split is not None and args.data_path is None:
         raise ConfigError(f"--split {args.split} needs --data_path: give it, too")
 

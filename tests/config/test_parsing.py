@@ -513,6 +513,8 @@ def test_eval_samples_named_on_the_command_line_take_the_place_of_a_recipes_frac
     assert parse("--recipe", path).data.eval_fraction == 0.02
     named = parse("--recipe", path, "--eval_data_path", path).data
     assert (named.eval_fraction, named.eval_data_path) == (0.0, str(path))
+    assert "--data_split train needs --data_path" in refused(*NEEDED, "--data_split", "train")
+    assert "--eval_data_split a needs --eval_data_path" in refused(*NEEDED, "--eval_data_split", "a")
     both = refused(*NEEDED, "--eval_fraction", 0.1, "--eval_data_path", path)
     assert both == "--eval_fraction and --eval_data_path are both given: choose one"
 

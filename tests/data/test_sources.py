@@ -280,6 +280,10 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "image": "loop.png"}, "names the image 'loop.png', which can't be read"),
         ({"conversations": TALK, "image": "x" * 300}, "which can't be read: File name too long"),
         ({"conversations": TALK, "image": "x/" * 3000}, "no file can be called: it is longer than 4096 bytes"),
+        (
+            {"conversations": TALK, "image": "/9j/" + "A" * 5000},
+            "and looks like base64, which needs data:image/png;base64,",
+        ),
         ({"conversations": TALK, "image": "a\0.png"}, "no file can be called"),
         ({"conversations": TALK, "image": "\ud800.png"}, "no file can be called"),
         ({"conversations": TALK, "image": [""]}, "no file can be called: it is empty"),

@@ -144,7 +144,8 @@ def vqa(folder: Path) -> tuple[Path, dict]:
     ]
     parquet(folder / "data/testdev-00000-of-00001.parquet", rows[:1])
     parquet(folder / "data/train-00000-of-00001.parquet", rows)
-    return folder, {"data_split": "train"}
+    measured = {"eval_data_path": folder, "eval_data_split": "testdev", "eval_steps": 2}
+    return folder, {"data_split": "train", **measured}
 
 
 def json_text(folder: Path) -> tuple[Path, dict]:
@@ -239,6 +240,9 @@ def test_a_layout_trains_on_the_text_that_is_meant(runs, name, tmp_path):
     if name == "preferences":
         assert found[0] == pytest.approx(math.log(2), abs=1e-6)
         return
+    if "eval_data_split" in runs[name]:
+        [measured] = (Path(runs[name]["output_dir"]) / "evals.jsonl").read_text().splitlines()
+        assert json.loads(measured)["samples"] == 1
     rows = tmp_path / "rows.jsonl"
     inspect = runpy.run_path(str(ROOT / "run" / "inspect_data.py"))["main"]
     inspect(command_line({**runs[name], "jsonl": rows, "num_samples": 1}))

@@ -378,3 +378,20 @@ def test_the_reference_of_a_choice_is_shown_as_its_letter():
     assert shown_reference("choice", [1, 4]) == "B"
     assert shown_reference("circular", [7, "C", {"A": "cat", "C": "dog"}]) == "C"
     assert shown_reference("vqa", ["a", "b"]) == ["a", "b"] and shown_reference("exact", "cat") == "cat"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--split", "val"], "--split val needs --data_path: give it, too"),
+        (
+            ["--data_path", "x", "--task", "pope", "--split", "val"],
+            "--split goes with --task scienceqa, llava and preference: pope's",
+        ),
+    ],
+)
+def test_a_split_of_nothing_is_refused(monkeypatch, flags, says):
+    parse = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["parse"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", "m", *flags])
+    with pytest.raises(ConfigError, match=says):
+        parse()

@@ -20,6 +20,7 @@ from llava_ds.files.places import inside, size_of
 from llava_ds.files.reading import KINDS
 
 MAX_PATH_BYTES = 4096  # Linux's own limit
+BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")  # of PNG, JPEG, GIF, WebP and BMP
 MAX_FILES_PER_RECORD = 10_000
 
 _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
@@ -75,7 +76,9 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
         raise DataError(f"names the {what} {short(name)}: give {flag}")
     try:
         if not name or len(name.encode()) > MAX_PATH_BYTES:
-            raise ValueError("it is empty" if not name else f"it is longer than {MAX_PATH_BYTES} bytes")
+            base64 = ", and looks like base64, which needs data:image/png;base64, before it"
+            hint = base64 if name.startswith(BASE64_BEGINNINGS) else ""
+            raise ValueError(f"it is longer than {MAX_PATH_BYTES} bytes{hint}" if name else "it is empty")
         parent, base = os.path.split(os.path.join(root, name))
         if base in ("", ".", ".."):
             parent, base = os.path.split(os.path.realpath(os.path.join(root, name)))
