@@ -1,7 +1,6 @@
 """The checkpoint that a run resumes from: found, compared with the run, or refused."""
 
 import dataclasses
-import difflib
 import functools
 import time
 from collections.abc import Callable, Collection
@@ -14,7 +13,7 @@ from llava_ds.checkpoint.base_weights import Hashes
 from llava_ds.checkpoint.run_identity import RunIdentity, data_ranks, saved_identity
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.config.arguments import Arguments, flags_free_on_resume
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.engine.ds_config.optimizer import SHARDED, optimizer_name
 from llava_ds.engine.pieces import has_layout
 from llava_ds.files.writing import Entry
@@ -228,8 +227,7 @@ def _permitted(allowed: str | None, known: Collection[str], free: Collection[str
     if names == {"all"}:
         return set(known)
     for name in sorted(names - set(known)):
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "give names of flags with commas between, or all"
+        hint = did_you_mean(name, known, "give names of flags with commas between, or all")
         if name in free:
             hint = "another value changes no result, so leave it out"
         raise ConfigError(f"--allow_changed_flags {name} is nothing that a resume compares: {hint}")

@@ -121,6 +121,23 @@ def in_a_line(message: str) -> str:
     return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
 
 
+def takes(action: argparse.Action, value: str) -> bool:
+    """True if a flag may have been meant by a misspelled one that stands before this value ("" for none)."""
+    if not value or value.startswith("--"):
+        return True
+    if action.nargs == 0 or (value in ("True", "False") and not _is_switch(action)):
+        return False
+    try:
+        converted = value if action.type is None else action.type(value)
+    except (argparse.ArgumentTypeError, ValueError):
+        return False
+    return action.choices is None or converted in action.choices
+
+
+def _is_switch(action: argparse.Action) -> bool:
+    return action.const is not None or getattr(action.type, "__name__", "") == "string_to_bool"
+
+
 def _bounds_in(kind: object) -> Bounds | None:
     if typing.get_origin(kind) is Annotated:
         return next((each for each in kind.__metadata__ if isinstance(each, Bounds)), None)

@@ -136,8 +136,8 @@ def parse_arguments(
     )
     options = {option: action for action in parser._actions for option in action.option_strings}
     if unknown:
-        known = [option for option in options if option.startswith("--")]
-        raise ConfigError("\n".join(unknown_flags(unknown, [*known, *own_flags])))
+        known = {option: action for option, action in options.items() if option.startswith("--")}
+        raise ConfigError("\n".join(unknown_flags(unknown, known | dict.fromkeys(own_flags))))
 
     if "eval_fraction" in written and not (data.eval_fraction or data.eval_data_path or "eval_steps" in written):
         training = dataclasses.replace(training, eval_steps=None)  # of a recipe, whose eval samples are turned off

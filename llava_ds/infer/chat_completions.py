@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from llava_ds.constants import ConfigError, DataError, in_short, nearest_name
+from llava_ds.constants import ConfigError, DataError, in_short, did_you_mean
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.infer.answer_queue import Closing, Ended, Question
 from llava_ds.infer.chat import Conversation
@@ -197,8 +197,7 @@ def _refusal(error: ValidationError) -> RequestError:
         first = first or place
         what = problem["msg"][:SHOWN_CHARS]
         if problem["type"] == "extra_forbidden":
-            nearest = nearest_name(place, [*_Body.model_fields, *ONLY])
-            what = "it is not known here: " + (f"did you mean {nearest}?" if nearest else "leave it out")
+            what = "it is not known here: " + did_you_mean(place, [*_Body.model_fields, *ONLY], "leave it out")
         lines.append(f"{place}: {what}" if place else what)
     if len(problems) > SHOWN_PROBLEMS:
         lines.append(f"and {len(problems) - SHOWN_PROBLEMS:,} more")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from llava_ds import __version__
 from llava_ds.config.shipped import RECIPES, RUN
-from llava_ds.constants import ConfigError, nearest_name
+from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.runtime.command import begin, exit_with
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
@@ -70,8 +70,7 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
     if at is None:
         if not words or words[0] in (*HELP, "--version"):
             return [], words[0] if words else HELP[1], []
-        nearest = nearest_name(words[0], COMMANDS)
-        hint = f"did you mean {nearest}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+        hint = did_you_mean(words[0], COMMANDS, f"give one of {', '.join(COMMANDS)}")
         raise ConfigError(f"unknown command {words[0]!r}: {hint}")
     before, name = words[:at], words[at]
     if before and (name not in LAUNCHED or not before[0].startswith("-")):

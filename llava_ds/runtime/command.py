@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from llava_ds.config.bounds import in_a_line
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short, nearest_name
+from llava_ds.config.bounds import in_a_line, takes
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short, did_you_mean
 from llava_ds.files.writing import can_be_made, path_problem
 from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
@@ -49,8 +49,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: argparse would print all flags first."""
         if found := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
-            known = [option for action in self._actions for option in action.option_strings]
-            raise ConfigError(_unknown(found[1].split(" ")[0], known))
+            flag, _, value = found[1].partition(" ")
+            known = [option for action in self._actions for option in action.option_strings if takes(action, value)]
+            raise ConfigError(_unknown(flag, known))
         raise ConfigError(in_a_line(message))
 
 
@@ -58,8 +59,7 @@ def _unknown(token: str, known: list[str]) -> str:
     flag = token.split("=", 1)[0]
     if not flag.startswith("-"):
         return f"unexpected argument {flag!r}: every value belongs behind a --flag"
-    nearest = nearest_name(flag, known)
-    return f"unknown flag {flag}: {f'did you mean {nearest}?' if nearest else '--help lists all flags'}"
+    return f"unknown flag {flag}: {did_you_mean(flag, known, '--help lists all flags')}"
 
 
 def given_path(text: str) -> str:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG
-from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR, with_axes
-from llava_ds.engine.ds_config.resolve import read_ds_config
+from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR
+from llava_ds.engine.ds_config.resolve import axes_from, read_ds_config
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.model.liger import check_liger
@@ -43,7 +43,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     parse_size(args.training.max_shard_size)  # refused before ranks meet and --output_dir is made
     chosen = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = None if chosen else read_ds_config(args.training.deepspeed_config)
-    args = with_axes(args, raw_config)
+    args = axes_from(raw_config or {}, args)
     output_dir, writes = Path(args.training.output_dir), not args.training.dry_run
     if writes:
         lock.take_early(output_dir)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, nearest_names, trial_error
+from llava_ds.constants import did_you_mean
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, trial_error
 from llava_ds.engine.ds_config.precision import DTYPES
 from llava_ds.engine.ds_config.scheduler import RATE_KEYS
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
@@ -156,8 +157,9 @@ def _is_known(draft: Draft, name: str) -> bool:
         why = IMPOSSIBLE[impossible]
         draft.refuse(f"optimizer.type {impossible} in the DeepSpeed JSON can't train here, for {why}: use AdamW")
     else:
-        hint = nearest_names(name.rpartition(".")[2], OPTIMIZERS, f"give one of {', '.join(sorted(OPTIMIZERS))}")
+        hint = did_you_mean(name.rpartition(".")[2], OPTIMIZERS, f"give one of {', '.join(sorted(OPTIMIZERS))}")
         draft.refuse(f"optimizer.type {as_json(name)} in the DeepSpeed JSON is unknown: {hint}")
+    draft.wrong.add("optimizer.type")
     return False
 
 
@@ -185,7 +187,7 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
                 f"{where} in the DeepSpeed JSON has no effect on a model of tower, projector and LLM: remove it"
             )
         elif key not in known:
-            hint = nearest_names(key, known, f"it takes {', '.join(sorted(known))}")
+            hint = did_you_mean(key, known, f"it takes {', '.join(sorted(known))}")
             draft.refuse(f"{where} in the DeepSpeed JSON is unknown to {name}: {hint}")
         elif value != AUTO and key not in FROM_FLAGS and (wanted := _wanted(key, known[key], value)):
             draft.refuse(f"{where} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")

@@ -7,7 +7,8 @@ import math
 import torch
 
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, nearest_names, trial_error
+from llava_ds.constants import did_you_mean
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 TORCH = (
@@ -153,17 +154,18 @@ def _is_known(draft: Draft, name: str) -> bool:
     if name in DEEPSPEED or name in TORCH:
         return True
     every = (*DEEPSPEED, *TORCH)
-    why, hint = "is unknown", nearest_names(name, every, f"give one of {', '.join(sorted(every))}")
+    why, hint = "is unknown", did_you_mean(name, every, f"give one of {', '.join(sorted(every))}")
     if name in IMPOSSIBLE:
         why, hint = f"can't be used here, for {IMPOSSIBLE[name]}", "use WarmupCosineLR or --lr_scheduler_type"
     draft.refuse(f"scheduler.type {as_json(name)} in the DeepSpeed JSON {why}: {hint}")
+    draft.wrong.add("scheduler.type")
     return False
 
 
 def _check_names(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
     for key in params:
         if key not in known:
-            hint = nearest_names(key, known, f"it takes {', '.join(known)}")
+            hint = did_you_mean(key, known, f"it takes {', '.join(known)}")
             draft.refuse(f"scheduler.params.{key} in the DeepSpeed JSON is unknown to {name}: {hint}")
 
 
