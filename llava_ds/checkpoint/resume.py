@@ -14,7 +14,7 @@ from llava_ds.checkpoint.run_identity import RunIdentity, data_ranks, saved_iden
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.config.arguments import Arguments, flags_free_on_resume
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.engine.ds_config.optimizer import SHARDED, optimizer_name
+from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
 from llava_ds.engine.pieces import has_layout
 from llava_ds.files.writing import Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
@@ -264,8 +264,10 @@ def _unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict 
     """
     where = f"start {saved['world_size']} ranks at ZeRO-{saved['zero_stage']}, or give --resume never to start again"
     name = optimizer and optimizer_name(optimizer)
-    if name in SHARDED or name == "Muon":
+    if name in SHARDED or name == "Muon" or name in BITSANDBYTES:
         why = f"{name} sees shards instead of {SHARDED[name]}" if name in SHARDED else "Muon keeps whole matrices"
+        if name in BITSANDBYTES:
+            why = f"{name}'s 8-bit states have scales of blocks of what a rank holds"
         return f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
     if not has_layout(path):
         return (

@@ -18,7 +18,7 @@ from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknow
 from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, unused_lora_flags
 from llava_ds.config.shipped import DS_CONFIGS, found
-from llava_ds.config.training_flags import TRACKERS
+from llava_ds.config.training_flags import OPTIMS, TRACKERS
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, in_short
 
 FEW_CHOICES = 5  # that stand beside a flag in --help
@@ -193,6 +193,12 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
+    if (optim := OPTIMS.get(args.training.optim)) is None:
+        problems.append(
+            f"--optim {in_short(args.training.optim)} is unknown: give one of {', '.join(OPTIMS)}, or name another "
+            "optimizer in the DeepSpeed JSON, like \"optimizer\": {\"type\": \"Lion\"}"
+        )
+    values["optim"] = optim or args.training.optim
     if args.model.init_lora_weights == "True":  # YAML's true, and peft's
         values["init_lora_weights"] = "true"
     for name in ("moe_layers_idx", "train_modules", "modules_to_save"):

@@ -21,6 +21,13 @@ from llava_ds.config.flags import flags_of
 # The values of --report_to, which are also the names of the packages and of the extras.
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
+# Values of --optim, by the name that they have here: Hugging Face's, some of which mean the same.
+OPTIMS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw_torch"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
+    "paged_adamw_8bit": "paged_adamw_8bit",
+}
+
 PAIR_OBJECTIVES = ("dpo", "reward")  # whose data are pairs of answers
 
 # Declarations of flags by their group; _free: of those that a resumed run may change freely.
@@ -226,6 +233,12 @@ class TrainingArguments:
         "Where the samples don't divide into steps, as LLaVA's trainer does: let a step continue into the next epoch "
         "in place of ending the epoch with a smaller step, fill ranks up from the epoch's first samples, and drop the "
         "rest at the end. Absent: only with --loss_reduction micro_batch, which also reproduces LLaVA's curves.",
+    )
+    optim: str = _optimizer(
+        "adamw_torch",
+        "adamw_torch: torch's AdamW; adamw_8bit (adamw_bnb_8bit): bitsandbytes' AdamW, whose states have 8 bits; "
+        "paged_adamw_8bit: the same with states that leave the GPU when memory runs out. Others are named by the "
+        "DeepSpeed JSON (docs/optimizers.md).",
     )
     learning_rate: Rate = _optimizer(2e-5, "Peak learning rate.")
     mm_projector_lr: Rate | None = _optimizer(None, "Peak learning rate of the projector, if different.")

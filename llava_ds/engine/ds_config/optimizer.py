@@ -3,6 +3,7 @@
 import inspect
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -18,12 +19,13 @@ from llava_ds.engine.native_ops import compiler, missing_tools
 class OptimizerFacts:
     """Facts that building an optimizer doesn't tell.
 
-    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains); op,
+    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains), or what takes
+    as many bytes; op,
     offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU memory; zero_tested:
     by DeepSpeed, which wants zero_allow_untested_optimizer under ZeRO for all others.
     """
 
-    moments: int
+    moments: float
     op: str | None = None
     offloaded_op: str | None = None
     zero_tested: bool = False
@@ -43,7 +45,15 @@ TORCH = {
     **{name: OptimizerFacts(1) for name in ("ASGD", "Adafactor", "RMSprop")},
     "SGD": OptimizerFacts(0),
 }
-OPTIMIZERS = DEEPSPEED | TORCH
+# bitsandbytes', which DeepSpeed gets built. Two states of 8 bits, and a scale for 256 of each.
+BITSANDBYTES = {name: OptimizerFacts(2 * (1 + 4 / 256) / 4) for name in ("AdamW8bit", "PagedAdamW8bit")}
+# Other names of theirs: bitsandbytes' Adam decays like its AdamW, by the same kernel (0.50), and Hugging Face's.
+EIGHT_BIT_NAMES = {
+    **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit", "adamw_bnb_8bit", "adam_8bit"), "AdamW8bit"),
+    **dict.fromkeys(("pagedadamw8bit", "pagedadam8bit", "paged_adamw_8bit", "paged_adam_8bit"), "PagedAdamW8bit"),
+}
+EIGHT_BIT_PARAMS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIMIZERS = DEEPSPEED | TORCH | BITSANDBYTES
 MORE_MOMENTS = ("amsgrad", "centered")  # each of these parameters keeps one number more
 # Names that DeepSpeed, an earlier DeepSpeed or torch knows, and why they can't train a model here.
 IMPOSSIBLE = {
@@ -76,10 +86,14 @@ def resolve_optimizer(draft: Draft) -> None:
     Without a block nothing is filled, and the run builds torch's AdamW by flags; under optimizer offload DeepSpeed's
     CPU Adam is meant then, unless zero_force_ds_cpu_optimizer is false.
     """
+    optim = draft.args.training.optim
     if "optimizer" not in draft.config:
-        if not offloads(draft) or draft.get("zero_force_ds_cpu_optimizer") is False:
+        if optim != "adamw_torch":
+            draft.fill("optimizer.type", EIGHT_BIT_NAMES[optim], f"--optim {optim}")
+        elif offloads(draft) and draft.get("zero_force_ds_cpu_optimizer") is not False:
+            draft.fill("optimizer.type", "AdamW", "under offload DeepSpeed's CPU Adam is fastest")
+        else:
             return
-        draft.fill("optimizer.type", "AdamW", "under offload DeepSpeed's CPU Adam is fastest")
     block = draft.config["optimizer"]
     if not isinstance(block.get("type"), str):
         return  # refused with the keys
@@ -87,6 +101,13 @@ def resolve_optimizer(draft: Draft) -> None:
     name = optimizer_name(block)
     if not _is_known(draft, name):
         return
+    if "optim" in draft.args.given and EIGHT_BIT_NAMES.get(optim, "AdamW") != ("AdamW" if name == "Adam" else name):
+        draft.refuse(
+            f"--optim {optim} and optimizer {block['type']} in the DeepSpeed JSON are two optimizers: leave one of them "
+            "out"
+        )
+    if name in BITSANDBYTES:
+        _set_eight_bits(draft, block, name)
     _set_torch_adam(draft, name, params)
     known = known_params(name, torch_adam=params.get("torch_adam") is True, offload=offloads(draft))
     _check_params(draft, name, params, known)
@@ -104,10 +125,11 @@ def offloads(draft: Draft) -> bool:
 
 def optimizer_name(block: dict) -> str:
     """The type, with the capitals of DEEPSPEED or torch.optim."""
-    return next((name for name in DEEPSPEED if name.lower() == block["type"].lower()), block["type"])
+    written = block["type"].lower()
+    return EIGHT_BIT_NAMES.get(written) or next((name for name in DEEPSPEED if name.lower() == written), block["type"])
 
 
-def num_moments(config: dict) -> int:
+def num_moments(config: dict) -> float:
     """fp32 numbers that the optimizer of a resolved JSON keeps for a parameter; without a block it is torch's AdamW."""
     block = config.get("optimizer", {"type": "AdamW"})
     name, params = optimizer_name(block), block.get("params", {})
@@ -121,6 +143,8 @@ def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, obj
     """The parameters of the class that DeepSpeed takes for a type, and their defaults."""
     if name == "Muon":
         return MUON_PARAMS | ADAM_EXTRAS
+    if name in BITSANDBYTES:
+        return EIGHT_BIT_PARAMS
     of_class = inspect.signature(_class_of(name, torch_adam, offload).__init__).parameters
     params = {key: p.default for key, p in of_class.items() if key not in ("self", "params", "model_params")}
     if name in ("Adam", "AdamW"):
@@ -173,6 +197,24 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
         return
     why = "DeepSpeed would compile an Adam for the CPU" if draft.device_type == "cpu" else f"there is no {missing[0]}"
     draft.fill("optimizer.params.torch_adam", True, f"{why}; torch's is the same maths")
+
+
+def _set_eight_bits(draft: Draft, block: dict, name: str) -> None:
+    """Write bitsandbytes' name of an optimizer, and let DeepSpeed take it under ZeRO."""
+    asked = f"--optim {draft.args.training.optim}" if "optimizer.type" in draft.reasons else f"optimizer {block['type']}"
+    block["type"] = name
+    if draft.is_local and find_spec("bitsandbytes") is None:
+        draft.refuse(f"{asked} is bitsandbytes', which is not installed: pip install 'llava_ds[qlora]'")
+    if offloads(draft):
+        remedy = "remove it, or take AdamW" if name.startswith("Paged") else "remove it, or give --optim paged_adamw_8bit"
+        draft.refuse(
+            f"{asked} with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with fp32 states: "
+            f"{remedy}"
+        )
+    if name.startswith("Paged") and draft.device_type == "cpu":
+        draft.reasons["optimizer.type"] = f"{asked}; without a GPU there is no paging, states are in memory"
+    if draft.is_open("zero_allow_untested_optimizer"):
+        draft.fill("zero_allow_untested_optimizer", True, "bitsandbytes' AdamW is tested under ZeRO here")
 
 
 def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:

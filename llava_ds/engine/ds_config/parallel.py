@@ -8,6 +8,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine import tensor_parallel
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
+from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, optimizer_name
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.model import stages
 from llava_ds.model.exchange import heads_problem
@@ -311,6 +312,8 @@ def for_engine(config: dict) -> dict:
     """
     follows = "train_micro_batch_size_per_gpu" in config
     own = {key: value for key, value in config.items() if key != "train_batch_size" or not follows}
+    if "optimizer" in own and optimizer_name(own["optimizer"]) in BITSANDBYTES:
+        del own["optimizer"]  # start_engine builds it
     if SECTION in own:
         own[SECTION] = tensor_parallel.section(own[SECTION]["autotp_size"])
     return own
