@@ -23,7 +23,7 @@ from llava_ds.train.hooks import Average, Evaluate, Health, Log, Save, Stop
 from llava_ds.train.loop import train
 from llava_ds.train.plan import make_plan, show_dry_run
 from llava_ds.train.session import build, finish
-from llava_ds.train.start import start
+from llava_ds.train.start import name_sources, start
 
 
 def main(argv: list[str]) -> int:
@@ -58,4 +58,6 @@ def train_and_leave_group(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py")
+    exit_with(
+        partial(train_and_leave_group, sys.argv[1:]), "run/train.py", explain=partial(name_sources, sys.argv[1:])
+    )

@@ -1,10 +1,11 @@
 """From a command line and a recipe to checked flags: every problem is found before anything is built."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -22,6 +23,7 @@ from llava_ds.config.training_flags import OPTIMS, TRACKERS
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, in_short
 
 FEW_CHOICES = 5  # that stand beside a flag in --help
+ALL_LINEAR = ("all-linear", "all")  # peft's word, and LLaMA-Factory's, for what leaving out --lora_target_modules means
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
 
 
@@ -123,8 +125,40 @@ def parse_arguments(
 
     argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
     count as given; to_train: whether to check what only training needs; own_flags: the script's other flags, for the
-    hint at a misspelled one. Raises ConfigError, which lists every problem found.
+    hint at a misspelled one. Raises ConfigError, which lists every problem found, and which of the flags that it names
+    are a recipe's.
     """
+    try:
+        return _parsed(argv, defaults, to_train, own_flags)
+    except ConfigError as error:
+        message = str(error)
+        with contextlib.suppress(ConfigError):  # the recipe is what the message is about
+            message = explained(message, recipe_values(argv, defaults))
+        raise ConfigError(message) from None
+
+
+def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) -> dict[str, str]:
+    """A sentence for each flag that a recipe gives, and not the command line: its value, and the recipe.
+
+    defaults: of the tiny model's recipe. Raises ConfigError for a recipe that can't be read.
+    """
+    path, written = recipe_of(argv), _written(argv)
+    recipe, defaults = _without_contradictions({} if path is None else read_recipe(path), defaults or {}, written)
+    found = {name: f"--{name} {value} is from the tiny model's recipe" for name, value in defaults.items()}
+    found |= {name.replace("-", "_"): f"--{name} {value} is from --recipe {path}" for name, value in recipe.items()}
+    return {name: sentence for name, sentence in found.items() if name not in written}
+
+
+def explained(message: str, sources: Mapping[str, str]) -> str:
+    """A message with a line for every flag in it that nobody wrote. sources: sentences by the flags' names."""
+    named = dict.fromkeys(re.findall(r"(?<![\w-])--(\w+)", message))
+    lines = [sources[name] for name in named if name in sources and sources[name] not in message]
+    return "\n".join([message, *lines])
+
+
+def _parsed(
+    argv: list[str], defaults: dict[str, object] | None, to_train: bool, own_flags: Collection[str]
+) -> tuple[Arguments, list[str]]:
     parser = build_parser()
     recipe_path = recipe_of(argv)
     recipe = {} if recipe_path is None else read_recipe(recipe_path)
@@ -222,7 +256,14 @@ def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
     it."""
     words = [value] if isinstance(value, str) else value or []
     if not any(map(is_pattern, words)):
-        return _joined(words), []
+        joined = _joined(words)
+        if not (whole := [word for word in (joined or "").split(",") if word.lower() in ALL_LINEAR]):
+            return joined, []
+        if joined == whole[0]:
+            return None, []
+        return None, [
+            f"--lora_target_modules {joined}: {whole[0]} means every linear layer, give it alone, or names without it"
+        ]
     if len(words) > 1:
         return None, [
             f"--lora_target_modules {' '.join(words)}: give names, or one regular expression: join several by |"
@@ -250,14 +291,14 @@ def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     """The tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
 
-    No eval samples are split off the user's own data unless a flag says so.
+    No eval samples are split off the user's own data, or for rewards, unless a flag says so.
     """
     flags = _written(argv)
     if flags & {"model_name_or_path", "recipe"}:
         return {}
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
-    projector_only = build_parser().parse_known_args(tokens)[0].tune_mm_mlp_adapter
-    defaults = read_recipe(recipes / f"tiny-{'pretrain' if projector_only else 'finetune'}.yaml")
-    if "data_path" in flags and not flags & {"eval_fraction", "eval_data_path"}:
+    written = build_parser().parse_known_args(tokens)[0]
+    defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")
+    if ("data_path" in flags or written.objective in ("grpo", "ppo")) and not flags & {"eval_fraction", "eval_data_path"}:
         flags |= {"eval_fraction", "eval_steps"}
     return {name: value for name, value in defaults.items() if name not in flags}

@@ -102,8 +102,12 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
             exit_for_bad_input(error, program)
 
 
-def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
+def exit_with(
+    main: Callable[[], int | None], program: str, explain: Callable[[str], str] = lambda message: message
+) -> NoReturn:
     """Run a command and exit with the code that main returns, 0 for None.
+
+    explain: adds to a message about the input where values that it blames come from.
 
     2: the user's input can't be used, there is no memory left, or stdout of a command that only prints can't be
     written, in one message; 130: Ctrl-C, without a message; 1: a failure, with a traceback.
@@ -118,7 +122,7 @@ def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
             code = 0
         check_output()
     except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, program)
+        exit_for_bad_input(ConfigError(explain(str(error))), program)
     except KeyboardInterrupt:
         exit_for_interrupt()
     except Exception as error:

@@ -16,12 +16,12 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.activation import resolve_activation_checkpointing
 from llava_ds.engine.ds_config.batch_sizes import resolve_batch
 from llava_ds.engine.ds_config.compilation import resolve_compile
-from llava_ds.engine.ds_config.draft import Draft, as_json, open_keys, value_at
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, open_keys, value_at
 from llava_ds.engine.ds_config.monitoring import resolve_monitoring
-from llava_ds.engine.ds_config.optimizer import offloads, resolve_optimizer
+from llava_ds.engine.ds_config.optimizer import FROM_FLAGS, offloads, resolve_optimizer
 from llava_ds.engine.ds_config.parallel import take_axes, with_axes
 from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
-from llava_ds.engine.ds_config.scheduler import resolve_scheduler
+from llava_ds.engine.ds_config.scheduler import RATE_KEYS, resolve_scheduler
 from llava_ds.engine.ds_config.zero import resolve_zero
 from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
 
@@ -177,6 +177,28 @@ def _refuse_open(draft: Draft) -> None:
         draft.refuse(
             f'{key} is "auto", which neither Hugging Face\'s integration nor DeepSpeed fills in: {leave_out}write a value'
         )
+
+
+def flags_in(raw: dict) -> dict[str, str]:
+    """The flags whose value a JSON gives, and "key value" of each."""
+    keys = {
+        "train_batch_size": "train_batch_size",
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "max_grad_norm",
+        "bf16.enabled": "bf16",
+        "fp16.enabled": "fp16",
+        **{f"optimizer.params.{key}": flag for key, flags in FROM_FLAGS.items() for flag in flags},
+        **{f"scheduler.params.{key}": "learning_rate" for key in RATE_KEYS.values()},
+        "sequence_parallel_size": "sequence_parallel_size",
+        "tensor_parallel.autotp_size": "tensor_parallel_size",
+        "tensor_parallel.tp_size": "tensor_parallel_size",
+        "tensor_parallel.tp.tp_size": "tensor_parallel_size",
+        "pipeline.stages": "pipeline_parallel_size",
+        "moe_expert_parallel_size": "ep_size",
+    }
+    found = {flag: (key, value_at(raw, key)) for key, flag in keys.items() if value_at(raw, key) not in (None, AUTO)}
+    return {flag: f"{key} {as_json(value)}" for flag, (key, value) in found.items()}
 
 
 def axes_from(raw: dict, args: Arguments) -> Arguments:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.constants import did_you_mean
+from llava_ds.constants import did_you_mean, in_short
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
@@ -128,8 +128,8 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
     """The problem with --lr_scheduler_kwargs for --lr_scheduler_type, found by building the schedule; None if none."""
     try:
         kwargs = parsed_kwargs(args)
-    except ValueError as error:
-        given = f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
+        given = f"--lr_scheduler_kwargs {in_short(args.lr_scheduler_kwargs)}"
         return f"{given} can't be read as a JSON object ({error}): write it like '{{\"num_cycles\": 2}}'"
     name = args.lr_scheduler_type
     if not kwargs and name in NOT_TRIED:
@@ -144,9 +144,11 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
         return None
     of_function = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
     known = [key for key in of_function if key not in (*NOT_GIVEN, "num_warmup_steps", "num_training_steps")]
+    if not kwargs:
+        return f"--lr_scheduler_type {name} needs --lr_scheduler_kwargs ({problem}): it takes {', '.join(known)}"
     return (
-        f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {json.dumps(kwargs)} ({problem}): it takes "
-        f"{', '.join(known) or 'none'}"
+        f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {in_short(json.dumps(kwargs))} "
+        f"({in_short(problem)}): it takes {', '.join(known) or 'none'}"
     )
 
 
