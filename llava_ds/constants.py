@@ -27,6 +27,14 @@ class ConfigError(ValueError):
     """The flags, the recipe or the DeepSpeed JSON can't be used as given. The text tells what to do."""
 
 
+class FlagProblems(ConfigError):
+    """Flags that are known and can't be used as given. arguments: config.arguments.Arguments, as parsed."""
+
+    def __init__(self, message: str, arguments: object) -> None:
+        super().__init__(message)
+        self.arguments = arguments
+
+
 class DataError(ValueError):
     """A data set, image or weight file can't be used as given. The text tells where and what to do."""
 

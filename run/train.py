@@ -6,11 +6,24 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 import sys
 from functools import partial
 
+from llava_ds.constants import FlagProblems
 from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.command import begin, exit_with
 
+
+def read_flags(argv: list[str]) -> None:
+    """Check the flags. Raises ConfigError: for what the model can't be trained with before flags that are missing."""
+    try:
+        read_training_flags(argv)
+    except FlagProblems as error:
+        from llava_ds.train.impossible import refuse_impossible  # takes seconds
+
+        refuse_impossible(error)
+        raise
+
+
 if __name__ == "__main__":
-    begin("run/train.py", reads=read_training_flags)
+    begin("run/train.py", reads=read_flags)
 
 import torch
 

@@ -20,7 +20,7 @@ from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, unused_lora_flags
 from llava_ds.config.shipped import DS_CONFIGS, found
 from llava_ds.config.training_flags import OPTIMS, TRACKERS
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, in_short
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, FlagProblems, in_short
 
 FEW_CHOICES = 5  # that stand beside a flag in --help
 ALL_LINEAR = ("all-linear", "all")  # peft's word, and LLaMA-Factory's, for what leaving out --lora_target_modules means
@@ -134,6 +134,8 @@ def parse_arguments(
         message = str(error)
         with contextlib.suppress(ConfigError):  # the recipe is what the message is about
             message = explained(message, recipe_values(argv, defaults))
+        if isinstance(error, FlagProblems):
+            raise FlagProblems(message, error.arguments) from None
         raise ConfigError(message) from None
 
 
@@ -181,7 +183,7 @@ def _parsed(
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise FlagProblems("\n".join(problems), args)
     return args, notes + unused_lora_flags(args)
 
 
