@@ -17,7 +17,7 @@ from llava_ds.config.flags import GROUPS, Flag
 from llava_ds.config.model_flags import is_pattern, tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of
-from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, unused_lora_flags
+from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off, unused_lora_flags
 from llava_ds.config.shipped import DS_CONFIGS, found
 from llava_ds.config.training_flags import OPTIMS, TRACKERS
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, FlagProblems, in_short
@@ -184,7 +184,7 @@ def _parsed(
     problems += [*not_supported, *problems_of(args, to_train)]
     if problems:
         raise FlagProblems("\n".join(problems), args)
-    return args, notes + unused_lora_flags(args)
+    return args, notes + unused_lora_flags(args) + switched_off(args)
 
 
 def _written(argv: Sequence[str]) -> set[str]:

@@ -116,12 +116,30 @@ PART_FLAGS = (
     "unfreeze_mm_vision_tower",
 )
 
+# What a 0 may be meant to say, of flags that take none.
+INSTEAD_OF_ZERO = {
+    "save_steps": "--save_strategy no saves no checkpoints",
+    "save_total_limit": "leave it out to keep all checkpoints",
+    "early_stopping_patience": "leave it out to train to the end",
+    "max_resample_times": "--dynamic_sample False tries no other prompt",
+}
+# What a 0 switches off, of the others.
+SWITCHED_OFF = {
+    "eval_steps": "the eval loss is computed at the end only",
+    "sample_steps": "no questions are answered while training",
+    "max_steps": "--num_train_epochs says how long to train",
+    "check_divergence_steps": "copies of the weights are never compared",
+    "watchdog_start_s": "nothing ends a start that hangs",
+    "watchdog_step_s": "nothing ends a step that hangs",
+    "watchdog_save_s": "nothing ends a save that hangs",
+}
+
 Rule = Callable[[Arguments], Iterator[str]]
 
 
 def problems_of(args: Arguments, to_train: bool) -> list[str]:
     """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
-    problems = out_of_bounds(args.as_dict(), SECTIONS)
+    problems = [_with_remedy(line) for line in out_of_bounds(args.as_dict(), SECTIONS)]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
     problems += data_problems(args)
     if to_train:
@@ -132,6 +150,17 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
 def data_problems(args: Arguments) -> list[str]:
     """The same of the flags that say what is read, which a model's folder may give values to."""
     return [*_missing_paths(args, only_to_train=False), *_lines(DATA_RULES, args)]
+
+
+def _with_remedy(line: str) -> str:
+    name = line.removeprefix("--").partition(" is 0: ")[0]
+    return f"{line}; {INSTEAD_OF_ZERO[name]}" if name in INSTEAD_OF_ZERO else line
+
+
+def switched_off(args: Arguments) -> list[str]:
+    """A line for every flag that was given as 0, by which it switches something off."""
+    values = args.as_dict()
+    return [f"--{name} 0: {what}" for name, what in SWITCHED_OFF.items() if name in args.given and values[name] == 0]
 
 
 def _lines(rules: tuple[Rule, ...], args: Arguments) -> list[str]:
@@ -263,6 +292,11 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         value = getattr(training, name)
         if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
             yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
+    if training.eval_strategy in ("steps", "epoch") and training.eval_steps == 0 and "eval_steps" in args.given:
+        yield (
+            f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "
+            "only, the other before, too: give one of them"
+        )
     has_samples = data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None
     remedy = "computes the loss on eval samples: give --eval_data_path or --eval_fraction, too"
     if training.eval_steps and not has_samples and training.eval_strategy is None:

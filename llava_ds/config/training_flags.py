@@ -183,7 +183,7 @@ class TrainingArguments:
         "depends on which samples lie in one micro-batch.",
     )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
-    max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
+    max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs, 0 or less does not.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")
     gradient_accumulation_steps: Count = _steps(1, "Micro-batches per optimizer step.", resume="layout")
     train_batch_size: Count | None = _steps(
@@ -415,7 +415,7 @@ class TrainingArguments:
         "Save the model alone, as the folder that the finished run exports, without optimizer states: small "
         "checkpoints that open like an exported model, but can't be resumed from.",
     )
-    save_steps: Count = _checkpoints(500, "Optimizer steps between checkpoints.", resume="rewind")
+    save_steps: Count = _checkpoints(500, "Optimizer steps between checkpoints; --save_strategy no saves none.", resume="rewind")
     save_total_limit: Count | None = _checkpoints_free(None, "Number of checkpoints to keep. Absent: all.")
     async_save: bool = _checkpoints_free(
         False,
