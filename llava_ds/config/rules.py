@@ -1,6 +1,5 @@
 """The checks of flags that concern more than one flag, or a path: small rules, each of which yields lines."""
 
-import json
 import math
 import os
 import re
@@ -9,7 +8,7 @@ from importlib.util import find_spec
 from itertools import chain
 
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
-from llava_ds.config.bounds import out_of_bounds, seconds_of
+from llava_ds.config.bounds import json_object, out_of_bounds, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
     LORA_PARTS,
@@ -24,10 +23,10 @@ from llava_ds.config.model_flags import (
     trains_projector_only,
 )
 from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, in_short
 from llava_ds.files.object_store import is_remote, url_problem
 from llava_ds.files.places import local_path
-from llava_ds.files.writing import can_be_made, path_problem
+from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 _LOOPBACK = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/?")
@@ -141,6 +140,8 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
     problems = [_with_remedy(line) for line in out_of_bounds(args.as_dict(), SECTIONS)]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
+    named = [(name, value) for name, value in _paths(args) if FLAGS[name].path in ("model", "output")]
+    problems += [f"--{name} {problem}" for name, value in named if (problem := utf8_problem(value))]
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
@@ -417,7 +418,7 @@ def lora_variants(args: Arguments) -> Iterator[str]:
         yield "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one"
     for name in ("lora_rank_pattern", "lora_alpha_pattern"):
         if (problem := _pattern_problem(getattr(model, name))) is not None:
-            yield f"--{name} {getattr(model, name)}: {problem}"
+            yield f"--{name} {in_short(getattr(model, name))}: {problem}"
     start = model.init_lora_weights
     if not re.fullmatch(r"true|gaussian|olora|pissa|pissa_niter_[1-9]\d{0,2}", start):
         yield (
@@ -451,10 +452,10 @@ def _pattern_problem(text: str | None) -> str | None:
         return None
     expected = 'expected JSON of names with whole numbers, like {"down_proj": 8}'
     try:
-        found = json.loads(text)
+        found = json_object(text)
     except ValueError:
         return expected
-    if not isinstance(found, dict) or not all(type(value) is int and value > 0 for value in found.values()):
+    if not all(type(value) is int and value > 0 for value in found.values()):
         return expected
     for pattern in found:
         try:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from llava_ds.config.bounds import in_a_line, takes
 from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short, did_you_mean
-from llava_ds.files.writing import can_be_made, path_problem
+from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
 from llava_ds.runtime.processes import watch_launcher
@@ -71,6 +71,8 @@ def given_path(text: str) -> str:
 
 def new_folder(text: str) -> str:
     """The `type=` of a flag that names a folder to write to, which need not exist yet."""
+    if problem := utf8_problem(text):
+        raise argparse.ArgumentTypeError(problem)
     if not can_be_made(given_path(text)):
         raise argparse.ArgumentTypeError(f"{in_short(text)} can't be written to: name another folder")
     return given_path(text)

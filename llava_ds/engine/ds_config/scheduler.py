@@ -7,6 +7,7 @@ import math
 import torch
 
 from llava_ds.config.arguments import TrainingArguments
+from llava_ds.config.bounds import json_object
 from llava_ds.constants import did_you_mean, in_short
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, trial_error
 
@@ -118,19 +119,16 @@ def known_params(name: str) -> dict[str, object]:
 
 def parsed_kwargs(args: TrainingArguments) -> dict:
     """--lr_scheduler_kwargs as an object. Raises ValueError where it is no JSON object."""
-    kwargs = json.loads(args.lr_scheduler_kwargs or "{}")
-    if not isinstance(kwargs, dict):
-        raise ValueError("expected an object")
-    return kwargs
+    return json_object(args.lr_scheduler_kwargs or "{}")
 
 
 def kwargs_problem(args: TrainingArguments) -> str | None:
     """The problem with --lr_scheduler_kwargs for --lr_scheduler_type, found by building the schedule; None if none."""
     try:
         kwargs = parsed_kwargs(args)
-    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
+    except ValueError as error:
         given = f"--lr_scheduler_kwargs {in_short(args.lr_scheduler_kwargs)}"
-        return f"{given} can't be read as a JSON object ({error}): write it like '{{\"num_cycles\": 2}}'"
+        return f"{given} can't be read as a JSON object ({in_short(error)}): write it like '{{\"num_cycles\": 2}}'"
     name = args.lr_scheduler_type
     if not kwargs and name in NOT_TRIED:
         return None
