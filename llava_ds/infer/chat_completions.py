@@ -50,8 +50,6 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
-        if status == 413:
-            self.headers["Connection"] = "close"  # the rest of the body is not read
 
     def content(self) -> dict[str, object]:
         """The body of the response."""
