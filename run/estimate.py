@@ -25,7 +25,7 @@ from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR
-from llava_ds.engine.ds_config.resolve import axes_from, ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
 from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
 from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
 from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_folders

@@ -6,21 +6,8 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 import sys
 from functools import partial
 
-from llava_ds.constants import FlagProblems
-from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.command import begin, exit_with
-
-
-def read_flags(argv: list[str]) -> None:
-    """Check the flags. Raises ConfigError: for what the model can't be trained with before flags that are missing."""
-    try:
-        read_training_flags(argv)
-    except FlagProblems as error:
-        from llava_ds.train.impossible import refuse_impossible  # takes seconds
-
-        refuse_impossible(error)
-        raise
-
+from llava_ds.train.early_flags import read_flags
 
 if __name__ == "__main__":
     begin("run/train.py", reads=read_flags)
@@ -71,6 +58,4 @@ def train_and_leave_group(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(
-        partial(train_and_leave_group, sys.argv[1:]), "run/train.py", explain=partial(name_sources, sys.argv[1:])
-    )
+    exit_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py", explain=partial(name_sources, sys.argv[1:]))

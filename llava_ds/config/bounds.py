@@ -112,12 +112,14 @@ def seconds_of(text: str) -> int:
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
         total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise ConfigError(f"{in_short(repr(text))} is no length of time: write it like 3h50m, 45m, 90s or 5400 (seconds)")
+        raise ConfigError(
+            f"{in_short(repr(text))} is no length of time: write it like 3h50m, 45m, 90s or 5400 (seconds)"
+        )
     return total
 
 
 def json_object(text: str) -> dict:
-    """The object in a flag's JSON. Raises ValueError, also for keys that come twice and for what is no finite number."""
+    """The object in a flag's JSON. Raises ValueError, also where a key comes twice or a number is not finite."""
     try:
         found = json.loads(text, object_pairs_hook=_each_once, parse_constant=_finite, parse_float=_finite)
     except RecursionError:

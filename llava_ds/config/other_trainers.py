@@ -39,7 +39,9 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 ELSEWHERE = {
     theirs: ours
     for ours, names in {
-        "--data_path": "--dataset --dataset_config --dataset_dir --dataset_name --dataset_path --dataset_use --train_data",
+        "--data_path": (
+            "--dataset --dataset_config --dataset_dir --dataset_name --dataset_path --dataset_use --train_data"
+        ),
         "--max_pixels": "--image_max_pixels",
         "--min_pixels": "--image_min_pixels",
         "--frames_upbound": "--video_max_frames --video_maxlen --fps_max_frames --max_frames --num_frames",
@@ -88,7 +90,7 @@ ELSEWHERE = {
         "--stream": "--streaming",
         "--shuffle_buffer_size": "--buffer_size --streaming_buffer_size",
         "--resume never": "--overwrite_output_dir",
-        "--optim, or an optimizer in the DeepSpeed JSON": "--optimizer",
+        "--optim (or an optimizer in the DeepSpeed JSON)": "--optimizer",
         '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",
         '"stage" in the DeepSpeed JSON, which actor and critic share (--deepspeed_config ds_configs/zero2.json)': (
             "--actor_zero_stage --critic_zero_stage"

@@ -232,7 +232,7 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
     if (optim := OPTIMS.get(args.training.optim)) is None:
         problems.append(
             f"--optim {in_short(args.training.optim)} is unknown: give one of {', '.join(OPTIMS)}, or name another "
-            "optimizer in the DeepSpeed JSON, like \"optimizer\": {\"type\": \"Lion\"}"
+            'optimizer in the DeepSpeed JSON, like "optimizer": {"type": "Lion"}'
         )
     values["optim"] = optim or args.training.optim
     if args.model.init_lora_weights == "True":  # YAML's true, and peft's
@@ -301,6 +301,9 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
     written = build_parser().parse_known_args(tokens)[0]
     defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")
-    if ("data_path" in flags or written.objective in ("grpo", "ppo")) and not flags & {"eval_fraction", "eval_data_path"}:
+    if ("data_path" in flags or written.objective in ("grpo", "ppo")) and not flags & {
+        "eval_fraction",
+        "eval_data_path",
+    }:
         flags |= {"eval_fraction", "eval_steps"}
     return {name: value for name, value in defaults.items() if name not in flags}

@@ -52,6 +52,9 @@ LORA_FLAGS = (
 MOE_FLAGS = ("num_experts", "top_k_experts", "moe_mode", "moe_layers_idx", "use_residual")  # of --moe_enable
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 
+# Flags that say how the records of --data_path are read.
+OF_RECORDS = ("data_format", "data_columns", "image_folder", "video_folder", "allow_http", "object_cache_dir")
+
 # Flags that may name an object store.
 REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
 
@@ -242,6 +245,12 @@ def needed_flags(args: Arguments) -> Iterator[str]:
         )
     if model.model_name_or_path is None and model.vision_tower is not None:
         yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
+    if args.data.data_path is None:
+        for name in (name for name in OF_RECORDS if name in args.given):
+            yield (
+                f"--{name} {in_short(getattr(args.data, name))} goes with --data_path: the generated scenes need none, "
+                "give that, or leave it out"
+            )
     if model.model_name_or_path is not None and args.data.data_path is None:
         yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
 

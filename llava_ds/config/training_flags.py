@@ -415,7 +415,9 @@ class TrainingArguments:
         "Save the model alone, as the folder that the finished run exports, without optimizer states: small "
         "checkpoints that open like an exported model, but can't be resumed from.",
     )
-    save_steps: Count = _checkpoints(500, "Optimizer steps between checkpoints; --save_strategy no saves none.", resume="rewind")
+    save_steps: Count = _checkpoints(
+        500, "Optimizer steps between checkpoints; --save_strategy no saves none.", resume="rewind"
+    )
     save_total_limit: Count | None = _checkpoints_free(None, "Number of checkpoints to keep. Absent: all.")
     async_save: bool = _checkpoints_free(
         False,

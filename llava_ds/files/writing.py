@@ -100,7 +100,8 @@ def utf8_problem(text: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return f"{in_short(text)}: a name in it is no UTF-8, which safetensors, tokenizers and pyarrow don't open: rename it"
+        why = "a name in it is no UTF-8, which safetensors, tokenizers and pyarrow don't open: rename it"
+        return f"{in_short(text)}: {why}"
     return None
 
 

@@ -142,7 +142,9 @@ class Service:
         """Read the body of a request. Raises RequestError where it is too long, or comes too slowly, or while others
         are being sent that fill the memory for them."""
         limits, body, counted = self.limits, bytearray(), 0
-        too_long = RequestError(413, f"the body has more than {limits.body_bytes:,} bytes: send smaller or fewer images")
+        too_long = RequestError(
+            413, f"the body has more than {limits.body_bytes:,} bytes: send smaller or fewer images"
+        )
 
         async def read() -> None:
             nonlocal counted
@@ -170,7 +172,10 @@ class Service:
 
     def check_length(self, completion: Completion) -> None:
         """Raise RequestError for messages that are longer than the model's context, whatever their tokens are."""
-        count, most = sum(len(message.text) for message in completion.question.conversation.messages), self.limits.text_chars
+        count, most = (
+            sum(len(message.text) for message in completion.question.conversation.messages),
+            self.limits.text_chars,
+        )
         if most is not None and count > most:
             raise RequestError(
                 400,

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from llava_ds.constants import ConfigError, DataError, in_short, did_you_mean
+from llava_ds.constants import ConfigError, DataError, did_you_mean, in_short
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.infer.answer_queue import Closing, Ended, Question
 from llava_ds.infer.chat import Conversation

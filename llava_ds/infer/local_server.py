@@ -49,8 +49,9 @@ def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, endi
 def _impatient() -> type[asyncio.Protocol]:
     """uvicorn's HTTP/1.1, which closes connections whose request does not come.
 
-    uvicorn 0.54 has a time limit for a connection that is idle between two requests alone: a new one that sends nothing,
-    or a part of a head, and one that goes on with the body of a request that was answered, would stay for ever.
+    uvicorn 0.54 has a time limit for a connection that is idle between two requests alone: a new one that sends
+    nothing, or a part of a head, and one that goes on with the body of a request that was answered, would stay for
+    ever.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

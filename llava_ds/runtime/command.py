@@ -15,7 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from llava_ds.config.bounds import in_a_line, takes
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short, did_you_mean
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, did_you_mean, in_short
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams

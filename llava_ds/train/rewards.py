@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_ds.constants import ConfigError, DataError, in_short, did_you_mean
+from llava_ds.constants import ConfigError, DataError, did_you_mean, in_short
 from llava_ds.data.collate import LoadedSample
 
 MODEL_REWARD = "reward_model"  # in the log

@@ -1,4 +1,4 @@
-"""JSON in flags that is too deep, twice or no number, and names that no file or no library can have: one message each."""
+"""JSON in flags that is too deep, twice or no number, and names that no file or library takes: one message each."""
 
 import os
 
@@ -46,7 +46,7 @@ def test_json_of_a_flag_is_an_object_of_finite_numbers(text, problem):
     assert len(line) < 400
     for name in ("lora_rank_pattern", "lora_alpha_pattern"):
         said = refusal("--lora_enable", "True", f"--{name}", text)
-        assert said == f"--{name} {in_short(text)}: expected JSON of names with whole numbers, like {{\"down_proj\": 8}}"
+        assert said == f'--{name} {in_short(text)}: expected JSON of names with whole numbers, like {{"down_proj": 8}}'
 
 
 def test_a_time_of_thousands_of_digits_is_no_time():

@@ -182,5 +182,13 @@ def test_names_of_files_that_are_no_utf8_are_shown_escaped(inspect_data, tmp_pat
     data = toys.write_data(folder, "it")
     renamed = Path(data["data_path"]).rename(folder / os.fsdecode(b"d\xe9.json"))
     html, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"
-    run(inspect_data, tmp_path, {**toy_base, **data, "data_path": str(renamed)}, "--html", str(html), "--jsonl", str(rows))
+    run(
+        inspect_data,
+        tmp_path,
+        {**toy_base, **data, "data_path": str(renamed)},
+        "--html",
+        str(html),
+        "--jsonl",
+        str(rows),
+    )
     assert "d\\udce9.json" in html.read_text() and len(rows.read_text().splitlines()) == 2

@@ -26,7 +26,9 @@ def plan(tmp_path_factory):
     planned = plan_model(args.model, 512)
     ranks = Ranks(0, 0, 1, torch.device("cpu"))
     model = build_model(planned, args.model, {"zero_optimization": {"stage": 0}}, torch.float32, 0, ranks)
-    return SimpleNamespace(model=model, export=export_plan(model, planned, args.model, planned.tower.image_options(args)))
+    return SimpleNamespace(
+        model=model, export=export_plan(model, planned, args.model, planned.tower.image_options(args))
+    )
 
 
 def killed(run) -> None:

@@ -19,10 +19,9 @@ from llava_ds.engine.native_ops import compiler, missing_tools
 class OptimizerFacts:
     """Facts that building an optimizer doesn't tell.
 
-    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains), or what takes
-    as many bytes; op,
-    offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU memory; zero_tested:
-    by DeepSpeed, which wants zero_allow_untested_optimizer under ZeRO for all others.
+    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains), or the
+    same bytes; op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU
+    memory; zero_tested: by DeepSpeed, which wants zero_allow_untested_optimizer under ZeRO for all others.
     """
 
     moments: float
@@ -103,8 +102,8 @@ def resolve_optimizer(draft: Draft) -> None:
         return
     if "optim" in draft.args.given and EIGHT_BIT_NAMES.get(optim, "AdamW") != ("AdamW" if name == "Adam" else name):
         draft.refuse(
-            f"--optim {optim} and optimizer {block['type']} in the DeepSpeed JSON are two optimizers: leave one of them "
-            "out"
+            f"--optim {optim} and optimizer {block['type']} in the DeepSpeed JSON are two optimizers: leave one of "
+            "them out"
         )
     if name in BITSANDBYTES:
         _set_eight_bits(draft, block, name)
@@ -201,15 +200,19 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
 
 def _set_eight_bits(draft: Draft, block: dict, name: str) -> None:
     """Write bitsandbytes' name of an optimizer, and let DeepSpeed take it under ZeRO."""
-    asked = f"--optim {draft.args.training.optim}" if "optimizer.type" in draft.reasons else f"optimizer {block['type']}"
+    asked = (
+        f"--optim {draft.args.training.optim}" if "optimizer.type" in draft.reasons else f"optimizer {block['type']}"
+    )
     block["type"] = name
     if draft.is_local and find_spec("bitsandbytes") is None:
         draft.refuse(f"{asked} is bitsandbytes', which is not installed: pip install 'llava_ds[qlora]'")
     if offloads(draft):
-        remedy = "remove it, or take AdamW" if name.startswith("Paged") else "remove it, or give --optim paged_adamw_8bit"
+        remedy = (
+            "remove it, or take AdamW" if name.startswith("Paged") else "remove it, or give --optim paged_adamw_8bit"
+        )
         draft.refuse(
-            f"{asked} with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with fp32 states: "
-            f"{remedy}"
+            f"{asked} with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with fp32 "
+            f"states: {remedy}"
         )
     if name.startswith("Paged") and draft.device_type == "cpu":
         draft.reasons["optimizer.type"] = f"{asked}; without a GPU there is no paging, states are in memory"

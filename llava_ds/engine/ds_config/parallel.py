@@ -70,9 +70,7 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
         if size in (None, AUTO):
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
-            problems.append(
-                f'{key} is {as_json(size)} in the DeepSpeed JSON: write a whole number above 0, or "auto"'
-            )
+            problems.append(f'{key} is {as_json(size)} in the DeepSpeed JSON: write a whole number above 0, or "auto"')
         elif flag in args.given and args.as_dict()[flag] != size:
             problems.append(
                 f"{key} is {size} in the DeepSpeed JSON but --{flag} is {args.as_dict()[flag]}: make them equal, or "

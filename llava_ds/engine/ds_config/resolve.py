@@ -175,7 +175,8 @@ def _refuse_open(draft: Draft) -> None:
         default = default_of(key)
         leave_out = "" if default is None else f"leave it out for DeepSpeed's default, {as_json(default)}, or "
         draft.refuse(
-            f'{key} is "auto", which neither Hugging Face\'s integration nor DeepSpeed fills in: {leave_out}write a value'
+            f'{key} is "auto", which neither Hugging Face\'s integration nor DeepSpeed fills in: {leave_out}write a '
+            "value"
         )
 
 
@@ -216,9 +217,7 @@ def axes_from(raw: dict, args: Arguments) -> Arguments:
         raise ConfigError("\n".join(draft.problems)) from None
 
 
-def _draft(
-    raw: dict, args: Arguments, dp: int, hidden_size: int, device_type: str, *, is_local: bool
-) -> Draft:
+def _draft(raw: dict, args: Arguments, dp: int, hidden_size: int, device_type: str, *, is_local: bool) -> Draft:
     """A draft of a copy of the JSON. Raises ConfigError for one that is nested too deeply."""
     if _depth(raw) > DEEPEST:
         raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
