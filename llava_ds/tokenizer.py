@@ -19,6 +19,8 @@ from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, Con
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_config, read_json_if_there, shown
 
 SPACE = "▁"  # sentencepiece's space
+MAX_NAMED = 4  # tokens named in one line
+MAX_GAP = 1 << 16  # ids without a token
 
 # Classes that in 4.37 begin a text with bos unless tokenizer_config.json says otherwise, whatever the post-processor in
 # tokenizer.json.
@@ -190,10 +192,55 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -
     """
     wanted = [IM_PATCH_TOKEN] if args.mm_use_im_patch_token else []
     wanted += [IM_START_TOKEN, IM_END_TOKEN] if args.mm_use_im_start_end else []
+    if not wanted:
+        return []
     known = tokenizer.get_vocab()
     missing = [token for token in wanted if token not in known]
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
     return missing
+
+
+def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows of an embedding that has one for every id: the tokenizer's length, but at least what its ids need.
+
+    Raises ConfigError for ids so far apart that the rows between would fill the memory.
+    """
+    count, last = len(tokenizer), max(tokenizer.get_vocab().values())
+    if last > count + MAX_GAP:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path} has {count:,} tokens and the id {last:,}: an embedding would "
+            "have a row for every id between: correct its files"
+        )
+    return max(count, last + 1)
+
+
+def note_rows(tokenizer: PreTrainedTokenizerBase, rows: int, leaving_out: tuple[str, ...] = ()) -> None:
+    """Note on a tokenizer how many rows the model's embedding has, for encoders: the two go everywhere together.
+
+    leaving_out: tokens that may lie beyond them, for they stand for features.
+    """
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and token not in leaving_out}
+    tokenizer._embedding_rows = (rows, dict(sorted(beyond.items()))) if beyond else None
+
+
+def rows_noted(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The rows of the model's embedding where the tokenizer has ids beyond them; None where all have a row, or where no
+    model is known."""
+    noted = getattr(tokenizer, "_embedding_rows", None)
+    return None if noted is None else noted[0]
+
+
+def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line about the tokens beyond the rows of the model's embedding (note_rows); [] where there are none."""
+    if rows_noted(tokenizer) is None:
+        return []
+    rows, beyond = tokenizer._embedding_rows
+    named = ", ".join(f"{token!r:.80} (id {i})" for i, token in list(beyond.items())[:MAX_NAMED])
+    rest = f" and {len(beyond) - MAX_NAMED:,} more" if len(beyond) > MAX_NAMED else ""
+    return [
+        f"tokens of the tokenizer without a row in the model's embedding, which has {rows:,}: {named}{rest}: a text "
+        "that spells one is refused; training with --resize_token_embeddings True adds rows"
+    ]
 
 
 def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:

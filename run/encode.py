@@ -36,6 +36,7 @@ def main(argv: list[str]) -> None:
     args = args.replaced(version=resolve_template(args.model.version))
     print_first(*notes)
     model = plan_model(args.model, args.data.model_max_length)
+    print_first(*model.notes)
     refuse_unfit_tokenizer(args.model, model.tokenizer)
     images = model.tower.image_options(args)
     data = args.data

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,15 +32,20 @@ from llava_ds.export.from_folder import open_folder
 from llava_ds.export.gguf_folder import with_gguf_type
 from llava_ds.export.output_folder import staged, write_folder
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.export.tokenizer_files import refuse_lost_tokens
 from llava_ds.runtime.ranks import quiet_libraries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FOLDERS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
+ROWS = ("resize_token_embeddings", "pad_embeddings_to_multiple_of")
 
 
 def main() -> None:
     args = parse()
-    source, given = Path(args.source), {name: value for name in FOLDERS if (value := getattr(args, name)) is not None}
+    source, given = (
+        Path(args.source),
+        {name: value for name in (*FOLDERS, *ROWS) if (value := getattr(args, name)) is not None},
+    )
     max_shard_bytes, dtype = parse_size(args.max_shard_size), DTYPES.get(args.dtype)
     quiet_libraries()
     if not source.is_dir():
@@ -50,8 +56,8 @@ def main() -> None:
     if is_training_checkpoint(source):
         if args.adapters:
             raise ConfigError("--adapters goes with an adapter's folder: export the checkpoint as --format adapter")
-        if "version" in given:
-            raise ConfigError("--version goes with a model folder; run.json has a checkpoint's: leave it out")
+        if wrong := [f"--{name}" for name in ("version", *ROWS) if name in given]:
+            raise ConfigError(f"{', '.join(wrong)} goes with a model folder; run.json has a checkpoint's: leave it out")
         restored = restore(source, given, dtype, args.average)
         form, export, entries = args.format or restored.export.form, restored.export, restored.entries
     else:
@@ -60,6 +66,8 @@ def main() -> None:
         for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
             if name in given:
                 raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
+        if ROWS[1] in given and ROWS[0] not in given:
+            raise ConfigError(f"--{ROWS[1]} has no effect without --{ROWS[0]}: give that, or leave it out")
         form = args.format or "hf"
         if args.adapters:
             folders = [source, *map(Path, args.adapters)]
@@ -67,7 +75,7 @@ def main() -> None:
             export, entries, lines = open_adapters(folders, weights, given, dtype, form)
         else:
             export, entries, lines = open_folder(source, given, dtype, form)
-        print(*lines, sep="\n")
+        print(*lines, *export.model.notes, sep="\n")
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
     if form == "gguf":
         export = with_gguf_type(export, args.dtype)
@@ -136,6 +144,7 @@ def parse() -> argparse.Namespace:
         help="the mean of the weights of the checkpoint in SOURCE and of the N - 1 before it",
     )
     add("--version", help="conversation template of a model folder that has none in its settings")
+    _add_rows(add)
     add(
         "--overwrite",
         action="store_true",
@@ -143,6 +152,17 @@ def parse() -> argparse.Namespace:
         "remain",
     )
     return parser.parse_args()
+
+
+def _add_rows(add: Callable[..., object]) -> None:
+    add(
+        "--resize_token_embeddings",
+        action="store_true",
+        default=None,
+        help="add rows to the embedding and the output layer of a model folder for tokens that have none; they are the "
+        "mean of the others",
+    )
+    add("--pad_embeddings_to_multiple_of", type=number(Count), help="round the number of rows up to a multiple of this")
 
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:
@@ -159,6 +179,8 @@ def _check_form(export: ExportPlan, dtype: str, is_lora_run: bool) -> None:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
     if dtype == "q8_0" and export.form != "gguf":
         raise ConfigError("--dtype q8_0 goes with --format gguf: give float32, bfloat16 or float16")
+    if export.form == "llava":
+        refuse_lost_tokens(export.model.tokenizer)
     kind, why = hf_kind(export.model, export.args, export.image_options)
     if export.form == "hf" and kind is None:
         raise ConfigError(f"--format hf is not possible: {why}; or give --format llava")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, ModelArguments
 from llava_ds.config.bounds import NotNegative, number
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
@@ -35,6 +35,7 @@ from llava_ds.model.families.language import length_note, length_problem
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.merged_adapters import is_adapter
 from llava_ds.model.plan import read_parts
+from llava_ds.model.rows import fit_vocabulary
 from llava_ds.model.vision import TowerPlan, read_tower
 from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries
@@ -104,14 +105,16 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
     training would refuse the model or its length.
     """
     folder = Path(args.model.model_name_or_path)
-    tokenizer_path, tower, tokenizer = str(folder), None, None
+    tower, tokenizer = None, None
     if (folder / "config.json").is_file() or is_adapter(folder):
         try:
             args, notes = take_from_model(args)
             parts = read_parts(args.model)
-            tower, tokenizer_path = parts.tower, parts.folder.tokenizer
-            tokenizer = parts.open_tokenizer() if parts.folder.ready is not None else None
+            tower, tokenizer = parts.tower, parts.open_tokenizer()
             print_first(*notes)
+            _add_tokens(tokenizer, args.model)
+            _, _, lines = fit_vocabulary(parts.text_config, parts.sources, tokenizer, args.model)
+            print_first(*lines)
             problem = length_problem(parts.text_config, args.data.model_max_length)
             note = length_note(parts.text_config, args.data.model_max_length)
         except ConfigError as error:
@@ -127,10 +130,15 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
             print("no --vision_tower: images are prepared and counted as for the tiny model's")
             args = args.replaced(vision_tower=str(CLIP_PATH))
         tower = read_tower(args.model.vision_tower, args.model)
-    tokenizer = tokenizer or open_tokenizer(tokenizer_path)
-    if added := add_image_tokens(tokenizer, args.model):
-        print(f"added to the tokenizer: {', '.join(added)}")
+    if tokenizer is None:
+        tokenizer = open_tokenizer(str(folder))
+        _add_tokens(tokenizer, args.model)
     return args, tokenizer, tower
+
+
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> None:
+    if added := add_image_tokens(tokenizer, args):
+        print(f"added to the tokenizer: {', '.join(added)}")
 
 
 def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:

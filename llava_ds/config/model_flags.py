@@ -106,6 +106,17 @@ class ModelArguments:
     mm_use_im_patch_token: bool = _model(
         False, "Add <im_patch> to the tokenizer, too, which occurs in no text (as in LLaVA)."
     )
+    resize_token_embeddings: bool = _model(
+        False,
+        "Add a row to the input embedding and the output layer for every token of the tokenizer that has none, as for "
+        "tokens that were added to its files. New rows start as the mean of the others and train with the language "
+        "model. No row is cut off. Absent: records that spell such a token are rejected.",
+    )
+    pad_embeddings_to_multiple_of: Count | None = _model(
+        None,
+        "With --resize_token_embeddings True: round the number of rows up to a multiple of this, such as 64 for GPUs' "
+        "matrix products (transformers' pad_to_multiple_of).",
+    )
     mm_patch_merge_type: Literal[
         "flat",
         "spatial",

@@ -70,6 +70,12 @@ ELSEWHERE = {
         "--init_lora_weights pissa_niter_16": "--pissa_iter",
         "--unfreeze_topk_llm": "--freeze_trainable_layers",
         "--lora_enable True --freeze_mm_mlp_adapter True": "--only_optimize_lora",
+        "--resize_token_embeddings": "--resize_vocab",
+        "--resize_token_embeddings True (for tokens that the tokenizer's files have)": (
+            "--add_tokens --add_special_tokens --new_special_tokens"
+        ),
+        "--resize_token_embeddings True --pad_embeddings_to_multiple_of 32": "--resize_token_embeddings_to_32x",
+        "--pad_embeddings_to_multiple_of": "--pad_vocab_size_to_multiple_of --make_vocab_size_divisible_by",
         "--eval_steps": "--eval_interval",
         "--save_steps": "--save_interval",
         "--logging_steps": "--log_interval",

@@ -148,7 +148,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
-    return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args)]
+    return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args), *rows_of_tokens(args)]
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -472,6 +472,30 @@ def _pattern_problem(text: str | None) -> str | None:
         except re.error as error:
             return f"{pattern} is no regular expression ({error})"
     return None
+
+
+def rows_of_tokens(args: Arguments) -> Iterator[str]:
+    """What --resize_token_embeddings can't be used with."""
+    model = args.model
+    if not model.resize_token_embeddings:
+        if "pad_embeddings_to_multiple_of" in args.given and model.pad_embeddings_to_multiple_of is not None:
+            yield (
+                f"--pad_embeddings_to_multiple_of {model.pad_embeddings_to_multiple_of} has no effect without "
+                "--resize_token_embeddings True: give that, or leave it out"
+            )
+        return
+    if model.lora_enable:
+        yield (
+            "--resize_token_embeddings True can't be used with --lora_enable: the adapter would open over no folder, "
+            "for none has its rows. Write a model with them first (run/export.py FOLDER --resize_token_embeddings, or "
+            "transformers' function of that name), and train LoRA over it, with the new rows by --modules_to_save "
+            "embed_tokens lm_head"
+        )
+    if args.training.vllm_server is not None:
+        yield (
+            "--resize_token_embeddings True can't be used with --vllm_server, whose model has the rows of its folder: "
+            "write a folder with them first (run/export.py FOLDER --resize_token_embeddings), for both"
+        )
 
 
 def last_layers(args: Arguments) -> Iterator[str]:

@@ -24,6 +24,7 @@ from llava_ds.data.collate import LoadedPair, LoadedSample
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
+    ENCODING_LIBRARIES,
     box_parts,
     digest_of,
     file_digest,
@@ -31,6 +32,7 @@ from llava_ds.data.fingerprint import (
     options_part,
     options_that_matter,
     tokenizer_parts,
+    versions_of,
     video_parts,
 )
 from llava_ds.data.images.decode import load_media
@@ -440,7 +442,11 @@ class DataSpec:
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
         images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
-        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots])
+        # A newer library may make other ids: rows are made anew, and other ones show in the fingerprint. More rows of
+        # the embedding may accept what is rejected now; what is accepted stays the same.
+        others = versions_of(ENCODING_LIBRARIES)
+        others += [] if checker.encoder.num_rows is None else [f"{checker.encoder.num_rows} rows"]
+        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots, *others])
         return cls(checker, options, folder, common, contents)
 
     @property

@@ -24,7 +24,7 @@ from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
 from llava_ds.layouts import ImageText
-from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, with_token
+from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, rows_noted, with_token
 
 # Characters of a conversation to tokenize first: at least, and per token that it may have. If they give too few tokens,
 # more follow, up to a number that is only exceeded if characters vanish. Each character takes some 360 bytes.
@@ -83,6 +83,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
         self.options = options
+        self.num_rows = rows_noted(tokenizer)
         self.tokenizer = as_llava(tokenizer)
         self.begins_with_space = first_space_pattern(self.tokenizer)
         self.backend = copy_of_backend(self.tokenizer)
@@ -125,7 +126,7 @@ class Encoder:
 
         A conversation: its messages, and MediaLayout.mark for each <image> mark in the text's order. Cut at
         max_length, features included. A token is supervised if it begins in a supervised segment: a token that begins
-        before it can't follow a prompt.
+        before it can't follow a prompt. A token beyond the rows of the model's embedding is a reason, too.
         """
         results: list[Encoded | DataError | None] = []
         rows: list[tuple[int, list[Piece], list[tuple[int, int, int]], Sequence[int]]] = []
@@ -147,7 +148,30 @@ class Encoder:
                 results[index] = self._in_larger_parts(pieces, num_chars, spans, features)
             else:
                 results[index] = Encoded(ids[:limit], labels[:limit], len(ids) > limit)
-        return results
+        if self.num_rows is None:
+            return results
+        return [one if isinstance(one, DataError) else self._without_row(one.input_ids) or one for one in results]
+
+    def _without_row(self, ids: np.ndarray) -> DataError | None:
+        """The error of the first id beyond the rows of the model's embedding; None where all have one."""
+        beyond = ids[ids >= self.num_rows]
+        if not len(beyond):
+            return None
+        id = int(beyond[0])
+        added = self.tokenizer.added_tokens_decoder.get(id)  # by its id, the library names it with a dummy space
+        token = self.tokenizer.convert_ids_to_tokens(id) if added is None else added.content
+        return DataError(
+            f"the text spells the token {token!r:.80} (id {id}), and the model's embedding has {self.num_rows:,} "
+            "rows: train with --resize_token_embeddings True, which adds one for it, or take it out"
+        )
+
+    def refuse_without_rows(self, texts: Sequence[str]) -> None:
+        """Raise DataError for the first text with a token beyond the rows of the model's embedding."""
+        if self.num_rows is None:
+            return
+        for tokens in self._tokenize([text.replace(IMAGE_TOKEN, "") for text in texts]):
+            if error := self._without_row(np.array(tokens.ids, np.int32)):
+                raise error
 
     def _in_larger_parts(
         self, pieces: list[Piece], num_chars: int, spans: Sequence[tuple[int, int, int]], features: Sequence[int]
@@ -171,7 +195,10 @@ class Encoder:
         """The ids up to the beginning of the next answer, not cut. messages end with a question."""
         text = self._prompt_text(self._guarded(messages), num_image_tokens)
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
-        return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)[0].tolist()
+        ids, _ = self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
+        if self.num_rows is not None and (error := self._without_row(ids)):
+            raise error
+        return ids.tolist()
 
     def _prompt_text(self, messages: Sequence[Message], features: Sequence[int | ImageText]) -> str:
         im_start_end = self.options.mm_use_im_start_end

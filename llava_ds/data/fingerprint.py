@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,11 @@ from llava_ds.files.places import open_data, real_path
 from llava_ds.files.reading import FileState, read_json, state_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import BICUBIC, ImageOptions
+from llava_ds.tokenizer import first_space_pattern, framing_ids
+
+HASHES_VERSION = 1  # of notes on hashed files; raise it when the same file would get another hash
+# Libraries that make ids of records: another version may make others.
+ENCODING_LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
@@ -33,12 +39,27 @@ def digest_of(parts: Iterable[str]) -> str:
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Everything that a tokenizer's ids depend on."""
+    """Everything that a tokenizer's ids depend on: itself, what it adds around a text, and what a template may read."""
+    first_space = first_space_pattern(tokenizer)
     return [
         tokenizer.backend_tokenizer.to_str(),
         json.dumps(sorted(tokenizer.get_added_vocab().items())),
         json.dumps([tokenizer.bos_token, tokenizer.eos_token, str(tokenizer.chat_template)]),
+        json.dumps([framing_ids(tokenizer), first_space and first_space.pattern]),
+        json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str),
     ]
+
+
+def versions_of(packages: Iterable[str]) -> list[str]:
+    """A text with the installed version of every package."""
+    return [f"{name} {_version(name)}" for name in packages]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
 
 
 def options_part(options: ImageOptions) -> str:
@@ -96,7 +117,8 @@ def file_digest(source: Source, path: str, cache_dir: Path) -> str:
     """A hash of a source's file, remembered in cache_dir while its stamp and some of its blocks stay the same."""
     with read_errors(path):
         seen = state_of(path)
-    note = cache_dir / "hashes" / f"{digest_of([real_path(path), source.kind])}.json"
+    # The contents count by their stamp and blocks (FileState), and a tar's by its members.
+    note = cache_dir / "hashes" / f"{digest_of([str(HASHES_VERSION), real_path(path), source.kind])}.json"
     try:
         known = read_json(note, _Note)
         if seen.items() <= known.items():

@@ -76,14 +76,17 @@ def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaMode
 
 
 def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:
-    """Tokens that mean something else. An exported folder has one more for images, which is in no batch."""
-    known = own.tokenizer.get_vocab()
-    missing = [
-        token for token, i in other.tokenizer.get_vocab().items() if known.get(token) != i and token != IMAGE_TOKEN
-    ]
-    if not missing:
-        return []
-    return [f"its vocabulary is another ({len(missing)} tokens differ, the first is {min(missing)!r})"]
+    """Tokens that mean something else, or have no row. An exported folder has one more for images, which is in no
+    batch."""
+    known, rows = own.tokenizer.get_vocab(), other.text_config.vocab_size
+    ids = {token: i for token, i in other.tokenizer.get_vocab().items() if token != IMAGE_TOKEN}
+    missing = [token for token, i in ids.items() if known.get(token) != i]
+    if missing:
+        return [f"its vocabulary is another ({len(missing)} tokens differ, the first is {min(missing)!r})"]
+    beyond = [token for token, i in ids.items() if own.text_config.vocab_size <= i < rows]
+    if beyond:
+        return [f"its embedding has no row for {len(beyond)} tokens, the first is {min(beyond)!r}"]
+    return []
 
 
 def _image_problems(own: ImageOptions, other: ImageOptions) -> list[str]:

@@ -2,24 +2,32 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
+import os
 from pathlib import Path
-
-import torch
-import transformers
 
 from llava_ds import __version__
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError
-from llava_ds.files.model_files import check_folder, library_errors, own_file
-from llava_ds.files.reading import MAX_JSON_BYTES, blocks_digest, read_bytes, stamp_of
+from llava_ds.files.model_files import (
+    JSON_FILES,
+    OTHER_FILES,
+    TEMPLATES_FOLDER,
+    check_folder,
+    library_errors,
+    own_file,
+)
+from llava_ds.files.reading import MAX_JSON_BYTES, blocks_digest, read_bytes, read_json, stamp_of
 from llava_ds.infer.engines import EngineOptions
 
 # What decides about answers beside the weights.
-SETTINGS = (
-    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json",
-    "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
-    "tokenizer_config.json",
-)  # fmt: skip
+SETTINGS = tuple(sorted((*JSON_FILES, *OTHER_FILES)))
+# Flag, file and key of other folders that a model's settings name.
+NAMED_FOLDERS = (
+    ("model_base", "adapter_config.json", "base_model_name_or_path"),
+    ("vision_tower", "config.json", "mm_vision_tower"),
+)
+LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "pillow")
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -30,13 +38,29 @@ def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dic
     not there.
     """
     engine = dataclasses.asdict(options)
+    moved = engine.pop("moved")
+    named = {name: path for name, path in _folders_in(model_path).items() if name not in moved}
     return {
         "model": model_digest(model_path),
-        **{name: model_digest(path, f"--{name}") for name, path in engine.pop("moved").items()},
+        **{name: model_digest(path, f"--{name}") for name, path in {**named, **moved}.items()},
         "engine": engine,
         **asked,
-        "packages": {"llava_ds": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "packages": {"llava_ds": __version__, **{name: importlib.metadata.version(name) for name in LIBRARIES}},
     }
+
+
+def _folders_in(model_path: str) -> dict[str, str]:
+    """The folders on this machine that a model's settings name, by the flag that moves them: what is under an adapter,
+    and a tower that the model does not bring."""
+    found = {}
+    for name, file, key in NAMED_FOLDERS:
+        path = Path(model_path).expanduser() / file
+        if path.is_file():
+            with library_errors(f"--model_path {model_path}", f"{file} can't be read"):
+                value = read_json(own_file(path), dict).get(key)
+            if isinstance(value, str) and os.path.isdir(value):
+                found[name] = value
+    return found
 
 
 def model_digest(path: str, flag: str = "--model_path") -> str:
@@ -60,7 +84,9 @@ def model_digest(path: str, flag: str = "--model_path") -> str:
         check_folder(folder, f"{flag} {path}")
     with library_errors(f"{flag} {path}", "its files can't be read"):
         weights = sorted((file.name, *_seen(file, named=file == folder)) for file in files)
-        settings = [(name, (folder / name).read_bytes()) for name in SETTINGS if (folder / name).is_file()]
+        named = [folder / name for name in SETTINGS if (folder / name).is_file()]
+        named += sorted(folder.glob(f"{TEMPLATES_FOLDER}/*.jinja"))
+        settings = [(file.name, file.read_bytes()) for file in named]
     return hashlib.sha256(repr((settings, weights)).encode()).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container
 
+from llava_ds.constants import DataError
 from llava_ds.evaluation.question import Question
 from llava_ds.infer.generate import Answer, greedy_answers, prompt_ids
 from llava_ds.infer.load import LoadedModel
@@ -15,13 +16,21 @@ def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int
     """Choose the questions, by number, that are asked together: neighbours in length, the longest first.
 
     The same on any number of ranks. A batch is always asked whole, because sums are rounded differently beside other
-    texts, which can change a word. The longest come first so that a batch that is too large fails at once.
+    texts, which can change a word. The longest come first so that a batch that is too large fails at once. Raises
+    DataError for a question that can't be encoded.
     """
-    own = [len(prompt_ids(loaded, question.prompt)) for question in questions[ranks.rank :: ranks.world_size]]
+    own = [_length(loaded, question) for question in questions[ranks.rank :: ranks.world_size]]
     shares = gather(own, ranks)
     lengths = [shares[i % ranks.world_size][i // ranks.world_size] for i in range(len(questions))]
     order = sorted(range(len(questions)), key=lambda i: (-lengths[i], i))
     return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+
+def _length(loaded: LoadedModel, question: Question) -> int:
+    try:
+        return len(prompt_ids(loaded, question.prompt))
+    except DataError as error:
+        raise DataError(f"question {question.id}: {error}") from error
 
 
 def open_batches(batches: list[list[int]], answered: Container[int]) -> list[list[int]]:

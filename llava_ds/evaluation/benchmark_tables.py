@@ -20,7 +20,7 @@ from llava_ds.data.sources.embedded import IMAGES, REFERENCE, REJECTED, ImageSto
 from llava_ds.data.sources.options import Columns, short
 from llava_ds.data.sources.tables import open_saved, parquet_columns, read_parquet, read_saved
 from llava_ds.evaluation.benchmark_files import ImageFolder, check_first, read_json, read_records
-from llava_ds.files.reading import blocks_digest
+from llava_ds.files.reading import sha256
 
 SPOOL_VERSION = 1  # raise it if the same file would be spooled differently
 IMAGE_COLUMNS = ("decoded_image", "image", *(f"image_{number}" for number in range(1, 8)))
@@ -87,9 +87,13 @@ def _parquet_files(path: str, splits: tuple[str, ...]) -> list[Path]:
 
 
 def _spooled_records(files: list[Path], rows: partial[Iterator[Row]], cache_dir: str) -> list[dict]:
-    """The rows, whose images are in a folder of the cache that is named by the files' content."""
+    """The rows, whose images are in a folder of the cache.
+
+    Its name follows from the files' names and whole content: blocks of a large file that another one replaces may all
+    be the same.
+    """
     try:
-        digests = [(file.name, blocks_digest(file)) for file in files]
+        digests = [(file.name, sha256(file)) for file in files]
     except OSError as error:
         raise ConfigError(f"{error.filename} can't be read: {error.strerror}") from None
     name = hashlib.sha256(repr((SPOOL_VERSION, digests)).encode()).hexdigest()[:32]

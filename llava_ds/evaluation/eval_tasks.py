@@ -2,7 +2,7 @@
 """Answers to benchmark questions while a run trains, scored as run/evaluate.py scores them (--eval_tasks)."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import EncodingOptions, end_markers
+from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.engine.twin import twin_of, whole_weights
 from llava_ds.evaluation.benchmark_files import Given
@@ -148,6 +148,17 @@ def open_tasks(plan: Plan, ranks: Ranks) -> Asks | None:
     return partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks)
 
 
+def refuse_without_rows(tasks: Sequence[EvalTask], encoder: Encoder) -> None:
+    """Raise DataError for a question with a token beyond the rows of the model's embedding: before the first step, not
+    at the first evaluation."""
+    for task in tasks:
+        for question in task.questions:
+            try:
+                encoder.refuse_without_rows([message.text for message in question.prompt.messages])
+            except DataError as error:
+                raise DataError(f"--eval_tasks, {task.name}: question {question.id}: {error}") from error
+
+
 class EvalTasks:
     """Asks the questions of all tasks, by the weights as they are, and scores the answers (train.evals.Tasks).
 
@@ -164,6 +175,7 @@ class EvalTasks:
             args.version, UNBOUNDED, args.mm_use_im_start_end, split_special_tokens=args.split_special_tokens
         )
         self._encoder = encoder_of(self._tokenizer, options, plan.images)
+        refuse_without_rows(tasks, self._encoder)
         self._ends = tuple(end_markers(args.version, self._tokenizer))
         self._positions = getattr(plan.model.text_config, "max_position_embeddings", None) or UNBOUNDED
 

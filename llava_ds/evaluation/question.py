@@ -1,11 +1,13 @@
 """A question to a model, and the reference that its answer is compared with."""
 
+import contextlib
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
-from llava_ds.constants import IMAGE_TOKEN
-from llava_ds.data.sample import Message
+from llava_ds.constants import IMAGE_TOKEN, DataError
+from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.files.reading import blocks_digest
 from llava_ds.geometry import ImageOptions, coordinate_frame
 from llava_ds.infer.generate import Prompt
 
@@ -35,6 +37,15 @@ def about(id: str | int, image: str | None, text: str, reference: object, **opti
     return Question(id, prompt, text, reference, **options)
 
 
+def _shown(image: str | Media) -> list[object]:
+    """Where an image or video lies, and a hash of some of its blocks; without one of a file that can't be read."""
+    refs = [FileRef(image)] if isinstance(image, str) else image.refs
+    rest = [] if isinstance(image, str) else [image.kind, image.settings]
+    with contextlib.suppress(OSError, DataError):
+        rest += [blocks_digest(ref.path, ref.offset, ref.num_bytes) for ref in refs]
+    return [[astuple(ref) for ref in refs], *rest]
+
+
 def without_image(question: Question) -> Question:
     """The same question with its images withheld: neither features nor marks remain."""
     messages = tuple(Message(m.role, m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
@@ -59,11 +70,11 @@ def with_resized_sizes(questions: list[Question], options: ImageOptions) -> list
 
 
 def digest(questions: list[Question]) -> str:
-    """A hash of all that is asked and compared with; not of the images behind their paths."""
+    """A hash of all that is asked and compared with, and of some blocks of every image and video."""
     hashed = hashlib.sha256()
     for question in questions:
-        messages = [(m.role, m.text) for m in question.prompt.messages]
-        images = [image if isinstance(image, str) else repr(image) for image in question.prompt.images]
+        messages = [astuple(message) for message in question.prompt.messages]
+        images = [_shown(image) for image in question.prompt.images]
         row = [question.id, messages, images, question.reference, question.kinds, question.more]
         hashed.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return hashed.hexdigest()

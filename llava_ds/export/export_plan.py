@@ -9,6 +9,7 @@ from llava_ds.config.arguments import Arguments, ModelArguments, trains_projecto
 from llava_ds.constants import ConfigError
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.tensors import Names
+from llava_ds.export.tokenizer_files import refuse_lost_tokens
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
@@ -123,7 +124,7 @@ def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
 def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions) -> tuple[str, list[str]]:
     """Choose the form of a run's export, before training, and return it with lines about an unexpected choice.
 
-    Raises ConfigError where --export_format is not possible.
+    Raises ConfigError where --export_format is not possible, or LLaVA's format would lose tokens.
     """
     if trains_projector_only(args.model) and plan.ready is None:
         return "projector", []
@@ -137,11 +138,13 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
         )
     note = "" if plan.ready is not None else not_llavas(plan, args.model)
     if wanted == "llava":
+        refuse_lost_tokens(plan.tokenizer)
         return wanted, [note] if note else []
     kind, why = hf_kind(plan, args.model, image_options)
     if kind is not None:
         return "hf", []
     if "export_format" in args.given:
         raise ConfigError(f"--export_format hf is not possible: {why}; or give --export_format llava")
+    refuse_lost_tokens(plan.tokenizer)
     line = f"the model will be written in LLaVA's own format, for {why}"
     return "llava", [f"{line}; {note}" if note else line]

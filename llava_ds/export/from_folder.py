@@ -58,7 +58,7 @@ def open_folder(
     if "version" not in given and "llava_ds_version" not in config:
         is_hf = folder.vision_config is not None
         template = config.get("llava_ds_chat_template") or (_processors_template(source) if is_hf else None)
-    rows = config.get("llava_ds_vocab_size")
+    rows = None if args.model.resize_token_embeddings else config.get("llava_ds_vocab_size")
     parts = {
         "vision_tower": plan.sources.whole_tower(),
         "projector": plan.sources.projector.open(),

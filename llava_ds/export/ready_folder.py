@@ -145,9 +145,22 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
         shutil.copy(file, output_dir / TEMPLATES_FOLDER)
     write_image_sizes(export, output_dir)
     config = read_json(source / "config.json", str(source))
+    _write_rows(config, export)
     config["dtype"] = str(export.dtype).removeprefix("torch.")
     for part in (config, *(each for each in config.values() if isinstance(each, dict))):
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = config["dtype"]
     (output_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_rows(config: dict, export: ExportPlan) -> None:
+    """Set the number of rows in the content of config.json, where the run has another one than the source."""
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    own, before = export.model.text_config, export.model.ready.config.get_text_config()
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        value, old = getattr(own, name, None), getattr(before, name, None)
+        if value != old:
+            text[name] = value
+            if name in config:
+                config[name] = value

@@ -8,16 +8,20 @@ from pathlib import Path
 from tokenizers import Regex, normalizers
 from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerBase
 
+from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
-from llava_ds.tokenizer import begins_with_bos, leave_bos_to_template
+from llava_ds.tokenizer import begins_with_bos, leave_bos_to_template, read_tokenizer
 
+VIDEO_TOKEN = "<video>"
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
+# That an export or LLaVA's own code adds by itself.
+TOKENS_OF_IMAGES = (IMAGE_TOKEN, VIDEO_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IM_END_TOKEN)
 ORIGINAL_FILES = "llava_tokenizer"  # folder for the files as they were before tokens for images were added
 
 # What transformers 5 writes for a tokenizer that is all in tokenizer.json, and the name that 4 reads, too.
@@ -90,6 +94,22 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
         _write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
     pad = config.get("pad_token")
     return pad["content"] if isinstance(pad, dict) else pad
+
+
+def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError where LLaVA's format would lose tokens: its tokenizer is the one from before an export, which
+    lacks those that were added to the exported folder."""
+    source = Path(tokenizer.name_or_path)
+    origin = _original_folder(source)
+    if origin == source:
+        return
+    known = {*read_tokenizer(origin, str(origin)).get_vocab(), *TOKENS_OF_IMAGES}
+    lost = [token for token, _ in sorted(tokenizer.get_vocab().items(), key=lambda one: one[1]) if token not in known]
+    if lost:
+        raise ConfigError(
+            f"LLaVA's format takes its tokenizer from {origin}, which lacks {len(lost)} tokens of {source}, the first "
+            f"is {lost[0]!r}: keep transformers' format (hf), or add them to the model's folder from before its export"
+        )
 
 
 def write_generation_config(

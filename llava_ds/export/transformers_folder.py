@@ -27,12 +27,13 @@ from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.ready_folder import ready_entries, write_ready
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
-from llava_ds.export.tokenizer_files import hf_tokenizer, write_generation_config, write_hf_tokenizer
+from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_generation_config, write_hf_tokenizer
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.native_mixture import converted, native_name
 from llava_ds.model.open import names as formats
+from llava_ds.model.rows import rounded_up
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
 
@@ -80,7 +81,8 @@ def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens, export.template is None)
     tokenizer.model_max_length = export.max_length
-    return tokenizer, max(export.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
+    rows = max(export.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
+    return tokenizer, rounded_up(rows, export.args.pad_embeddings_to_multiple_of or 1)
 
 
 def _write_config(
@@ -127,9 +129,6 @@ def _write_config(
     config["torch_dtype"] = config["dtype"]
     config["text_config"] = with_old_names(config["text_config"])
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-VIDEO_TOKEN = "<video>"
 
 
 def select_strategy(export: ExportPlan) -> str:

@@ -92,7 +92,9 @@ def identity_of(url: str) -> Identity:
             raise IsADirectoryError(errno.EISDIR, "it is a folder of objects", url)
         if not isinstance(info.get("size"), int):
             raise OSError(errno.EOPNOTSUPP, "its server doesn't tell its size", url)
-        mark = next((f"{name}={info[name]}" for name in MARKS if info.get(name)), "")
+        mark = next((f"{name}={info[name]}" for name in MARKS if info.get(name)), None)
+        if mark is None:  # its size alone would not tell a newer object from the one in the cache
+            raise OSError(errno.EOPNOTSUPP, "its server tells neither an ETag nor a time of change: download it", url)
         return Identity(info["size"], hashlib.sha256(mark.encode()).hexdigest()[:32])
 
     found = _tried(url, ask)

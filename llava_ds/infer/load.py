@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.constants import PILLOW_MAX_PIXELS, ConfigError
+from llava_ds.constants import IMAGE_TOKEN, PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.templates import resolve_template
@@ -32,10 +32,12 @@ from llava_ds.model.ready import ReadyModel, plan_vision
 from llava_ds.model.upcycling import add_experts
 from llava_ds.model.vision import plan_tower, read_processor, read_whole_processor, side_of, vision_config
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.tokenizer import note_rows, tokens_without_rows
 
 if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
 
+ROWS_OF_EXPORT = (IMAGE_TOKEN, "<video>")  # tokens that an export adds, which stand for features
 # Settings that are read from a generation_config.json, and their types.
 _IDS = NonNegativeInt | list[NonNegativeInt]
 GENERATION = {
@@ -175,6 +177,8 @@ def _generation_config(unloaded: UnloadedModel) -> GenerationConfig:
 
 def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None = None) -> LoadedModel:
     """Add the tokenizer and the settings of images and template to a model. version: see open_model."""
+    note_rows(unloaded.tokenizer, _trained_rows(unloaded), ROWS_OF_EXPORT)
+    unloaded = replace(unloaded, notes=(*unloaded.notes, *tokens_without_rows(unloaded.tokenizer)))
     # Not AutoProcessor: transformers 5 needs torchvision for LlavaOnevision's.
     processor = read_processor(unloaded.folder, str(unloaded.path))
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
@@ -195,6 +199,19 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     own = unloaded.own
     image_options = _image_options(model, processor, unloaded.path) if own is None else own.image_options
     return LoadedModel(model, unloaded.tokenizer, mean, std, image_options, version, notes=notes)
+
+
+def _trained_rows(unloaded: UnloadedModel) -> int:
+    """Rows of the embedding that training had: an export of LLaVA adds some behind them (llava_ds_vocab_size)."""
+    rows = getattr(unloaded.config, "llava_ds_vocab_size", None)
+    if rows is None:
+        return unloaded.config.get_text_config().vocab_size
+    if isinstance(rows, bool) or not isinstance(rows, int):
+        raise ConfigError(
+            f"--model_path {unloaded.path}: config.json says llava_ds_vocab_size {shown(rows)}, expected a number of "
+            "rows: copy it again"
+        )
+    return rows
 
 
 def _ready_settings(

@@ -23,11 +23,11 @@ from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFil
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.ready import ReadyModel, ReadyVision, plan_vision
-from llava_ds.model.rows import resize_vocabulary
+from llava_ds.model.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
-from llava_ds.tokenizer import add_image_tokens, open_ready_tokenizer, open_tokenizer
+from llava_ds.tokenizer import open_ready_tokenizer, open_tokenizer
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -192,12 +192,10 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = parts.open_tokenizer()
-    added = add_image_tokens(tokenizer, args)
-    if args.mm_use_im_patch_token or args.mm_use_im_start_end:
-        text_config, sources = resize_vocabulary(text_config, sources, tokenizer, added, args)
-    notes: list[str] = []
+    text_config, sources, notes = fit_vocabulary(text_config, sources, tokenizer, args)
     if args.moe_enable:
-        text_config, sources, notes = upcycle(text_config, sources, args)
+        text_config, sources, lines = upcycle(text_config, sources, args)
+        notes += lines
     with torch.device("meta"):
         parts.tower.build_projector(args, text_config.hidden_size)  # raises if impossible
     plan = ModelPlan(text_config, parts.tower, tokenizer, sources, findings.whole_last_layer, value_head, tuple(notes))
@@ -208,6 +206,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
         opened = open_part(name, plan)
         if opened is not None:
             check_fit(part, opened.weights, opened.what)
+    if text_config.vocab_size != parts.text_config.vocab_size:
+        plan = replace(plan, notes=(*plan.notes, *frozen_rows(model.language_model, args)))
     if args.lora_enable:
         plan = replace(plan, lora=lora_layout(model, args, plan.ready, text_config))
     return plan

@@ -127,8 +127,15 @@ def unpacked(layer: nn.Module) -> torch.Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
         return dequantize_4bit(weight.data, layer.quant_state).float()
-    scale = weight.SCB if weight.SCB is not None else layer.state.SCB
-    return weight.data.float() * (scale.float()[:, None] / 127)
+    return weight.data.float() * (scales_of(layer)[0].float()[:, None] / 127)
+
+
+def scales_of(layer: nn.Module) -> list[torch.Tensor]:
+    """Tensors beside a packed layer's integers that its weight is computed from."""
+    if not is_4bit(layer):
+        return [layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB]
+    state = layer.quant_state
+    return [state.absmax, *([state.offset, state.state2.absmax, state.state2.code] if state.nested else [])]
 
 
 def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
 # V rows of the embedding and of the output layer, D language-model width
-"""Rows for added tokens: embedding and output layer are resized as in LLaVA."""
+"""Rows for added tokens: embedding and output layer are resized as in LLaVA, or as transformers grows them."""
 
 import copy
 import dataclasses
@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from llava_ds.config.arguments import ModelArguments
-from llava_ds.constants import DataError
+from llava_ds.config.arguments import ModelArguments, trained_parts, trains_projector_only
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import Source, Sources, Weights
+from llava_ds.model.upcycling import trained_of
+from llava_ds.tokenizer import add_image_tokens, note_rows, num_rows, tokens_without_rows
 
 NUM_MARKS = 2  # <im_start> and <im_end>
 
@@ -23,41 +27,49 @@ NUM_MARKS = 2  # <im_start> and <im_end>
 class Rows:
     """Rows of the vocabulary, and the new ones among them.
 
-    inputs, outputs: names of the parameters with a row per token, the output layer's weight and perhaps bias; new:
-    tokens of the last rows, which start as the mean of the rows before.
+    inputs, outputs: names of the parameters with a row per token, the output layer's weight and perhaps bias; layers:
+    of the embeddings of layers, of families that have these; new: LLaVA's tokens of the last rows, which start as the
+    mean of the rows before; before: rows that the configuration says, None where more or fewer are resized, too.
     """
 
     total: int
     new: tuple[str, ...]
     inputs: str
     outputs: tuple[str, ...]
+    layers: tuple[str, ...] = ()
+    before: int | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All parameters with a row per token."""
+        return frozenset((self.inputs, *self.outputs, *self.layers))
 
 
-def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Number of rows that LLaVA resizes to: the tokenizer's length, but at least what its ids need."""
-    return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
-
-
-def plan_rows(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, new: list[str]) -> Rows:
-    """The rows of a language model for a tokenizer with new tokens."""
+def plan_rows(config: PreTrainedConfig, total: int, new: tuple[str, ...] = (), before: int | None = None) -> Rows:
+    """The rows of a language model. new and before: as of Rows."""
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    layers = [model.base_model.get_per_layer_input_embeddings()] if has_layer_embeddings(config) else []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return Rows(
-        total=num_rows(tokenizer),
-        new=tuple(new),
+        total=total,
+        new=new,
         inputs=names[id(inputs.weight)],
         outputs=tuple(names[id(parameter)] for parameter in outputs.parameters()),
+        layers=tuple(names[id(each.weight)] for each in layers),
+        before=before,
     )
 
 
 class Resized:
     """A language model's weights with another number of rows; new ones are the mean of the others.
 
-    Rows beyond the tokenizer's are cut off, or become the new tokens', as in LLaVA. A bias of the output layer is zero
-    for new tokens. learned: new rows of the embedding from a projector's file.
-    Source: LLaVA's initialize_vision_tokenizer.
+    With rows.before, rows are only added, and a bias of the output layer has the mean, too. Without, rows beyond the
+    tokenizer's are cut off, or become the new tokens', and the bias of these is zero, as in LLaVA.
+    learned: new rows of the embedding from a projector's file. Raises DataError where the files have another number of
+    rows than rows.before.
+    Source: LLaVA's initialize_vision_tokenizer, and transformers' resize_token_embeddings with mean_resizing.
     """
 
     def __init__(self, below: Weights, *, rows: Rows, learned: Weights | None = None) -> None:
@@ -72,8 +84,11 @@ class Resized:
                     f"{learned.path} holds an embedding of shape {shape}, the model needs {(rows.total, *width)}, or "
                     f"the {NUM_MARKS} rows of <im_start> and <im_end> alone, which have to be new to its tokenizer"
                 )
-        each = {rows.inputs, *rows.outputs} & set(below.shapes)
+        each = rows.names & set(below.shapes)
+        self._check_before(each - set(rows.layers))
         added = f", the last for {', '.join(rows.new)}, as the mean of the others" if rows.new else ""
+        if rows.before is not None:
+            added = f", the last {rows.total - rows.before:,} of them new, as the mean of the others"
         if self._learned is not None:
             added += f", but {NUM_MARKS} in the embedding from {learned.path}"
         self.notes = (*below.notes, f"{rows.total:,} rows of vocabulary{added}")
@@ -81,11 +96,20 @@ class Resized:
             name: (rows.total, *shape[1:]) if name in each else shape for name, shape in below.shapes.items()
         }
 
+    def _check_before(self, names: set[str]) -> None:
+        before = self._rows.before
+        for name in sorted(names):
+            if before is not None and self._below.shapes[name][0] != before:
+                raise DataError(
+                    f"{self.path}: {name} has {self._below.shapes[name][0]:,} rows, and config.json says vocab_size "
+                    f"{before}: correct config.json, or copy the folder again"
+                )
+
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         for name, read in self._below.tensors():
             if self.shapes[name] == self._below.shapes[name] and not self._rows.new:
                 yield name, read
-            elif name == self._rows.inputs or name in self._rows.outputs:
+            elif name in self._rows.names:
                 yield name, partial(self._resized, name, read)
             else:
                 yield name, read
@@ -94,10 +118,10 @@ class Resized:
         before = read()
         old = before[: self._rows.total - len(self._rows.new)]  # (V, D), or (V,)
         fresh = self._rows.total - len(old)
-        if old.ndim == 1:
+        if old.ndim == 1 and self._rows.before is None:
             return torch.cat([old, old.new_zeros(fresh)])
         mean = old.mean(0, dtype=torch.float32).to(old.dtype)
-        resized = torch.cat([old, mean.expand(fresh, -1)])
+        resized = torch.cat([old, mean.expand(fresh, *old.shape[1:])])
         if name == self._rows.inputs and self._learned is not None:
             for found, learned in self._learned.tensors():
                 if found == name:
@@ -105,19 +129,97 @@ class Resized:
         return resized
 
 
-def resize_vocabulary(
+def fit_vocabulary(
+    config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
+) -> tuple[PreTrainedConfig, Sources, list[str]]:
+    """Add the tokens and the rows that the flags ask for, and note the number of rows on the tokenizer.
+
+    Returns configuration and sources of the language model, and lines for the start of a run. Raises ConfigError for
+    flags that resize twice.
+    """
+    marks = [name for name in ("mm_use_im_start_end", "mm_use_im_patch_token") if getattr(args, name)]
+    added, notes = add_image_tokens(tokenizer, args), []
+    if marks and args.resize_token_embeddings:
+        raise ConfigError(
+            f"--resize_token_embeddings True: --{marks[0]} True resizes the embedding to the tokenizer already, as in "
+            "LLaVA: leave --resize_token_embeddings out"
+        )
+    if marks:
+        config, sources = _resize_as_llava(config, sources, tokenizer, added, args)
+    elif args.resize_token_embeddings:
+        config, sources, notes = _grow(config, sources, tokenizer, args)
+    note_rows(tokenizer, config.vocab_size, (IMAGE_TOKEN,))
+    return config, sources, [*notes, *tokens_without_rows(tokenizer)]
+
+
+def _resize_as_llava(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, new: list[str], args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources]:
-    """Resize the vocabulary in configuration and sources of a language model to a tokenizer with new tokens."""
-    rows = plan_rows(config, tokenizer, new)
+    rows = plan_rows(config, num_rows(tokenizer), tuple(new))
     given = args.pretrain_mm_mlp_adapter if args.mm_use_im_start_end else None
     new_rows = given and Source("--pretrain_mm_mlp_adapter", given, partial(_embedding, inputs=rows.inputs))
     learned = new_rows and new_rows.open()
+    config, sources = _with_rows(config, sources, rows, learned)
+    return config, dataclasses.replace(sources, new_rows=new_rows)
+
+
+def _grow(
+    config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
+) -> tuple[PreTrainedConfig, Sources, list[str]]:
+    """Grow the vocabulary for --resize_token_embeddings: no row is ever cut off."""
+    before, needed, multiple = config.vocab_size, num_rows(tokenizer), args.pad_embeddings_to_multiple_of or 1
+    total = rounded_up(max(before, needed), multiple)
+    if total == before:
+        line = (
+            f"--resize_token_embeddings True adds no row: the embedding has {before:,}, the tokenizer needs {needed:,}"
+        )
+        return config, sources, [line]
+    config, sources = _with_rows(config, sources, plan_rows(config, total, before=before))
+    padded = f", a multiple of {multiple}" if multiple > 1 else ""
+    line = (
+        f"--resize_token_embeddings True: {total:,} rows of embedding and output layer{padded}, {before:,} before; the "
+        f"tokenizer needs {needed:,}; new rows start as the mean of the others"
+    )
+    return config, sources, [line]
+
+
+def frozen_rows(language_model: nn.Module, args: ModelArguments) -> list[str]:
+    """A line where --resize_token_embeddings adds rows to parameters that these flags leave frozen."""
+    if not args.resize_token_embeddings:
+        return []
+    names = {id(parameter): name for name, parameter in language_model.named_parameters()}
+    inputs, outputs = language_model.get_input_embeddings().weight, language_model.get_output_embeddings().weight
+    ends = dict.fromkeys(names[id(end)] for end in (inputs, outputs))
+    parts, trained = trained_parts(args), set()
+    if "language_model" in parts and not args.unfreeze_topk_llm:
+        trained = trained_of(list(names.values()), args)
+    elif "output_layer" in parts and outputs is not inputs:
+        trained = {names[id(outputs)]}
+    frozen = [name for name in ends if name not in trained]
+    if not frozen:
+        return []
+    then = ", and the projector's file does not hold them: give the flag in the next stage, too"
+    return [
+        f"--resize_token_embeddings True: the flags leave {' and '.join(frozen)} frozen, so new rows stay at the mean "
+        f"of the others{then if trains_projector_only(args) else ''}"
+    ]
+
+
+def rounded_up(rows: int, multiple: int) -> int:
+    """The smallest multiple that is not below a number of rows."""
+    return -(-rows // multiple) * multiple
+
+
+def _with_rows(
+    config: PreTrainedConfig, sources: Sources, rows: Rows, learned: Weights | None = None
+) -> tuple[PreTrainedConfig, Sources]:
     config = copy.deepcopy(config)
     config.vocab_size = rows.total
+    if rows.layers:
+        config.vocab_size_per_layer_input = rows.total
     source = sources.language_model
     source = dataclasses.replace(source, changes=(*source.changes, partial(Resized, rows=rows, learned=learned)))
-    return config, dataclasses.replace(sources, language_model=source, new_rows=new_rows)
+    return config, dataclasses.replace(sources, language_model=source)
 
 
 def _embedding(name: str, inputs: str) -> str | None:

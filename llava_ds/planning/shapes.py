@@ -36,6 +36,7 @@ from llava_ds.model.plan import read_parts
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
 from llava_ds.model.ready import ReadyVision
+from llava_ds.model.rows import fit_vocabulary
 from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
@@ -227,7 +228,10 @@ def shape_of_folders(args: Arguments) -> ModelShape:
     args, _ = take_from_model(args)
     parts = read_parts(args.model)
     check_language_model(args.model.model_name_or_path, parts.text_config)
-    return shape_of(parts.text_config, parts.tower, args)
+    text = parts.text_config
+    if args.model.resize_token_embeddings:
+        text, _, _ = fit_vocabulary(text, parts.sources, parts.open_tokenizer(), args.model)
+    return shape_of(text, parts.tower, args)
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:

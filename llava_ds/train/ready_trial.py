@@ -29,7 +29,7 @@ from llava_ds.data.chat_template import parts_of
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
-from llava_ds.data.fingerprint import digest_of, tokenizer_parts, video_parts
+from llava_ds.data.fingerprint import digest_of, tokenizer_parts, versions_of, video_parts
 from llava_ds.data.images.decode import moments_of
 from llava_ds.data.images.resize import cut_by
 from llava_ds.data.ready_encode import encoder_of
@@ -60,6 +60,9 @@ OWN_CODE = (
     "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py", "tokenizer.py",
     "train/ready_trial.py",
 )  # fmt: skip
+
+# What computes logits, ids and pixels.
+LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "pillow", "numpy")
 
 CELLS_TIMES = 3  # images are as many times larger where they keep their size: wider than a window of the tower
 # Conversations: the sizes of their images, with the number of frames of videos, and turns of question and answer with
@@ -116,7 +119,7 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir
     path: of the folder. Raises ConfigError with the figure where the copy is computed differently.
     """
     config = plan.ready.config
-    same = [str(VERSION), torch.__version__, transformers.__version__, config.to_json_string(), repr(images)]
+    same = [str(VERSION), *versions_of(LIBRARIES), config.to_json_string(), repr(images)]
     same += [
         *video_parts(images),
         *tokenizer_parts(plan.tokenizer),

@@ -2,55 +2,68 @@
 """Log-probabilities under the reference model: the model that preference optimisation begins with, or another.
 
 They are computed once, before the first step and before a checkpoint is restored, and kept beside the encoded data: no
-second model is in memory when training begins, and a resumed run reads them. With LoRA they are the base model's, as
-adapters begin at zero.
+second model is in memory when training begins, and a resumed run reads them. With LoRA the reference is the model that
+the run starts from, base and adapter: a fresh adapter adds zero, and one of --lora_weight_path counts as it is.
 """
 
+import itertools
+import json
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.file_slices import write_errors
-from llava_ds.data.fingerprint import digest_of
+from llava_ds.data.fingerprint import digest_of, versions_of
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.files.writing import write_whole
+from llava_ds.geometry import ImageOptions
 from llava_ds.model.loading import bit_sum
+from llava_ds.model.plan import ModelPlan
+from llava_ds.model.quantize import is_packed, scales_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.train.objectives.dpo import sum_by_sample
 
-VERSION = 1  # raise it when the same data and weights would give other numbers
+VERSION = 2  # raise it when the same data and weights would give other numbers
+
+# Flags that only name folders: of these the weights, the configurations and the tokenized data count.
+FOLDER_FLAGS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "flash-attn-3")  # that compute a forward
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model that answers. model: it, or the engine that holds it; dtype: it computes in; forward: forward_digest of
+    its plan."""
+
+    model: torch.nn.Module
+    dtype: torch.dtype
+    forward: str
 
 
 def add_reference(
-    model: torch.nn.Module,
-    dtype: torch.dtype,
-    dataset: EncodedDataset,
-    packing: Packing,
-    num_workers: int,
-    ranks: Ranks,
-    mesh: Mesh,
+    reference: Reference, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks, mesh: Mesh
 ) -> str:
-    """Set dataset.reference, from the cache or computed now by a model, which may be an engine, that computes in dtype.
-
-    Returns a line about it. All ranks call it together.
-    """
-    weights = weights_digest(getattr(model, "module", model), mesh)
-    path = dataset.folder / cache_name(dataset.fingerprint, weights, dtype, ranks.device)
+    """Set dataset.reference, from the cache or computed now, and return a line about it. All ranks call it together."""
+    weights = weights_digest(getattr(reference.model, "module", reference.model), mesh)
+    path = dataset.folder / cache_name(dataset.fingerprint, weights, reference, ranks.device)
     if all(gather(path.is_file(), ranks)):
         dataset.reference = _read(path, dataset.num_records)
         return f"reference log-probabilities of {len(dataset):,} pairs: {path}"
     began = time.perf_counter()
-    dataset.reference = log_probs(model, dataset, packing, num_workers, ranks.device, mesh)
+    dataset.reference = log_probs(reference.model, dataset, packing, num_workers, ranks.device, mesh)
     if ranks.local_rank == 0:
         with write_errors(dataset.folder, "the reference log-probabilities"):
             write_whole(path, partial(_write, dataset.reference), shared=True)
@@ -58,10 +71,45 @@ def add_reference(
     return f"reference log-probabilities of {len(dataset):,} pairs: computed in {seconds:.0f} s ({path})"
 
 
-def cache_name(data: str, weights: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The name of the file for data and weights, by their digests, and for all that changes how these are computed."""
-    tf32 = device.type == "cuda" and dtype == torch.float32 and tf32_allowed()
-    return f"reference-{digest_of([str(VERSION), data, weights, str(dtype), *(['TF32'] if tf32 else [])])}.npy"
+def cache_name(data: str, weights: str, reference: Reference, device: torch.device) -> str:
+    """Name the file by all that the numbers depend on: the data's fingerprint (records, template, images), the weights'
+    digest, what the model computes by, and the arithmetic."""
+    tf32 = device.type == "cuda" and reference.dtype == torch.float32 and tf32_allowed()
+    parts = [str(VERSION), data, weights, reference.forward, str(reference.dtype), device.type, f"TF32 {tf32}"]
+    return f"reference-{digest_of(parts)}.npy"
+
+
+def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) -> str:
+    """Digest of all that a model computes by besides its weights.
+
+    These are its configurations (rope_theta), the flags (lora_alpha, bits), the image options and the versions of the
+    libraries. A flag of the model counts even if it only says what trains: then a pass is made that need not be.
+    """
+    configs = [plan.text_config, plan.tower.config, *([plan.ready.config] if plan.ready else [])]
+    tower = getattr(plan.tower, "second", None)
+    while tower is not None:
+        configs, tower = [*configs, tower.config], tower.second
+    flags = {name: value for name, value in vars(args).items() if name not in FOLDER_FLAGS}
+    return digest_of(
+        [
+            *(json.dumps(_without_places(config.to_dict()), sort_keys=True, default=str) for config in configs),
+            json.dumps(flags, sort_keys=True, default=str),
+            repr(plan.images),
+            repr(images),
+            *versions_of(LIBRARIES),
+        ]
+    )
+
+
+def _without_places(config: object) -> object:
+    """A configuration without the folder and the version that it was written by, at any depth."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        name: _without_places(value)
+        for name, value in config.items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
 
 
 @torch.no_grad()
@@ -97,18 +145,27 @@ def log_probs(
 def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     """A text that changes with any bit of the weights, and is the same on any mesh and at any ZeRO stage.
 
-    From the sums of the bits of every parameter; ZeRO-3's shards end with zeros.
+    From the sums of the bits of every parameter, of the scales of quantized ones, and of every buffer; ZeRO-3's shards
+    end with zeros.
     """
-    sums = []
-    for parameter in model.parameters():
-        shard = getattr(parameter, "ds_tensor", None)
+    names, sums = [], []
+    for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
+        shard = getattr(tensor, "ds_tensor", None)
         counts = shard is not None or mesh.dp_rank == mesh.sp_rank == 0  # of copies one
-        counts = counts and (mesh.tp_rank == 0 or part_of(parameter) is not None)
-        own = bit_sum(parameter.detach() if shard is None else shard)
+        counts = counts and (mesh.tp_rank == 0 or part_of(tensor) is not None)
+        own = bit_sum(tensor.detach() if shard is None else shard)
+        names.append(f"{name} {tensor.dtype}")
         sums.append(own if counts else torch.zeros_like(own))
     with waiting("sums of the weights"):
         total = sum_over(None, torch.stack(sums)).tolist()
-    return digest_of(f"{name} {p.dtype} {value}" for (name, p), value in zip(model.named_parameters(), total))
+    return digest_of(f"{name} {value}" for name, value in zip(names, total))
+
+
+def _scales(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """The scales that turn a quantized parameter's integers back into weights."""
+    for name, module in model.named_modules():
+        if is_packed(getattr(module, "weight", None)):
+            yield from ((f"{name} scale {i}", scale) for i, scale in enumerate(scales_of(module)))
 
 
 def _write(values: np.ndarray, path: Path) -> None:

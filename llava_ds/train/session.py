@@ -58,7 +58,7 @@ from llava_ds.train.objectives.routed import Routed
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
-from llava_ds.train.reference import add_reference
+from llava_ds.train.reference import Reference, add_reference, forward_digest
 from llava_ds.train.rollouts import Rollouts
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
@@ -144,12 +144,14 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
 
 def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:
     """Give all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
-    dtype = plan.resolved.compute_dtype
-    model = engine if plan.reference is None else open_frozen(plan.reference, dtype, ranks)
+    dtype, other = plan.resolved.compute_dtype, plan.reference
+    model = engine if other is None else open_frozen(other, dtype, ranks)
     getattr(model, "module", model).share_tokens(mesh.sp_group)
+    described = (plan.model, plan.args.model, plan.images) if other is None else (other.model, other.args, other.images)
+    reference = Reference(model, dtype, forward_digest(*described))
+    workers = plan.args.data.dataloader_num_workers
     for dataset in plan.data_sets:
-        workers = plan.args.data.dataloader_num_workers
-        print_first(add_reference(model, dtype, dataset, plan.steps.packing, workers, ranks, mesh))
+        print_first(add_reference(reference, dataset, plan.steps.packing, workers, ranks, mesh))
 
 
 def finish(session: Session) -> int:

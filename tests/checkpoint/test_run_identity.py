@@ -237,3 +237,16 @@ def test_what_can_not_be_cut_anew_is_refused_before_a_model_is_built(tmp_path):
     with pytest.raises(ConfigError, match="saved by an earlier version"):
         find_resume_point("auto", tmp_path / "old", run())
     assert find_resume_point("auto", tmp_path / "old", run(world_size=4))[0].step == 3
+
+
+def test_more_rows_are_another_run():
+    """A checkpoint has the shapes of its own embedding."""
+    grown = run(resize_token_embeddings=True, pad_embeddings_to_multiple_of=64)
+    changes = list(run().differences(vars(grown)))
+    assert changes == ["resize_token_embeddings", "pad_embeddings_to_multiple_of"]
+    assert list(grown.differences(vars(run(resize_token_embeddings=True)))) == ["pad_embeddings_to_multiple_of"]
+    before = {
+        **vars(run()),
+        "flags": {k: v for k, v in run().flags.items() if k not in changes},
+    }  # of an earlier version
+    assert not run().differences(before) and list(grown.differences(before)) == changes

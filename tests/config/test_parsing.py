@@ -389,6 +389,20 @@ def test_a_flag_out_of_bounds_is_said_once():
             ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--lora_enable", "True"],
             "--vllm_server needs a run that leaves a whole model",
         ),
+        (
+            ["--pad_embeddings_to_multiple_of", "64"],
+            "--pad_embeddings_to_multiple_of 64 has no effect without --resize_token_embeddings True: give that",
+        ),
+        (["--pad_embeddings_to_multiple_of", "0"], "--pad_embeddings_to_multiple_of is 0: give 1 or more"),
+        (
+            ["--resize_token_embeddings", "True", "--lora_enable", "True"],
+            "--resize_token_embeddings True can't be used with --lora_enable: the adapter would open over no folder",
+        ),
+        (
+            [*["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--resize_token_embeddings", "True"]],
+            "can't be used with --vllm_server, whose model has the rows of its folder",
+        ),
+        (["--resize_vocab", "True"], "did you mean --resize_token_embeddings?"),
         (["--objective", "dpo", "--simpo_gamma", "1"], "--simpo_gamma has no effect with --loss_type sigmoid"),
         (["--objective", "dpo", "--loss_type", "dapo"], "dapo is not one of --objective dpo: give one of sigmoid"),
     ],

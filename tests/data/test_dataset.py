@@ -1,6 +1,7 @@
 """Checked and encoded once, found again when nothing has changed, and nothing lost in silence."""
 
 import base64
+import copy
 import gc
 import io
 import json
@@ -23,7 +24,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data import cache, preflight, seen_files, shards
+from llava_ds.data import cache, fingerprint, preflight, seen_files, shards
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
@@ -33,6 +34,7 @@ from llava_ds.data.sources import read_samples
 from llava_ds.files import reading as file_contents
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
+from llava_ds.tokenizer import note_rows
 
 P = (toys.IMAGE_SIZE // toys.PATCH_SIZE) ** 2
 KINDS = "titti"
@@ -131,6 +133,44 @@ def test_the_fingerprint_changes_with_all_that_samples_depend_on(opened, tmp_pat
     records[0]["conversations"][1]["value"] += "!"
     prints.append(opened(data_path=write(tmp_path / "changed.json", records)).fingerprint)
     assert len(set(prints)) == len(prints)
+
+
+def test_another_version_of_a_library_encodes_anew_and_the_same_rows_are_the_same_data(opened, monkeypatch):
+    before = opened()
+    monkeypatch.setattr(fingerprint.importlib.metadata, "version", lambda name: "0.0")
+    after = opened()
+    assert after.folder != before.folder and after.fingerprint == before.fingerprint
+
+
+def no_change(tokenizer) -> None: ...
+
+
+def other_bos(tokenizer) -> None:
+    tokenizer.backend_tokenizer.post_processor = None
+
+
+def other_name(tokenizer) -> None:
+    tokenizer.pad_token = tokenizer.eos_token
+
+
+def other_template(tokenizer) -> None:
+    tokenizer.chat_template = "{{ messages }}"
+
+
+def other_space(tokenizer) -> None:
+    tokenizer.init_kwargs |= {"sentencepiece_first_space_only": True}
+
+
+def other_token(tokenizer) -> None:
+    tokenizer.add_tokens(["<x>"])
+
+
+@pytest.mark.parametrize("change", [no_change, other_bos, other_name, other_template, other_space, other_token])
+def test_all_that_ids_depend_on_is_told_of_a_tokenizer(tokenizer, change):
+    changed = copy.deepcopy(tokenizer)
+    change(changed)
+    same = fingerprint.tokenizer_parts(changed) == fingerprint.tokenizer_parts(tokenizer)
+    assert same == (change is no_change)
 
 
 def test_the_fingerprint_changes_with_the_template(opened, tmp_path):
@@ -720,3 +760,25 @@ def test_names_that_are_no_utf_8_are_read_and_can_be_printed(tmp_path, tokenizer
     opened = toys.encoded(str(data["data_path"]), data["image_folder"], tokenizer=tokenizer, cache_dir=tmp_path / "c")
     "\n".join(opened.summary()).encode()
     assert len(opened) == 2 and all(len(opened[i].input_ids) == opened.lengths[i] for i in range(2))
+
+
+def test_rows_that_are_added_accept_what_was_rejected(opened, tmp_path, tokenizer, no_work):
+    """Another number of rows is another cache where it matters, and the same one where all tokens have rows."""
+    records = [talk("What?", text) for text in ("a cat", "<grip> a cat", "<drop>")]
+    data = {"data_path": write(tmp_path / "taught.json", records), "max_bad_fraction": 1.0}
+    taught = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    taught.add_tokens(["<grip>", "<drop>"])
+    counts = []
+    for rows in (len(tokenizer), len(tokenizer) + 1, len(tokenizer) + 2, len(tokenizer) + 50):
+        note_rows(taught, rows)
+        found = opened(**data, tokenizer=taught)
+        counts.append(len(found))
+        reasons = [row["reason"] for row in found.rejections()]
+        assert all(f"embedding has {rows} rows" in reason for reason in reasons)
+        if rows == len(tokenizer):
+            [line] = reasons_in_short(reasons)
+            assert line.startswith("  2 x the text spells the token")
+        if rows == len(tokenizer) + 2:
+            whole = found
+            no_work()  # nor with more rows than are needed
+    assert counts == [1, 2, 3, 3] and found.folder == whole.folder and found.fingerprint == whole.fingerprint

@@ -12,6 +12,7 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import encode
 from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, check_tokenizer, end_markers
 from llava_ds.data.sample import Message
+from llava_ds.tokenizer import note_rows, tokens_without_rows
 
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -253,3 +254,64 @@ def _watched(lengths: list[int], tokenize):
         return tokenize(self, texts)
 
     return watched
+
+
+def test_a_token_without_a_row_is_refused_with_its_number(tokenizer):
+    """The last id with a row is taken, the first without is not; what a cut leaves out does not count."""
+    taught = pickle.loads(pickle.dumps(tokenizer))
+    taught.add_tokens(["<turn_left>", "<stop>"])
+    first = taught.convert_tokens_to_ids("<turn_left>")
+    question = Message("human", "Where to?")
+    spelled, beyond, plain = (
+        [question, Message("gpt", text)] for text in ("Go <turn_left>.", "Now <stop> here.", "On.")
+    )
+    note_rows(taught, first + 1)
+    assert tokens_without_rows(taught) == [
+        f"tokens of the tokenizer without a row in the model's embedding, which has {first + 1}: '<stop>' "
+        f"(id {first + 1}): a text that spells one is refused; training with --resize_token_embeddings True adds rows"
+    ]
+    encoder = pickle.loads(pickle.dumps(Encoder(taught, EncodingOptions("v1", 500))))  # as worker processes get it
+    good, refused, other = encoder.encode_batch([(talk, []) for talk in (spelled, beyond, plain)])
+    assert first in good.input_ids and other.num_targets
+    assert isinstance(refused, DataError) and str(refused) == (
+        f"the text spells the token '<stop>' (id {first + 1}), and the model's embedding has {first + 1} rows: train "
+        "with --resize_token_embeddings True, which adds one for it, or take it out"
+    )
+    with pytest.raises(DataError, match="the text spells the token '<stop>'"):
+        encoder.prompt_ids([question, Message("gpt", "On."), Message("human", "And <stop>?")], [])
+    with pytest.raises(DataError, match="'<stop>'"):
+        encoder.refuse_without_rows(["<image>\nOn.", "<stop>"])
+    encoder.refuse_without_rows(["<image>\n<turn_left>"])
+    whole = Encoder(tokenizer, EncodingOptions("v1", 500)).encode_batch([([question, Message("gpt", "Now")], [])])[0]
+    cut = Encoder(taught, EncodingOptions("v1", len(whole.input_ids) - 1))
+    assert cut.encode_batch([(beyond, [])])[0].truncated
+    note_rows(taught, first + 2)
+    assert not tokens_without_rows(taught)
+    assert not isinstance(Encoder(taught, EncodingOptions("v1", 500)).encode_batch([(beyond, [])])[0], DataError)
+
+
+def test_a_long_text_ends_in_a_token_without_a_row(tokenizer, monkeypatch):
+    """Which is tokenized in parts."""
+    monkeypatch.setattr(encode, "FIRST_CHARS", 100)
+    monkeypatch.setattr(encode, "FIRST_CHARS_PER_TOKEN", 1)
+    taught = pickle.loads(pickle.dumps(tokenizer))
+    taught.add_tokens(["<stop>"])
+    note_rows(taught, len(tokenizer))
+    talk = [Message("human", "Tell me."), Message("gpt", "the " * 250 + "<stop>")]
+    [refused] = Encoder(taught, EncodingOptions("v1", 1500)).encode_batch([(talk, [])])
+    assert "'<stop>'" in str(refused)
+
+
+def test_an_image_token_without_a_row_stands_for_features(tokenizer):
+    """A tokenizer that <image> was added to: where it is a mark, no row of it is read."""
+    taught = pickle.loads(pickle.dumps(tokenizer))
+    taught.add_special_tokens({"extra_special_tokens": ["<image>", "<stop>"]})
+    note_rows(taught, len(tokenizer))
+    encoder = Encoder(taught, EncodingOptions("v1", 500))
+    [coded] = encoder.encode_batch([([Message("human", "<image>\nWhat?"), Message("gpt", "A cat.")], [P])])
+    assert (coded.input_ids == IMAGE_TOKEN_INDEX).sum() == P
+    many = pickle.loads(pickle.dumps(tokenizer))
+    many.add_tokens([f"<x{i}>" for i in range(6)])
+    note_rows(many, len(tokenizer))
+    [line] = tokens_without_rows(many)
+    assert "'<x0>' (id " in line and "'<x3>'" in line and "'<x4>'" not in line and " and 2 more: a text" in line

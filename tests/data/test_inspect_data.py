@@ -192,3 +192,24 @@ def test_names_of_files_that_are_no_utf8_are_shown_escaped(inspect_data, tmp_pat
         str(rows),
     )
     assert "d\\udce9.json" in html.read_text() and len(rows.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3"])
+def test_tokens_without_a_row_are_named_and_their_records_rejected(inspect_data, tmp_path, capsys, family):
+    """Until the embedding is grown; a record that spells none is taken in any case."""
+    base = toys.write_base(tmp_path / "m") if family == "llama" else write_ready(tmp_path / "m", family)
+    toys.add_plain_tokens(Path(base["model_name_or_path"]), "<press>", "<hold>")
+    talk = [[{"from": "human", "value": "And?"}, {"from": "gpt", "value": text}] for text in ("On.", "<hold> it.")]
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"id": str(i), "conversations": turns} for i, turns in enumerate(talk)]))
+    flags = {**base, "data_path": str(file)}
+    run(inspect_data, tmp_path, flags)
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"tokens of the tokenizer without a row in .* which has \d+: '<press>' \(id \d+\), '<hold>'", shown
+    )
+    assert "2 records: 1 accepted, 1 rejected" in shown
+    assert re.search(r"data\.json: record 1 \(1\): the text spells the token '<hold>' \(id \d+\), and", shown)
+    run(inspect_data, tmp_path, flags, "--resize_token_embeddings", "True", "--pad_embeddings_to_multiple_of", "32")
+    shown = capsys.readouterr().out
+    assert "2 records: 2 accepted, 0 rejected" in shown and "a multiple of 32" in shown and "without a row" not in shown

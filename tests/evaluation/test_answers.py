@@ -21,9 +21,9 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.engine.construct import build_model
-from llava_ds.evaluation import asking
+from llava_ds.evaluation import asking, question
 from llava_ds.evaluation.answers import Part, answer_rows, answered, open_store, write_answers, write_scores
-from llava_ds.evaluation.answers_identity import model_digest
+from llava_ds.evaluation.answers_identity import identity_of, model_digest
 from llava_ds.evaluation.asking import ask, open_batches, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.bootstrap import estimates
@@ -32,6 +32,7 @@ from llava_ds.evaluation.scores import Scored, exact_match, shown_reference, yes
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.export.card import write_conversion_card
 from llava_ds.geometry import ImageOptions
+from llava_ds.infer.engines import EngineOptions
 from llava_ds.infer.generate import Answer, Prompt, answer
 from llava_ds.infer.load import load_model
 from llava_ds.model.plan import plan_model
@@ -279,6 +280,45 @@ def test_another_models_weights_are_another_model(model, tmp_path):
     weights.write_bytes(content)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert model_digest(str(copy)) != before
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.json", "video_preprocessor_config.json", "merges.txt", "additional_chat_templates/t.jinja"]
+)
+def test_another_setting_is_another_model(name, model, tmp_path):
+    copied = shutil.copytree(model, tmp_path / "copy")
+    before = model_digest(str(copied))
+    (copied / name).parent.mkdir(exist_ok=True)
+    (copied / name).write_text("{}")
+    assert model_digest(str(copied)) != before
+
+
+def test_what_lies_under_an_adapter_is_part_of_the_identity(model, tmp_path):
+    base, adapter = shutil.copytree(model, tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    options = EngineOptions()
+    before = identity_of(str(adapter), options)
+    moved = replace(options, moved={"model_base": str(base)})
+    assert identity_of(str(adapter), moved) == before  # the same one, named by the flag
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "rope_theta": 1.0}))
+    after = identity_of(str(adapter), options)
+    assert [name for name in after if after[name] != before[name]] == ["model_base"]
+
+
+def test_another_image_at_its_place_is_another_question(tmp_path):
+    image = tmp_path / "a.png"
+    image.write_bytes(b"one")
+    whole = question.about("a", str(image), "What?", "x")
+    part = replace(whole, prompt=replace(whole.prompt, images=(Media("image", (FileRef(str(image), 1, 2),)),)))
+    before = [question.digest([each]) for each in (whole, part)]
+    image.write_bytes(b"two")
+    after = [question.digest([each]) for each in (whole, part)]
+    image.unlink()
+    gone = [question.digest([each]) for each in (whole, part)]
+    assert len({*before, *after, *gone}) == 6
 
 
 @pytest.mark.parametrize(

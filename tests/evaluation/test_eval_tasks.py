@@ -1,5 +1,6 @@
 """--eval_tasks: the file that lists benchmarks, and what is wrong with one."""
 
+import copy
 import json
 
 import pytest
@@ -7,7 +8,9 @@ import toys
 import yaml
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.evaluation.eval_tasks import read_eval_tasks
+from llava_ds.data.encode import Encoder
+from llava_ds.evaluation.eval_tasks import read_eval_tasks, refuse_without_rows
+from llava_ds.tokenizer import note_rows
 
 
 @pytest.fixture
@@ -78,3 +81,17 @@ def test_a_file_without_questions(tmp_path):
     (tmp_path / "none.json").write_text(json.dumps([]))
     with pytest.raises(DataError, match="a: "):
         read_eval_tasks(write(tmp_path, {"a": {"data_path": str(tmp_path / "none.json")}}), str(tmp_path / "cache"))
+
+
+def test_a_question_with_a_token_without_a_row_is_refused_before_training(tmp_path, data, tokenizer):
+    tasks = read_eval_tasks(write(tmp_path, {"mine": data}), str(tmp_path / "cache"))
+    taught = copy.deepcopy(tokenizer)
+    taught.add_tokens(["number"])  # every question of the toy data has it
+    for rows, fits in ((len(tokenizer) + 1, True), (len(tokenizer), False)):
+        note_rows(taught, rows)
+        encoder = Encoder(taught, toys.encoding_options())
+        if fits:
+            refuse_without_rows(tasks, encoder)
+            continue
+        with pytest.raises(DataError, match=r"--eval_tasks, mine: question \S+: the text spells the token 'number'"):
+            refuse_without_rows(tasks, encoder)

@@ -64,6 +64,14 @@ def test_an_object_that_was_replaced_is_read_again(store):
     assert read(url) == b"new"
 
 
+def test_an_object_whose_change_could_not_be_told_is_refused(store, monkeypatch):
+    (store / "a.bin").write_bytes(b"old")
+    url = stores.url_of(store / "a.bin")
+    monkeypatch.setattr(object_store, "MARKS", ())  # of a store that has none
+    with pytest.raises(OSError, match="neither an ETag nor a time of change: download it"):
+        identity_of(url)
+
+
 def test_an_object_that_changes_between_check_and_use_is_no_other_image(store):
     (store / "a.bin").write_bytes(b"old")
     url = stores.url_of(store / "a.bin")

@@ -11,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitImageProcessorPil,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -304,3 +305,10 @@ def add_lora(model: nn.Module, args: ModelArguments, seed: int) -> LoraLayout:
     layout = lora_layout(whole, args, None, model.config)
     put_lora(whole, layout, args, seed)
     return layout
+
+
+def add_plain_tokens(folder: Path, *tokens: str) -> None:
+    """Give the tokenizer in a folder more tokens, which are not special, as a user does with transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.add_tokens(list(tokens)) == len(tokens)
+    tokenizer.save_pretrained(folder)

@@ -1,6 +1,7 @@
 """The value head reads the last hidden state, travels with the model, and starts from zeros."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,6 +110,29 @@ def test_a_frozen_model_from_the_folder_gives_the_same_values(toy, form, tmp_pat
 def test_a_reference_needs_no_head(toy):
     planned = plan_frozen("--ref_model_name_or_path", str(toy.folder / "hf"), toy.plan, toy.images, 512)
     assert not hasattr(open_frozen(planned, torch.float32, RANKS), "value_head")
+
+
+def test_a_reference_without_rows_for_the_runs_tokens_is_refused(tmp_path):
+    """The same tokenizer over an embedding that was not grown."""
+    base = toys.write_base(tmp_path / "base")
+    toys.add_plain_tokens(Path(base["model_name_or_path"]), "<left>", "<right>")
+    plans = {}
+    for name, flags in (("short", {}), ("grown", {"resize_token_embeddings": True})):
+        args = arguments({**base, **flags})
+        plan = plan_model(args.model, 512)
+        images = plan.tower.image_options(args)
+        plans[name] = plan, images
+        model = build_model(plan, args.model, STAGE_0, torch.float32, 0, RANKS)
+        export(model, plan, args.model, images, tmp_path / name, "llava")
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    for name in plans:  # as they lie beside each other on a user's machine
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "mm_vision_tower": base["vision_tower"]}))
+    assert config["vocab_size"] == 400
+    plan_frozen("--ref_model_name_or_path", str(tmp_path / "grown"), *plans["grown"], 512)
+    plan_frozen("--ref_model_name_or_path", str(tmp_path / "short"), *plans["short"], 512)
+    with pytest.raises(ConfigError, match="its embedding has no row for 2 tokens, the first is '<left>'"):
+        plan_frozen("--ref_model_name_or_path", str(tmp_path / "short"), *plans["grown"], 512)
 
 
 def test_a_frozen_model_that_reads_something_else_is_refused(toy, tmp_path):

@@ -214,3 +214,17 @@ def test_the_json_may_say_how_many_share_a_sample(figures, main, tmp_path):
     assert shared["setup"]["sp"] == 4
     with pytest.raises(ConfigError, match="--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
         main([*flags, "6"])
+
+
+def test_rows_that_the_flags_add_are_counted(figures, tmp_path):
+    base = toys.write_base(tmp_path)
+    toys.add_plain_tokens(Path(base["model_name_or_path"]), "<left>", "<right>", "<grasp>")
+    flags = [token for name, value in base.items() for token in (f"--{name}", value)]
+
+    def states(*more: str) -> int:
+        return figures(*flags, "--num_gpus", "1", *more)["bytes"]["ZeRO-0"]["model_states"]
+
+    grown = ["--resize_token_embeddings", "True"]
+    of_a_row = 2 * 32 * 16  # embedding and output layer, 32 wide: weights, gradients and Adam's states
+    assert states(*grown) == states() + 3 * of_a_row
+    assert states(*grown, "--pad_embeddings_to_multiple_of", "64") == states() + (448 - 400) * of_a_row

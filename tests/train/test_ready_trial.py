@@ -240,9 +240,15 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
     (copied / "processor_config.json").write_text(json.dumps({**settings, "new": 1}))
     with pytest.raises(TypeError):
         ready_trial.check_ready(plan, images, str(copied), str(tmp_path))
-    monkeypatch.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
-    with pytest.raises(TypeError):
-        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+    with monkeypatch.context() as changed:
+        changed.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
+        with pytest.raises(TypeError):
+            ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+    assert ready_trial.check_ready(plan, images, str(folder), str(tmp_path)) == f"{line} (tried before)"
+    for library in ready_trial.LIBRARIES:
+        monkeypatch.setattr(ready_trial, "versions_of", lambda names, other=library: [f"not this {other}"])
+        with pytest.raises(TypeError):
+            ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)

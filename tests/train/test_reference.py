@@ -1,6 +1,8 @@
 """The reference of a run with LoRA is the model with its adapters off, however far they have trained; cached
 numbers are those of the same data, weights and arithmetic."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from llavas import arguments
 from textbook_pairs import write_pairs
 from toys import encoding_options, write_base
 
+from llava_ds.data import fingerprint
 from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing
@@ -18,7 +21,7 @@ from llava_ds.model.lora import is_lora, lora_layers
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.tf32 import allow_tf32, tf32_allowed
-from llava_ds.train.reference import cache_name, log_probs
+from llava_ds.train.reference import Reference, cache_name, forward_digest, log_probs, weights_digest
 
 pytest.importorskip("peft")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -66,8 +69,94 @@ def test_the_file_is_another_where_the_numbers_are(same_switches):
     names = set()
     for tf32 in (False, True):
         allow_tf32(tf32)
-        names |= {cache_name("d", "w", dtype, CUDA) for dtype in (torch.float32, torch.bfloat16)}
-        names.add(cache_name("d", "w", torch.float32, CPU))
-    # fp32 with TF32 and without (as on a CPU, where the switch means nothing), and bf16
-    assert len(names) == 3
-    assert len({cache_name(*each, torch.float32, CPU) for each in (("d", "w"), ("e", "w"), ("d", "v"))}) == 3
+        names |= {name_of(dtype=dtype, device=CUDA) for dtype in (torch.float32, torch.bfloat16)}
+    assert len(names) == 3  # fp32 with TF32 and without, and bf16
+    assert len({name_of(), name_of(data="e"), name_of(weights="v"), name_of(forward="g")}) == 4
+
+
+def name_of(data="d", weights="w", forward="f", dtype=torch.float32, device=CPU) -> str:
+    return cache_name(data, weights, Reference(torch.nn.Identity(), dtype, forward), device)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict[str, str]:
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+def forward_of(base: dict[str, str], **flags: object) -> str:
+    args = arguments({**base, **flags})
+    plan = plan_model(args.model, 512)
+    return forward_digest(plan, args.model, plan.tower.image_options(args))
+
+
+LORA = {"lora_enable": True, "lora_r": 4}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        LORA,
+        {**LORA, "lora_alpha": 64},
+        {**LORA, "lora_r": 8},
+        {**LORA, "use_rslora": True},
+        {**LORA, "lora_alpha_pattern": '{"q_proj": 3}'},
+        {"image_aspect_ratio": "pad"},
+        {"mm_vision_select_layer": -1},
+        {"mm_projector_type": "linear"},
+        {"mm_vision_select_feature": "cls_patch"},
+    ],
+    ids=str,
+)
+def test_a_flag_that_changes_the_forward_is_in_the_digest(base, changed):
+    others = [forward_of(base), *([forward_of(base, **LORA)] if changed.keys() > LORA.keys() else [])]
+    assert forward_of(base, **changed) not in others
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("llama/config.json", "rope_theta", 5000.0),
+        ("llama/config.json", "rms_norm_eps", 1e-3),
+        ("clip/config.json", "layer_norm_eps", 1e-3),
+        ("clip/config.json", "hidden_act", "gelu"),
+        ("clip/preprocessor_config.json", "image_std", [0.5, 0.5, 0.5]),
+    ],
+)
+def test_a_setting_of_a_folder_that_changes_the_forward_is_in_the_digest(base, tmp_path, file, key, value):
+    before = forward_of(base)
+    copied = {name: shutil.copytree(path, tmp_path / Path(path).name) for name, path in base.items()}
+    assert forward_of({name: str(path) for name, path in copied.items()}) == before  # wherever it lies
+    path = tmp_path / file
+    content = json.loads(path.read_text())
+    for settings in (content, content.get("vision_config"), content.get("rope_parameters")):
+        if settings is not None and key in settings:
+            settings[key] = value
+    assert content != json.loads(path.read_text()), f"{file} has no {key}"
+    path.write_text(json.dumps(content))
+    assert forward_of({name: str(path) for name, path in copied.items()}) != before
+
+
+def test_another_version_of_a_library_is_in_the_digest(base, monkeypatch):
+    before = forward_of(base)
+    monkeypatch.setattr(fingerprint.importlib.metadata, "version", lambda name: "0.0")
+    assert forward_of(base) != before
+
+
+def test_buffers_and_the_scales_of_packed_weights_belong_to_the_weights():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    mesh = Mesh(dp=1, dp_rank=0)
+
+    def digest(weight: torch.Tensor, offset: float, double: bool = True) -> str:
+        layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compress_statistics=double)
+        layer.weight = bitsandbytes.nn.Params4bit(
+            weight, requires_grad=False, quant_type="nf4", compress_statistics=double, module=layer
+        ).to("cpu")
+        model = torch.nn.Sequential(layer)
+        model.register_buffer("offset", torch.tensor([offset]))
+        return weights_digest(model, mesh)
+
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    assert digest(weight, 0.0) == digest(weight.clone(), 0.0)
+    # Twice the weights are the same integers of twice the scale.
+    assert len({digest(weight, 0.0), digest(weight * 2, 0.0), digest(weight, 1.0)}) == 3
+    assert digest(weight, 0.0, double=False) != digest(weight * 2, 0.0, double=False)
