@@ -306,4 +306,6 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
         "eval_data_path",
     }:
         flags |= {"eval_fraction", "eval_steps"}
+    if written.objective == "reward":  # whose model gives no answers
+        flags.add("sample_steps")
     return {name: value for name, value in defaults.items() if name not in flags}

@@ -11,6 +11,7 @@ from llava_ds.checkpoint.commit import checkpoints
 from llava_ds.engine.checkpoint_files import read_states
 
 pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.full
 
 STAGES = (0, 1, 2, 3)
 BLOCK = {"type": "PagedAdam8bit", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}

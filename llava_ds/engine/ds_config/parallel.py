@@ -206,6 +206,8 @@ def _check_experts(draft: Draft, flag: str) -> None:
     if "optimizer" in config:
         why = "with any other DeepSpeed averages norms of experts over the ranks that share them"
         draft.refuse(f"{flag}, which needs torch's AdamW, by flags ({why}): leave optimizer out of the JSON")
+    if (optim := draft.args.training.optim) != "adamw_torch":
+        draft.refuse(f"{flag}, which needs torch's AdamW: leave out --optim {optim}")
     for part in OFFLOADED:
         if offload_device(config, part) != "none":
             draft.refuse(f"{flag}, but zero_optimization.{part} steps outside the check of all ranks' norm: remove it")

@@ -3,10 +3,12 @@
 import pytest
 from ds_json import arguments, refused, resolve
 
+from llava_ds.checkpoint.resume import _unfit_states
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config import optimizer
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.parallel import for_engine
+from llava_ds.engine.reshard import WHOLE
 
 J = "in the DeepSpeed JSON"
 
@@ -85,6 +87,11 @@ def test_torchs_adamw_is_what_there_is_without_the_flag(optim):
             "--optim adamw_8bit with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with "
             "fp32 states: remove it, or give --optim paged_adamw_8bit",
         ),
+        (
+            {"zero_optimization": {"stage": 2}},
+            {"optim": "adamw_8bit", "ep_size": 2},
+            "--ep_size is 2, which needs torch's AdamW: leave out --optim adamw_8bit",
+        ),
         # Not bitsandbytes' AdamW: no hint at something else of that sound, and no line about its "auto".
         (
             block("Lion8bit", lr="auto"),
@@ -105,6 +112,17 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
     assert refused({"zero_optimization": {"stage": 2}}, optim="adamw_bnb_8bit") == [f"--optim adamw_8bit {install}"]
     assert refused(block("Adam8bit", lr="auto")) == [f"optimizer Adam8bit {install}"]
     assert resolve(block("Adam8bit"), is_local=False)  # a plan for another machine
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
+def test_states_are_not_brought_to_another_number_of_ranks(name, tmp_path):
+    saved, lines = {"world_size": 4, "zero_stage": 2}, ["2 ranks instead of 4"]
+    reason = f"{name}'s 8-bit states have scales of blocks of what a rank holds, so its states can't be re-sharded"
+    assert _unfit_states(tmp_path, saved, lines, {"type": name}) == (
+        f"{tmp_path} can't be resumed: 2 ranks instead of 4, but {reason}: start 4 ranks at ZeRO-2, or give --resume "
+        "never to start again"
+    )
+    assert "scales of blocks" in WHOLE[name]
 
 
 def test_other_values_of_the_flag_lead_to_the_json():
