@@ -43,6 +43,7 @@ class Batch:
     sources (samples,) int64, the number of each sample's data source;
     target_positions (S,) int64, positions whose output is supervised; targets (S,) int64, the ids expected there;
     target_samples (S,) int64, the sample of the micro-batch that each belongs to;
+    target_weights (S,) float32, of the loss of each, None where all are 1;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank tile, placed nowhere, if the samples have no images);
     with a ready model's videos, H is T * W, for the T frames of a moment are below each other, and images have T times
     the same;
@@ -85,6 +86,7 @@ class Batch:
     reference: torch.Tensor | None = None
     margins: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    target_weights: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
     tower_inputs: TowerInputs = dataclasses.field(default_factory=dict)
     image_blocks: ImageBlocks | None = None

@@ -15,7 +15,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
 from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.tilings import WHOLE_IMAGES, Cut, FlexTiling, Tiling
-from llava_ds.videos import Footage, FrameChoice, VideoRule, moment_times, used_frames
+from llava_ds.videos import Clip, Footage, FrameChoice, VideoRule, moment_times, used_frames
 
 Size = tuple[int, int]  # width, height
 
@@ -64,7 +64,8 @@ class ImageOptions:
     stretch: the tower's own processor stretches an image to the square, instead of cropping its centre; class_token:
     the first feature of a tile is of the whole tile; short_side: pixels that a square image's shorter side is scaled to
     before its centre is cropped, None for size; square_resample: Pillow's number of the filter for images that
-    become one tile; the others are the flags of similar names.
+    become one tile; clip: settings of one video from its part of a message; the others are the flags of similar
+    names.
     """
 
     size: int
@@ -85,6 +86,7 @@ class ImageOptions:
     class_token: bool = False
     short_side: int | None = None
     square_resample: int = BICUBIC
+    clip: Clip | None = dataclasses.field(default=None, repr=False)
 
     @property
     def tiling(self) -> Tiling | None:
@@ -99,7 +101,7 @@ class ImageOptions:
     @property
     def frame_choice(self) -> FrameChoice:
         """The frames to use of a video."""
-        return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample)
+        return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample, self.clip)
 
     @property
     def has_image_blocks(self) -> bool:
@@ -459,12 +461,14 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
         rule = options.video
         moments = math.ceil(len(sizes) / rule.moment)
         n *= moments
-        seconds = rule.moment / (len(sizes) / footage.num_frames * footage.rate)
+        first, last = (0, footage.num_frames - 1) if options.clip is None else options.clip.span(footage)
+        span = last - first + 1
+        seconds = rule.moment / (len(sizes) / span * footage.rate)
         if rule.tokens_per_second is not None:
             interval = float(np.float32(rule.tokens_per_second) * np.float32(seconds))
         indices = used_frames(kind, footage, options.frame_choice)
         assert len(indices) == len(sizes)
-        times, duration = moment_times(indices, footage.rate, rule.moment), footage.num_frames / footage.rate
+        times, duration = moment_times(indices, footage.rate, rule.moment), span / footage.rate
         text = rule.text(cut, times, duration)
         written = ImageText(text, n * options.tokens_per_tile // text.count(rule.frame.image_token), True)
     elif not isinstance(tiling, FlexTiling):

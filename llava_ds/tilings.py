@@ -4,7 +4,7 @@ A family's tiling says into which tiles an image of a size is cut, so that lengt
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -140,6 +140,60 @@ class SquareTiling:
         return f"\n\n{self.start}{self.image_token}{self.end}\n\n"
 
 
+@dataclass(frozen=True)
+class AskedSize:
+    """Size of an image, or of each frame of a video, by the settings of its part of a message.
+
+    least, most: pixels, of a frame for a video; total: pixels of a video, of which two frames count once; resized:
+    width and height before they are rounded to cells. None where the part has no such setting.
+    Source: qwen-vl-utils' fetch_image and fetch_video, whose bounds take the place of those that are not given.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    total: float | None = None
+    resized: Size | None = None
+
+    def cut(self, size: Size, side: int, most: float, num_frames: int | None = None) -> Cut:
+        """The cells of an image, or of each of num_frames frames. most: pixels that an image or frame has at most."""
+        if self.resized is not None:
+            return _cut_as_asked(self.resized, side, _LEAST_CELLS * side**2, _MOST_CELLS * side**2)
+        cells = _LEAST_CELLS if num_frames is None else _LEAST_FRAME_CELLS
+        least = min(cells * side**2, self.most or math.inf) if self.least is None else self.least
+        most = min(most, _MOST_CELLS * side**2) if least <= most else _MOST_CELLS * side**2
+        if num_frames is not None:
+            total = _MOST_VIDEO_CELLS * side**2 if self.total is None else self.total
+            most = max(min(most, _MOST_FRAME_CELLS * side**2, total / num_frames * 2), int(least * 1.05))
+            most = most if self.most is None else min(most, self.most)
+        elif self.most is not None:
+            most = self.most
+        if least > most:
+            raise DataError(
+                f"asks for a size of at least {least:,.0f} and at most {most:,.0f} pixels: give 'min_pixels' and "
+                "'max_pixels' that an image can have"
+            )
+        return _cut_as_asked(size, side, least, most)
+
+
+# Cells of an image, of a frame and of a video where nobody says their bounds.
+_LEAST_CELLS, _MOST_CELLS, _LEAST_FRAME_CELLS, _MOST_FRAME_CELLS = 4, 16384, 128, 768
+_MOST_VIDEO_CELLS = 0.9 * 128_000
+
+
+def _cut_as_asked(size: Size, side: int, least: float, most: float) -> Cut:
+    """The cells of an image of least to most pixels. Source: qwen-vl-utils' smart_resize, which differs from
+    transformers' for images of less than half a cell."""
+    _refuse_narrow(size)
+    across, down = (max(1, round(length / side)) for length in size)
+    if across * down * side**2 > most:
+        scale = math.sqrt(size[0] * size[1] / most)
+        across, down = (max(1, math.floor(length / scale / side)) for length in size)
+    elif across * down * side**2 < least:
+        scale = math.sqrt(least / (size[0] * size[1]))
+        across, down = (math.ceil(length * scale / side) for length in size)
+    return Cut(((across * side, down * side),), (across, down))
+
+
 class Grid(NamedTuple):
     """Cells of an image, or of a video's moments whose features are in a row, in a sequence.
 
@@ -159,6 +213,7 @@ class CellTiling:
     Its cells are this program's tiles. side: of a cell in pixels; merge: patches along it; least, most: pixels of an
     image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
     positions along its learned table; both None for towers without. Positions in the language model have three axes.
+    asked: a size in the place of these bounds.
     Source: transformers' smart_resize and Qwen2VLProcessor.
     """
 
@@ -169,9 +224,12 @@ class CellTiling:
     image_token: str
     window: int | None = None
     table: int | None = None
+    asked: AskedSize | None = field(default=None, repr=False)
 
     def cut(self, size: Size) -> Cut:
         """The cells of an image. Raises DataError for one whose shape the processor refuses."""
+        if self.asked is not None:
+            return self.asked.cut(size, self.side, self.most)
         _refuse_narrow(size)
         return _cut_to_cells(size, self.side, self.least, self.most)
 
@@ -186,7 +244,8 @@ class FrameCells:
 
     side: of a cell in pixels; moment: frames that a cell has beside each other in time; least, most: pixels of a frame,
     or, if in_all, of all frames together; cap: features of a frame that most is bounded by further, as the processor
-    does with cap_pixels_per_frame; image_token: for all features, start and end around it.
+    does with cap_pixels_per_frame; image_token: for all features, start and end around it; asked: a size in the place
+    of these bounds.
     Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
     """
 
@@ -199,10 +258,14 @@ class FrameCells:
     cap: int | None = None
     start: str = ""
     end: str = ""
+    asked: AskedSize | None = field(default=None, repr=False)
 
     def cut(self, size: Size, num_frames: int) -> Cut:
         """The cells of each frame of a video. Raises DataError for one that the processor refuses."""
         side = self.side
+        if self.asked is not None and not (self.in_all and num_frames < self.moment):
+            num_frames = math.ceil(num_frames / self.moment) * self.moment
+            return self.asked.cut(size, side, math.inf if self.in_all else self.most, num_frames)
         if not self.in_all:
             _refuse_narrow(size)
             return _cut_to_cells(size, side, self.least, self._most_of_a_frame(num_frames))

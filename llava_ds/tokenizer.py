@@ -78,10 +78,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def _processor_template(folder: Path, where: str) -> object:
     """The chat template in a processor's files, newest format first."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        with library_errors(where):
-            return own_file(file).read_text(encoding="utf-8")
+    if (template := read_template(folder, where)) is not None:
+        return template
     for name in ("chat_template.json", "processor_config.json"):
         template = read_json_if_there(folder / name, where).get("chat_template")
         if template is not None:
@@ -89,6 +87,15 @@ def _processor_template(folder: Path, where: str) -> object:
                 raise ConfigError(f"{where}: {name} says chat_template {shown(template)}, expected a text")
             return template
     return None
+
+
+def read_template(folder: Path, where: str) -> str | None:
+    """The chat template in a folder's chat_template.jinja; None without one."""
+    file = folder / "chat_template.jinja"
+    if not file.is_file():
+        return None
+    with library_errors(where):
+        return own_file(file).read_text(encoding="utf-8")
 
 
 def read_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:

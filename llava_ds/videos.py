@@ -1,11 +1,13 @@
 """Videos: which frames of them are used, and when these are; a ready model's tiles and text. No pixels, no files."""
 
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from llava_ds.constants import DataError
 from llava_ds.tilings import BudgetTiling, CanvasTiling, Cut, FrameCells, Size, SplitTiling
 
 _SMALL = (
@@ -15,6 +17,9 @@ _SMALL = (
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
+LEAST_FRAMES = {2: 4}  # by Clip.factor, of a video whose part asks for no number of them. Source: qwen-vl-utils
+
+
 class Footage(NamedTuple):
     """Frames that a video has, and how many of them are a second."""
 
@@ -22,12 +27,77 @@ class Footage(NamedTuple):
     rate: float
 
 
+@dataclass(frozen=True)
+class Clip:
+    """Settings of one video, from its part of a message. None: the run's.
+
+    rate: frames of a second, where they are given as images; fps: frames of a second to choose; num_frames: in all;
+    least, most: bounds of their number where it is not given; start, end: seconds; factor: the number is a multiple of
+    it; chooses: False if the frames are the run's choice.
+    """
+
+    rate: float | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    least: int | None = None
+    most: int | None = None
+    start: float | None = None
+    end: float | None = None
+    factor: int = 1
+    chooses: bool = False
+
+    def span(self, footage: Footage) -> tuple[int, int]:
+        """The first and the last frame between start and end. Raises DataError where there are no two.
+
+        Source: qwen-vl-utils' calculate_video_frame_range.
+        """
+        last = footage.num_frames - 1
+        if self.start is None and self.end is None:
+            return 0, last
+        length = footage.num_frames / footage.rate
+        first = 0 if self.start is None else math.ceil(min(self.start, length) * footage.rate)
+        final = last if self.end is None else min(math.floor(min(self.end, length) * footage.rate), last)
+        if first >= final:
+            raise DataError(
+                f"asks for a video from {self.start or 0:g} s to "
+                f"{length if self.end is None else self.end:g} s, of one that lasts {length:g} s ({footage.num_frames} "
+                f"frames, {footage.rate:g} a second): there are no two frames between"
+            )
+        return first, final
+
+    def frames(self, footage: Footage, choice: "FrameChoice") -> list[int]:
+        """Rising indices of the frames to use of a video file. Raises DataError for a number that it can't have.
+
+        Source: qwen-vl-utils' smart_nframes, with the bounds of the run in the place of its own.
+        """
+        first, last = self.span(footage)
+        total, factor = last - first + 1, self.factor
+        if self.num_frames is not None:
+            count = round(self.num_frames / factor) * factor
+        else:
+            fps = choice.fps if self.fps is None else self.fps
+            bound = self.most or min(choice.most or total, total)
+            least = math.ceil((self.least or LEAST_FRAMES.get(factor, 1)) / factor) * factor
+            count = min(max(total / footage.rate * fps, least), bound // factor * factor, total)
+            if choice.forced and self.fps is None and self.least is None and self.most is None:
+                count = min(choice.most, total)
+            count = math.floor(count / factor) * factor
+        if not factor <= count <= total:
+            raise DataError(
+                f"asks for {count} frames of a video that has {total}"
+                + (f", expected a multiple of {factor} up to that" if factor > 1 else "")
+            )
+        return _rounded_spread(first, last, count)
+
+
 class FrameChoice(NamedTuple):
-    """Frames to use of a video: --video_fps, --frames_upbound (0: no bound) and --force_sample."""
+    """Frames to use of a video: --video_fps, --frames_upbound (0: no bound) and --force_sample; clip: settings of its
+    part of a message."""
 
     fps: int
     most: int
     forced: bool
+    clip: Clip | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +171,8 @@ def video_frames(num_frames: int, frame_rate: float, choice: FrameChoice) -> lis
     A forced choice has always as many, some repeated if the video has fewer.
     Source: LLaVA-NeXT's process_video_with_decord.
     """
+    if choice.clip is not None and choice.clip.chooses:
+        return choice.clip.frames(Footage(num_frames, frame_rate), choice)
     taken = list(range(0, num_frames, max(1, round(frame_rate / choice.fps))))
     too_many = len(taken) > choice.most or choice.forced
     return _spread(num_frames, choice.most) if choice.most > 0 and too_many else taken
@@ -122,6 +194,14 @@ def moment_times(indices: list[int], rate: float, step: int) -> list[float]:
     indices = indices + [indices[-1]] * (-len(indices) % step)
     times = [index / rate for index in indices]
     return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
+
+
+def _rounded_spread(first: int, last: int, count: int) -> list[int]:
+    """Indices from first to last, evenly spread, to the nearest. Source: torch.linspace in single precision."""
+    step = np.float32(last - first) / np.float32(max(1, count - 1))
+    numbers = np.arange(count, dtype=np.float32)
+    from_first, from_last = first + step * numbers, last - step * (count - 1 - numbers)
+    return np.where(numbers < count // 2, from_first, from_last).round().astype(int).tolist() if count > 1 else [first]
 
 
 def _spread(num_frames: int, count: int) -> list[int]:

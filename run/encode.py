@@ -40,8 +40,13 @@ def main(argv: list[str]) -> None:
     refuse_unfit_tokenizer(args.model, model.tokenizer)
     images = model.tower.image_options(args)
     data = args.data
-    for path in filter(None, (data.data_path, data.eval_data_path, data.sample_data_path)):
-        dataset = open_data(args.replaced(data_path=path), model.tokenizer, images)
+    named = (
+        (data.data_path, data.data_split),
+        (data.eval_data_path, data.eval_data_split),
+        (data.sample_data_path, None),
+    )
+    for path, split in [each for each in named if each[0]]:
+        dataset = open_data(args.replaced(data_path=path, data_split=split), model.tokenizer, images)
         print_first(*dataset.summary(), f"encoded in {dataset.folder}; data fingerprint {dataset.fingerprint}")
 
 

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 
@@ -105,9 +106,7 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
             data_path, image_folder = heldout_data(args.cache_dir)
-        given = Given(
-            data_path, args.annotations, image_folder, args.split or "test", args.metric, args.turns, args.cache_dir
-        )
+        given = Given(data_path, args.annotations, image_folder, args.split, args.metric, args.turns, args.cache_dir)
         questions = read_questions(args.task, given, args.limit)
     remedy = "give every machine the same files, under the same paths"
     check_same({"what --data_path holds": digest(questions)}, ranks, remedy)
@@ -126,7 +125,8 @@ def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -
         judge = Judge("--model_path", args.model_path, options, ranks)
         print_first(judge.describe())
         return Preferring(judge)
-    judge = Judge("--reward_model_name_or_path", args.reward_model_name_or_path, options, ranks, must_score=True)
+    own = dataclasses.replace(options, chat_template_kwargs=None)  # it reads answers under its own variables
+    judge = Judge("--reward_model_name_or_path", args.reward_model_name_or_path, own, ranks, must_score=True)
     return BestOfN(args.model_path, judge, (args.best_of, args.max_new_tokens, args.seed), options, ranks)
 
 
@@ -226,7 +226,7 @@ def parse() -> argparse.Namespace:
         help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function as --reward_funcs of run/rl.py "
         "takes it (default: %(default)s)",
     )
-    add("--split", help="of ScienceQA (default: test)")
+    add("--split", help="of ScienceQA (default: test), or of --data_path of --task llava and preference")
     add("--limit", type=number(Count), help="ask the first questions only")
     add(
         "--turns",
@@ -303,8 +303,13 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise ConfigError(f"--metric goes with --task llava: {args.task} has its own scoring, leave it out")
     if args.turns != "together" and args.task != "llava":
         raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
-    if args.split is not None and args.task != "scienceqa":
-        raise ConfigError(f"--split goes with --task scienceqa: {args.task}'s files are one split each, leave it out")
+    if args.split is not None and args.task not in ("scienceqa", "llava", "preference"):
+        raise ConfigError(
+            f"--split goes with --task scienceqa, llava and preference: {args.task}'s files are one split each, leave "
+            "it out"
+        )
+    if args.split is not None and args.data_path is None:
+        raise ConfigError(f"--split {args.split} needs --data_path: give it, too")
 
 
 if __name__ == "__main__":

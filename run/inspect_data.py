@@ -39,6 +39,7 @@ from llava_ds.model.rows import fit_vocabulary
 from llava_ds.model.vision import TowerPlan, read_tower
 from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries
+from llava_ds.template_variables import set_variables
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
@@ -133,6 +134,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
     if tokenizer is None:
         tokenizer = open_tokenizer(str(folder))
         _add_tokens(tokenizer, args.model)
+    print_first(*set_variables(tokenizer, args.model.chat_template_kwargs, args.model.version))
     return args, tokenizer, tower
 
 
@@ -156,6 +158,7 @@ def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterato
             "supervised_text": supervised_text(ids, labels, tokenizer),
             "num_image_tokens": ids.count(IMAGE_TOKEN_INDEX),
             "image_sizes": [size for one in media_from_text(row["media"]) for size in one.sizes],
+            **({} if row["weights"] is None else {"weights": row["weights"]}),
         }
 
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = [
     {"constants"},
     {"boxes", "files"},
+    {"template_variables"},
     {"config"},
     {"runtime"},
     {"tilings"},

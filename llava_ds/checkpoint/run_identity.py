@@ -15,6 +15,7 @@ from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.files.writing import sha256
 from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapter_file
+from llava_ds.template_variables import parse_variables
 
 # Flags that only decide on which rank and in which micro-batch a sample of the step is computed.
 LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
@@ -51,6 +52,8 @@ class RunIdentity:
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
         free = flags_free_on_resume(rewinds=args.training.on_loss_spike == "rewind")
         flags = {name: value for name, value in args.as_dict().items() if name not in free}
+        variables = args.model.chat_template_kwargs
+        flags["chat_template_kwargs"] = variables and parse_variables(variables)
         # The content at a path counts, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and sha256(Path(projector))

@@ -30,18 +30,22 @@ class DataArguments:
 
     data_path: str | None = _data_free(
         None,
-        "Records: LLaVA or ShareGPT JSON, JSONL, OpenAI messages, parquet, a saved datasets folder, a folder with "
-        "metadata.jsonl, WebDataset shards (a folder, or a pattern like shard-*.tar), or a YAML mixture of these. "
-        "Absent: generated scenes of coloured shapes.",
+        "Records (docs/data.md has their layouts): JSON, JSONL, CSV, parquet, WebDataset shards, a pattern of such "
+        "files like shard-*.tar, a folder of them, a saved datasets folder, a folder of images with metadata.jsonl, or "
+        "a YAML mixture of these. Absent: generated scenes of coloured shapes.",
         path="pattern",
     )
-    data_format: Literal["auto", "llava", "sharegpt", "messages", "caption"] = _data(
+    data_split: str | None = _data_free(
+        None, "Split of --data_path, such as train, where it is a folder that has several."
+    )
+    data_format: Literal["auto", "llava", "sharegpt", "messages", "texts", "question_answer", "caption"] = _data(
         "auto", "Format of a record's conversation; auto detects it from the first records and prints it."
     )
     data_columns: str | None = _data(
         None,
         "Other names of a record's fields, like conversations=dialog,image=picture (known: id, conversations, "
-        "messages, image, video, text, system).",
+        "messages, image, video, text, system, texts, history, prompt, query, question, instruction, input, "
+        "completion, response, answer, output, chosen, rejected, margin).",
     )
     image_folder: str | None = _data_free(None, "Folder that the records' image paths are relative to.", path="folder")
     video_folder: str | None = _data_free(
@@ -122,8 +126,9 @@ class DataArguments:
     eval_data_path: str | None = _eval_free(
         None,
         "Samples to compute the eval loss on, which are not trained on, in any format of --data_path.",
-        path="data",
+        path="pattern",
     )
+    eval_data_split: str | None = _eval_free(None, "Split of --eval_data_path, where it is a folder that has several.")
     eval_fraction: PartBelowOne = _eval(
         0.0,
         "Fraction of the samples that is kept out of training, to compute the eval loss on; --data_seed draws them.",
@@ -132,7 +137,7 @@ class DataArguments:
         None,
         "Samples whose first questions are answered at --sample_steps, those with images first, in any format of "
         "--data_path. Absent: the eval samples, or else the training samples.",
-        path="data",
+        path="pattern",
     )
     on_unmarked_image: Literal["refuse", "prepend", "text"] = _data(
         "prepend",

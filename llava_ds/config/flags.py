@@ -34,9 +34,9 @@ class Flag:
     """All that code asks about a flag beside its type, bounds, default and help.
 
     group: a key of GROUPS.
-    path: None for a flag that is no path. model: a model's folder, which might be mistaken for a name on the hub; data:
-    a file or folder; pattern: the same, or a pattern like shard-*.tar; output: a folder that can be created; unchecked:
-    one that is looked at later.
+    path: None for a flag that is no path. model: a model's folder, which might be mistaken for a name on the hub;
+    pattern: a file or folder, or a pattern like shard-*.tar; output: a folder that can be created; unchecked: one that
+    is looked at later.
     only_to_train: whether the path is checked for training alone, and not for scripts that only read the flags.
     resume: the value that a resumed run may have. compared: that of the checkpoint, unless --allow_changed_flags names
     the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless
@@ -45,7 +45,7 @@ class Flag:
     """
 
     group: str
-    path: Literal["file", "folder", "model", "data", "pattern", "output", "unchecked"] | None = None
+    path: Literal["file", "folder", "model", "pattern", "output", "unchecked"] | None = None
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False

@@ -93,6 +93,12 @@ class ModelArguments:
         "mistral_instruct, mpt, chatml (Qwen), llama_3, gemma, phi, or chat_template for the tokenizer's own. LLaVA's "
         "names for them are known too.",
     )
+    chat_template_kwargs: str | None = _model(
+        None,
+        "Variables of a ready model's chat template, or of the tokenizer's with --version chat_template, as a JSON "
+        'object like {"enable_thinking": false}. The finished model keeps them in its chat template, so that all that '
+        "asks it does so under them.",
+    )
     mm_use_im_start_end: bool = _model(
         False,
         "Put <im_start> and <im_end> around every image. Adds them to a tokenizer without them, with rows that "

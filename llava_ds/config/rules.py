@@ -27,6 +27,7 @@ from llava_ds.constants import ConfigError, in_short
 from llava_ds.files.object_store import is_remote, url_problem
 from llava_ds.files.places import local_path
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
+from llava_ds.template_variables import parse_variables
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
 _LOOPBACK = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/?")
@@ -53,7 +54,15 @@ MOE_FLAGS = ("num_experts", "top_k_experts", "moe_mode", "moe_layers_idx", "use_
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 
 # Flags that say how the records of --data_path are read.
-OF_RECORDS = ("data_format", "data_columns", "image_folder", "video_folder", "allow_http", "object_cache_dir")
+OF_RECORDS = (
+    "data_format",
+    "data_columns",
+    "data_split",
+    "image_folder",
+    "video_folder",
+    "allow_http",
+    "object_cache_dir",
+)
 
 # Flags that may name an object store.
 REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
@@ -148,6 +157,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
+    problems += template_variables(args)
     return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args), *rows_of_tokens(args)]
 
 
@@ -193,8 +203,8 @@ def missing_path(name: str, value: str) -> str | None:
         return f": there is no folder {missing[0]}" if missing else None
     if kind in ("folder", "model") and not os.path.isdir(value):
         return f": there is no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
-    if kind in ("data", "pattern") and not os.path.exists(value):
-        is_pattern = kind == "pattern" and any(mark in value for mark in "*?[{")
+    if kind == "pattern" and not os.path.exists(value):
+        is_pattern = any(mark in value for mark in "*?[{")
         return None if is_pattern else ": there is no such file or folder"
     chosen = name == "deepspeed_config" and value == CHOOSE_DS_CONFIG
     if kind == "file" and not chosen and not os.path.isfile(value):
@@ -209,6 +219,12 @@ def object_stores(args: Arguments) -> Iterator[str]:
         value = getattr(args.data, name)
         if value is not None and is_remote(value) and (problem := url_problem(value, args.data.allow_http)):
             yield f"--{name} {value}{problem}"
+
+
+def data_splits(args: Arguments) -> Iterator[str]:
+    data = args.data
+    if data.data_split is not None and data.data_path is None:
+        yield f"--data_split {data.data_split} needs --data_path: give it, too"
 
 
 def image_shape(args: Arguments) -> Iterator[str]:
@@ -318,6 +334,8 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         yield f"--eval_tasks can't be answered from the packed weights of --bits {bits}: leave one of them out"
     if training.eval_tasks is not None and training.objective == "reward":
         yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
+    if data.eval_data_split is not None and data.eval_data_path is None:
+        yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
     if data.sample_data_path is not None and not training.sample_steps:
         yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
 
@@ -412,6 +430,14 @@ def lora_and_quantization(args: Arguments) -> Iterator[str]:
             f"{', '.join(f'--{name}' for name in given)} without --lora_enable would train the whole language model: "
             "give --lora_enable True, or --lora_enable False if that is meant"
         )
+
+
+def template_variables(args: Arguments) -> Iterator[str]:
+    """The form of --chat_template_kwargs; the template itself is not read yet."""
+    try:
+        parse_variables(args.model.chat_template_kwargs)
+    except ConfigError as error:
+        yield str(error)
 
 
 def lora_variants(args: Arguments) -> Iterator[str]:
@@ -642,7 +668,7 @@ def streaming(args: Arguments) -> Iterator[str]:
         yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
 
 
-DATA_RULES: tuple[Rule, ...] = (object_stores, image_shape, sample_order)
+DATA_RULES: tuple[Rule, ...] = (object_stores, data_splits, image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
     precision_and_memory,

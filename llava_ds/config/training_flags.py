@@ -29,6 +29,7 @@ OPTIMS = {
 }
 
 PAIR_OBJECTIVES = ("dpo", "reward")  # whose data are pairs of answers
+DRAWING_OBJECTIVES = ("grpo", "ppo")  # whose answers the model draws itself, and data have others to compare with
 
 # Declarations of flags by their group; _free: of those that a resumed run may change freely.
 _, _run_free = flags_of("run")

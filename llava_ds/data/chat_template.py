@@ -1,18 +1,34 @@
 """Jinja chat templates: those for exported processors, and rendering with a tokenizer's own template."""
 
+import contextlib
+import functools
+import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
-from llava_ds.data.sample import Message
+from llava_ds.data.answer_spans import UNSTABLE, AnswerParts, AnswerSpan, find_answers
+from llava_ds.data.sample import Message, Transcript
+from llava_ds.data.special_tokens import split_parts
 from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
+from llava_ds.data.turn_form import (
+    TurnForm,
+    common_beginning,
+    find_form,
+    holds_thought,
+    needs_form,
+    refuse_unwritten,
+    with_thought_apart,
+)
 from llava_ds.files.model_files import MAX_TEMPLATE_BYTES, shown
+from llava_ds.template_variables import variables_problem
 from llava_ds.tokenizer import begins_with_bos, first_space_pattern, special_tokens
 
-ROLES = {"human": "user", "gpt": "assistant"}
+ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool"}
 
 
 def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
@@ -47,10 +63,11 @@ def _bos(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return "{{ bos_token + ' ' }}" if adds_space and not begins_with_token else "{{ bos_token }}"
 
 
-def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's chat template. Raises ConfigError if there is none, or if it is no text."""
+def own_template(tokenizer: PreTrainedTokenizerBase, offers_tools: bool = False) -> str:
+    """The tokenizer's chat template. offers_tools: of several the one for tools. Raises ConfigError if there is none,
+    or if it is no text."""
     try:
-        source = tokenizer.get_chat_template()
+        source = tokenizer.get_chat_template(tools=[] if offers_tools else None)
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{tokenizer.name_or_path}: the tokenizer's chat template can't be used: {error}") from error
     if not isinstance(source, str) or len(source) > MAX_TEMPLATE_BYTES:
@@ -61,8 +78,123 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return source
 
 
+@dataclass(frozen=True)
+class _Chat:
+    """All that a Jinja template is handed of a conversation: turns as dicts, tools, and values of its variables.
+
+    answers: the message of each turn that is an answer, by the turn's number; form: of the template's turns; is_plain:
+    True for a conversation without thoughts, calls and tools, for which the form was not looked for.
+    """
+
+    turns: list[dict[str, object]]
+    answers: dict[int, Message]
+    form: TurnForm
+    is_plain: bool
+    tools: list[object] | None = None
+    variables: dict[str, object] = field(default_factory=dict)
+
+    def marked(self, parts: Sequence[AnswerParts], num_turns: int | None = None) -> "_Chat":
+        """The chat, or its first turns, with markers in place of the parts of answers."""
+        turns = self.turns[:num_turns]
+        for each in parts:
+            if each.turn < len(turns):
+                turns[each.turn] = {**turns[each.turn], **self._marked_answer(each)}
+        return replace(self, turns=turns)
+
+    def _marked_answer(self, parts: AnswerParts) -> dict[str, object]:
+        message = self.answers[parts.turn]
+        thought = parts.marker("t") if "t" in parts.values else message.thought
+        calls = json.loads(message.tool_calls) if message.tool_calls else []
+        for i, call in enumerate(calls):
+            call["function"]["name"] = parts.marker(f"n{i}")
+        text = parts.marker("c") if "c" in parts.values else message.text
+        return self.form.answer(self.form.content(text), thought, calls)
+
+
+def _answer_parts(turn: int, message: Message) -> AnswerParts:
+    """The parts of an answer for which markers can stand: an empty thought, or an empty text beside calls, has none, as
+    templates write other words around it."""
+    values = {"t": message.thought} if message.thought else {}
+    if message.text or not message.tool_calls:
+        values["c"] = message.text
+    if message.tool_calls:
+        values |= {f"n{i}": call["function"]["name"] for i, call in enumerate(json.loads(message.tool_calls))}
+    return AnswerParts(turn, values)
+
+
+@functools.lru_cache(maxsize=64)
+def _turn_form(source: str, variables: str, special: str, as_parts: bool) -> TurnForm:
+    """The form of a template's turns. variables, special: its variables and special tokens, JSON objects."""
+    given = {**json.loads(special), **json.loads(variables or "{}")}
+
+    def render(turns: list[dict[str, object]], prompt: bool, tools: list | None) -> str:
+        settings = {"add_generation_prompt": prompt, "tools": tools, "chat_template": source}
+        return template_process.render(conversations=[turns], **settings, **given)[0]
+
+    return find_form(render, as_parts)
+
+
+def _with_form(
+    conversation: Transcript, tokenizer: PreTrainedTokenizerBase, source: str, as_parts: bool
+) -> tuple[Transcript, TurnForm, bool]:
+    """The conversation with thoughts apart from texts, the form of the template's turns, and True where it is plain.
+    Raises DataError for what the template does not write, and for variables that it does not read."""
+    variables = json.loads(conversation.template_kwargs) if conversation.template_kwargs else {}
+    if variables and (problem := variables_problem(variables, source, tokenizer)) is not None:
+        raise DataError(f"its chat_template_kwargs {problem}")
+    if not needs_form(conversation.messages, conversation.tools):
+        return conversation, TurnForm(as_parts), True
+    special = json.dumps(tokenizer.special_tokens_map)
+    form = _turn_form(source, conversation.template_kwargs, special, as_parts)
+    messages = tuple(with_thought_apart(message, form) for message in conversation.messages)
+    refuse_unwritten(messages, conversation.tools, form)
+    return replace(conversation, messages=messages), form, False
+
+
+def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_plain: bool) -> _Chat:
+    """The chat of a conversation with the content of each message."""
+    turns, answers = [], {}
+    for i, (message, content) in enumerate(zip(conversation.messages, contents, strict=True)):
+        if message.role == "gpt":
+            answers[i] = message
+            calls = json.loads(message.tool_calls) if message.tool_calls else ()
+            turn = form.answer(content, message.thought, calls)
+        elif message.role == "tool" and form.result_as_text and IMAGE_TOKEN not in message.text:
+            turn = {"role": "tool", "content": message.text}
+        else:
+            turn = {"role": ROLES[message.role], "content": content}
+        named = {"name": message.name, "tool_call_id": message.call_id}
+        turns.append({**turn, **{key: value for key, value in named.items() if value}})
+    tools = json.loads(conversation.tools) if conversation.tools else None
+    variables = json.loads(conversation.template_kwargs) if conversation.template_kwargs else {}
+    return _Chat(turns, answers, form, is_plain, tools, variables)
+
+
+@dataclass(frozen=True)
+class AnswerPrompt:
+    """The text that a template writes before an answer that is to come, "" for none; between that and an answer that is
+    there it writes one of gaps, such as a space or an empty thought, which is learned with the answer."""
+
+    text: str = ""
+    gaps: tuple[str, ...] = ()
+
+    def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
+        """The place behind the prompt before the answer that begins at start; None where there is no prompt.
+        of_spaces: only a gap of spaces counts."""
+        for gap in self.gaps if self.text.strip() else ():
+            if text.endswith(self.text + gap, 0, start) and not (of_spaces and gap.strip()):
+                return start - len(gap)
+        return None
+
+
+NO_PROMPT = AnswerPrompt()
+
+
 def render_own(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+    conversation: Transcript | Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    mm_use_im_start_end: bool = False,
+    prompt: AnswerPrompt = NO_PROMPT,
 ) -> list[Segment]:
     """Render a conversation in the tokenizer's own template; an answer is supervised with its end marker.
 
@@ -70,152 +202,197 @@ def render_own(
     other texts in place of the answers, has to agree with the first in everything around them. Raises DataError if the
     template refuses the messages or changes more of an answer than its outer spaces.
     """
-    return _segments(_as_chat(messages, mm_use_im_start_end), tokenizer)
+    conversation = Transcript.of(conversation)
+    source = own_template(tokenizer, bool(conversation.tools))
+    return _segments(_as_chat(conversation, tokenizer, source, mm_use_im_start_end), tokenizer, prompt, source)
 
 
-def _segments(
-    chat: list[dict[str, object]], tokenizer: PreTrainedTokenizerBase, prompt: str = "", source: str | None = None
-) -> list[Segment]:
-    """Segments of a chat as render_own gives them. prompt: what the template writes before an answer that is to come;
-    spaces between it and an answer that is there are supervised with the answer; source: another template than the
-    tokenizer's."""
-    source = own_template(tokenizer) if source is None else source
+def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPrompt, source: str) -> list[Segment]:
+    """Segments of a chat as render_own gives them. An answer is supervised from the end of its prompt on; source: the
+    template."""
     if re.search(r"\{%-?\s*generation\b", source):
-        text, spans = _rendered(chat, tokenizer, source, marks=True)
+        text, given = _rendered(chat, tokenizer, source, marks=True)
+        given = [(prompt.end_before(text, start, of_spaces=True) or start, end) for start, end in given]
+        if chat.is_plain and all(message.weight == 1 for message in chat.answers.values()):
+            return _cut(text, [_Span(start, end) for start, end in given])
+        answers = _answers(chat, text, tokenizer, source)
+        messages = [*chat.answers.values()]
+        spans = []
+        for start, end in given:
+            own = next((i for i, each in enumerate(answers) if start < each.end and each.first < end), None)
+            weight = 1.0 if own is None else messages[own].weight
+            spans.append(_Span(start, end, weight, own is not None and answers[own].left_out))
         return _cut(text, spans)
     text, _ = _rendered(chat, tokenizer, source)
-    answers = [_text_of(turn) for turn in chat if turn["role"] == "assistant"]
-    markers = [f"\ue000{i}\ue001" for i in range(len(answers))]
-    names = iter(markers)
-    marked = [_with_text(turn, next(names)) if turn["role"] == "assistant" else turn for turn in chat]
-    around = re.split("|".join(markers), _rendered(marked, tokenizer, source)[0]) if markers else [text]
-    if len(around) != len(answers) + 1:
-        raise DataError("the tokenizer's chat template leaves answers out: give --version one of LLaVA's templates")
-    special = re.compile(r"\s*(?:" + "|".join(map(re.escape, special_tokens(tokenizer))) + ")")
-    spans, end = [], len(around[0])
-    if not text.startswith(around[0]):
-        raise DataError(_UNSTABLE)
-    for answer, after in zip(answers, around[1:]):
-        start = end
-        written = next((a for a in (answer, answer.strip()) if text.startswith(a + after, start)), None)
-        if written is None:
-            raise DataError(_UNSTABLE)
-        end = start + len(written)
-        marker = special.match(after)
-        spans.append((_behind_prompt(text, start, prompt), end + (marker.end() if marker else 0)))
-        end += len(after)
-    if end != len(text):
-        raise DataError(_UNSTABLE)
+    spans, floor = [], 0
+    for (turn, message), found in zip(chat.answers.items(), _answers(chat, text, tokenizer, source)):
+        start = prompt.end_before(text, found.first)
+        if start is None and (message.thought is not None or message.tool_calls):
+            start = _behind_header(text, (floor, found.first), chat, turn, (tokenizer, source))
+        start = found.first if start is None else start
+        spans.append(_Span(start, found.end, message.weight, found.left_out))
+        floor = found.end
     return _cut(text, spans)
 
 
-def _behind_prompt(text: str, start: int, prompt: str) -> int:
-    """The place behind the prompt before an answer at start, if only spaces are between them; else start."""
-    if not prompt.strip():
-        return start
-    behind = text.rfind(prompt, 0, start) + len(prompt)
-    return behind if behind >= len(prompt) and not text[behind:start].strip() else start
+def _answers(chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> list[AnswerSpan]:
+    """The places of the answers in the rendered text."""
+    parts = [_answer_parts(turn, message) for turn, message in chat.answers.items()]
+    if not parts:
+        return []
+    marked = _rendered(chat.marked(parts), tokenizer, source)[0]
+
+    def marked_up_to(turn: int) -> str:
+        return _rendered(chat.marked(parts, turn + 1), tokenizer, source)[0]
+
+    special = re.compile(r"\s*(?:" + "|".join(map(re.escape, special_tokens(tokenizer))) + ")")
+    try:
+        return find_answers(text, marked, parts, marked_up_to, special)
+    except DataError as error:
+        if chat.is_plain or chat.form.thought or not any(holds_thought(each) for each in chat.answers.values()):
+            raise
+        raise DataError(
+            f"an answer has a thought in its text, which the chat template drops or changes: {error}"
+        ) from None
 
 
-def _text_of(turn: dict[str, object]) -> str:
-    content = turn["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+def _behind_header(
+    text: str, between: tuple[int, int], chat: _Chat, turn: int, template: tuple[PreTrainedTokenizerBase, str]
+) -> int:
+    """The place where an answer with a thought or calls begins: behind as much of the prompt as is before it.
 
-
-def _with_text(turn: dict[str, object], text: str) -> dict[str, object]:
-    is_text = isinstance(turn["content"], str)
-    return {**turn, "content": text if is_text else [{"type": "text", "text": text}]}
+    between: the end of the answer before it, and its own first part. Raises DataError where the place can't be told.
+    """
+    floor, first = between
+    header = chat.form.header
+    at = text.rfind(header, floor, first) if header.strip() else -1
+    if at >= 0:
+        return at + len(common_beginning(chat.form.prompt, text[at:first]))
+    # The answer goes on with a turn that is open, as Gemma 4's behind a tool's result.
+    asked = _rendered(replace(chat, turns=chat.turns[:turn]), *template, prompt=True)[0]
+    if not text.startswith(asked) or not floor <= len(asked) <= first:
+        raise DataError(UNSTABLE)
+    return len(asked)
 
 
 def render_ready(
-    messages: Sequence[Message],
+    conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: AnswerPrompt = NO_PROMPT,
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> list[Segment]:
     """Render a conversation as a ready model's processor does, with images where their marks are. prompt: of
     answer_prompt; kinds: "image" or "video" for each mark; source: another template than the tokenizer's. Raises
     DataError as render_own does."""
-    return _segments(_as_parts(messages, kinds), tokenizer, prompt, source)
+    conversation = Transcript.of(conversation)
+    source = own_template(tokenizer, bool(conversation.tools)) if source is None else source
+    return _segments(_as_parts(conversation, tokenizer, source, kinds), tokenizer, prompt, source)
 
 
 def render_ready_prompt(
-    messages: Sequence[Message],
+    conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> str:
     """The text up to the beginning of the next answer, as a ready model's processor writes it. kinds, source: as of
     render_ready."""
+    conversation = Transcript.of(conversation)
+    source = own_template(tokenizer, bool(conversation.tools)) if source is None else source
+    return _rendered(_as_parts(conversation, tokenizer, source, kinds), tokenizer, source, prompt=True)[0]
+
+
+def answer_prompt(
+    tokenizer: PreTrainedTokenizerBase, variables: str = "", source: str | None = None, as_parts: bool = True
+) -> AnswerPrompt:
+    """The prompt before an answer, in a template that is given the variables of a JSON object, "" for none. source:
+    another template than the tokenizer's; as_parts: as render_ready writes messages, not as render_own."""
     source = own_template(tokenizer) if source is None else source
-    return _rendered(_as_parts(messages, kinds), tokenizer, source, prompt=True)[0]
+    template = tokenizer, source
+    question, mark = Message("human", "x"), _ANSWER
+
+    def written(*answer: Message, prompt: bool = False) -> str:
+        conversation = Transcript((question, *answer), template_kwargs=variables)
+        chat = _as_parts(conversation, *template) if as_parts else _as_chat(conversation, *template, False)
+        return _rendered(chat, tokenizer, source, prompt=prompt)[0]
+
+    try:
+        before, asked = written(), written(prompt=True)
+    except DataError:  # no conversation can be written, which every record says by itself
+        return NO_PROMPT
+    gaps = {}
+    for answer in (Message("gpt", mark), Message("gpt", "y", thought=mark)):
+        with contextlib.suppress(DataError):  # of a template without thoughts
+            text = written(answer)
+            if text.startswith(asked) and mark in text:
+                gaps[text[len(asked) : text.index(mark)]] = None
+    prompt = asked[len(before) :] if asked.startswith(before) else ""
+    return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)))
 
 
-def answer_prompt(tokenizer: PreTrainedTokenizerBase, source: str | None = None) -> str:
-    """The text that the template writes before an answer that is to come; "" for a template that writes none. source:
-    another template than the tokenizer's."""
-    chat, source = _as_parts([Message("human", "x")]), own_template(tokenizer) if source is None else source
-    before, after = (_rendered(chat, tokenizer, source, prompt=prompt)[0] for prompt in (False, True))
-    return after[len(before) :] if after.startswith(before) else ""
+_ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The special token that ends an answer in a ready model's template; None if there is none."""
     answer = [Message("human", "x"), Message("gpt", "y")]
-    text = "".join(segment.text for segment in render_ready(answer, tokenizer, "") if segment.supervised)
+    text = "".join(segment.text for segment in render_ready(answer, tokenizer) if segment.supervised)
     return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
 
 
-def _as_parts(messages: Sequence[Message], kinds: Sequence[str] = ()) -> list[dict[str, object]]:
+def _as_parts(
+    conversation: Transcript, tokenizer: PreTrainedTokenizerBase, source: str, kinds: Sequence[str] = ()
+) -> _Chat:
     """Turns whose content is a list of parts: images where their marks are, and the text between without its outer
     spaces, as the vendors' own trainers cut it."""
-    roles = {**ROLES, "system": "system"}
-    if not any(message.role == "human" for message in messages):
+    if not any(message.role == "human" for message in conversation.messages):
         raise DataError("there is no question in the conversation")
-    chat, left = [], iter(kinds)
-    for i, message in enumerate(messages):
-        if message.role not in roles or (message.role == "system" and i > 0):
+    conversation, form, is_plain = _with_form(conversation, tokenizer, source, as_parts=True)
+    contents, left = [], iter(kinds)
+    for i, message in enumerate(conversation.messages):
+        if message.role not in ROLES or (message.role == "system" and i > 0):
             raise DataError(f"turn {i} is from {message.role!r}, expected 'human' or 'gpt'")
-        if IMAGE_TOKEN in message.text and message.role != "human":
+        if IMAGE_TOKEN in message.text and message.role not in ("human", "tool"):
             raise DataError(f"turn {i}, from {message.role!r}, holds an {IMAGE_TOKEN} mark: images belong to questions")
-        chat.append({"role": roles[message.role], "content": parts_of(message.text, left)})
-    return chat
+        contents.append(parts_of(message.text, left, message.keeps_spaces))
+    return _chat(conversation, contents, form, is_plain)
 
 
-def parts_of(text: str, kinds: Iterator[str]) -> list[dict[str, str]]:
-    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these."""
-    if IMAGE_TOKEN not in text:
+def parts_of(text: str, kinds: Iterator[str], keeps_spaces: bool = False) -> list[dict[str, str]]:
+    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these.
+
+    keeps_spaces: the parts that a record has; else texts without their outer spaces, and no empty one beside a mark.
+    """
+    if not keeps_spaces and IMAGE_TOKEN not in text:
         return [{"type": "text", "text": text}]
-    parts: list[dict[str, str]] = []
-    for i, piece in enumerate(text.split(IMAGE_TOKEN)):
-        parts += [{"type": next(kinds, "image")} for _ in range(i > 0)]
-        parts += [{"type": "text", "text": stripped} for stripped in [piece.strip()] if stripped]
-    return parts
+    parts = split_parts(text)
+    if not keeps_spaces:
+        parts = [part for part in (part and part.strip() for part in parts) if part != ""]
+    return [{"type": next(kinds, "image")} if part is None else {"type": "text", "text": part} for part in parts]
 
 
 def render_own_prompt(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
+    conversation: Transcript | Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
 ) -> str:
     """The text up to the beginning of the next answer, in the tokenizer's own template."""
-    chat = _as_chat(messages, mm_use_im_start_end)
-    return _rendered(chat, tokenizer, own_template(tokenizer), prompt=True)[0]
+    conversation = Transcript.of(conversation)
+    source = own_template(tokenizer, bool(conversation.tools))
+    chat = _as_chat(conversation, tokenizer, source, mm_use_im_start_end)
+    return _rendered(chat, tokenizer, source, prompt=True)[0]
 
 
-_UNSTABLE = (
-    "the tokenizer's chat template writes something else around an answer when its text is another, so what is "
-    "learned can't be told: give --version one of LLaVA's templates, or mark answers in it by {% generation %}"
-)
-
-
-def _as_chat(messages: Sequence[Message], mm_use_im_start_end: bool) -> list[dict[str, str]]:
-    placed, system = prepare(messages, "chat_template", mm_use_im_start_end)
-    chat = [{"role": "system", "content": system}] if system else []
-    return chat + [{"role": ROLES[message.role], "content": message.text} for message in placed]
+def _as_chat(
+    conversation: Transcript, tokenizer: PreTrainedTokenizerBase, source: str, mm_use_im_start_end: bool
+) -> _Chat:
+    conversation, form, is_plain = _with_form(conversation, tokenizer, source, as_parts=False)
+    placed, system = prepare(conversation.messages, "chat_template", mm_use_im_start_end)
+    messages = (*([Message("system", system)] if system else ()), *placed)
+    return _chat(replace(conversation, messages=messages), [message.text for message in messages], form, is_plain)
 
 
 def _rendered(
-    chat: list[dict[str, object]],
+    chat: _Chat,
     tokenizer: PreTrainedTokenizerBase,
     source: str,
     *,
@@ -224,7 +401,9 @@ def _rendered(
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text, and the spans inside {% generation %} blocks."""
     return template_process.render(
-        conversations=[chat],
+        **chat.variables,
+        conversations=[chat.turns],
+        tools=chat.tools,
         chat_template=source,
         add_generation_prompt=prompt,
         return_assistant_tokens_mask=marks,
@@ -232,11 +411,22 @@ def _rendered(
     )
 
 
-def _cut(text: str, spans: list[tuple[int, int]]) -> list[Segment]:
+@dataclass(frozen=True)
+class _Span:
+    """A part of the rendered text that is supervised. left_out: True if its answer's thought is not written."""
+
+    start: int
+    end: int
+    weight: float = 1.0
+    left_out: bool = False
+
+
+def _cut(text: str, spans: list[_Span]) -> list[Segment]:
     segments, done = [], 0
-    for start, end in spans:
-        segments += [Segment(text[done:start]), Segment(text[start:end], True, True)]
-        done = end
+    for span in spans:
+        answer = Segment(text[span.start : span.end], True, True, weight=span.weight, thought_left_out=span.left_out)
+        segments += [Segment(text[done : span.start]), answer]
+        done = span.end
     return [*segments, Segment(text[done:])]
 
 

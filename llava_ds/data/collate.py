@@ -24,7 +24,7 @@ class LoadedSample:
     frames, or what will decode them, and their layout. Samples that share an image hold the same object, which is
     computed once. source: the number of the data source of the sample; reference: the log-probability of its targets
     under the reference model, None without one; margin: of a chosen answer, by which it shall be ahead of the rejected
-    one.
+    one; weights (length,) float32: of each token's loss, None where all are 1.
     """
 
     input_ids: torch.Tensor
@@ -33,6 +33,7 @@ class LoadedSample:
     source: int = 0
     reference: float | None = None
     margin: float = 0.0
+    weights: torch.Tensor | None = None
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
@@ -122,6 +123,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         target_positions=supervised - 1,
         targets=labels[supervised],
         target_samples=torch.arange(len(samples)).repeat_interleave(lengths)[supervised],
+        target_weights=_weights(samples, supervised),
         pixel_values=pixel_values,
         pool_index=pool_index,
         pool_weight=pool_weight,
@@ -200,6 +202,14 @@ def _margins(samples: list[LoadedSample]) -> torch.Tensor | None:
     """(samples,) float64; None if all are zero."""
     found = [sample.margin for sample in samples]
     return torch.tensor(found, dtype=torch.float64) if any(found) else None
+
+
+def _weights(samples: list[LoadedSample], supervised: torch.Tensor) -> torch.Tensor | None:
+    """(S,) float32; None if all are 1."""
+    if all(sample.weights is None for sample in samples):
+        return None
+    parts = [torch.ones(len(one.labels)) if one.weights is None else one.weights for one in samples]
+    return torch.cat(parts)[supervised]
 
 
 def _feature_table(

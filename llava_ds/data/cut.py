@@ -127,6 +127,7 @@ def cut(whole: Batch, part: Part, options: ImageOptions) -> tuple[Batch, list[in
         target_positions=whole.target_positions[supervised] - first,
         targets=whole.targets[supervised],
         target_samples=whole.target_samples[supervised],
+        target_weights=None if whole.target_weights is None else whole.target_weights[supervised],
         image_positions=positions[inside] - first,
         feature_index=placed.rows,
         pool_index=placed.pool_index,
@@ -173,4 +174,5 @@ def without(batch: Batch, dropped: set[int]) -> Batch:
         target_positions=batch.target_positions[kept],
         targets=batch.targets[kept],
         target_samples=batch.target_samples[kept],
+        target_weights=None if batch.target_weights is None else batch.target_weights[kept],
     )

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.training_flags import PAIR_OBJECTIVES
+from llava_ds.config.training_flags import DRAWING_OBJECTIVES, PAIR_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
@@ -46,6 +46,7 @@ from llava_ds.data.preflight import (
     reasons_in_short,
     rejections,
 )
+from llava_ds.data.prompt_check import refuse_unasked
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
@@ -55,19 +56,21 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.open import shown
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
-from llava_ds.data.token_runs import from_columns
+from llava_ds.data.token_runs import from_columns, weights_from_column
 from llava_ds.files.object_store import configure
 from llava_ds.files.places import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
-ENCODING_VERSION = 5  # raise it when the same records would give other rows
-ROWS_FORMAT = "shards 3"  # of the files; another one is another cache, and no other data
-PAIR_ROWS_FORMAT = "pairs 3"  # the same of preferences
+ENCODING_VERSION = 6  # raise it when the same records would give other rows
+ROWS_FORMAT = "shards 4"  # of the files; another one is another cache, and no other data
+PAIR_ROWS_FORMAT = "pairs 4"  # the same of preferences
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 EXAMPLES_TRIED = 100
+
+KEYS_SHOWN = 20  # of those that are not read, in the first lines
 
 SCANNED_TOGETHER = 1 << 16  # samples
 
@@ -183,7 +186,10 @@ class EncodedDataset(torch.utils.data.Dataset):
         except DataError as error:
             self.note_error(error)
             return broken(row, str(error))
-        sample = LoadedSample(*_ids_and_labels(row), loaded, row.column("source")[0].as_py())
+        ids, labels = _ids_and_labels(row)
+        weights = weights_from_column(row.column("weights")[0].as_py(), labels)
+        weights = None if weights is None else torch.from_numpy(weights)
+        sample = LoadedSample(ids, labels, loaded, row.column("source")[0].as_py(), weights=weights)
         if not self.are_pairs:
             return sample
         reference = None if self.reference is None else self.reference[self.rows[index]].tolist()
@@ -236,10 +242,12 @@ class EncodedDataset(torch.utils.data.Dataset):
         return rejections(self.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
-        """All columns of one record, by its index among all records, with input_ids and labels in full."""
+        """All columns of one record, by its index among all records, with input_ids, labels and weights in full."""
         columns = self._record(index).to_pylist()[0]
-        tokens = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
-        return {**columns, **{name: part.tolist() for name, part in zip(("input_ids", "labels"), tokens)}}
+        ids, labels = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
+        weights = weights_from_column(columns["weights"], labels)
+        weights = None if weights is None else weights.tolist()
+        return {**columns, "input_ids": ids.tolist(), "labels": labels.tolist(), "weights": weights}
 
     def images_of(self, index: int) -> list[str | dict[str, object]]:
         """The first file of each image and video of a sample: a path, or the fields of a FileRef for a slice."""
@@ -303,6 +311,9 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"lengths in tokens, shortest to longest: {shown}",
             ]
             lines += [f"{number:,} records {UNMARKED_TEXTS[kind]}" for kind, number in facts["unmarked"].items()]
+            if weighed := facts["weighed"]:
+                lines.append(f"{weighed:,} samples have answers whose loss counts with a weight other than 1")
+            lines += _unread_lines(facts)
             lines += [self.image_options.boxes.describe()] * self.has_boxes
         if self.num_rejected:
             rows = list(self.rejections())
@@ -312,6 +323,20 @@ class EncodedDataset(torch.utils.data.Dataset):
                 f"  the first: {_rejection_line(rows[0])}",
             ]
         return lines
+
+
+def _unread_lines(facts: dict[str, object]) -> list[str]:
+    """Lines about keys of records that are not read, and thoughts that the chat template does not write."""
+    lines, (thoughts, records) = [], facts["left_out"]
+    if thoughts:
+        lines.append(
+            f"{thoughts:,} thoughts of {records:,} records are not learned: the chat template leaves them out, as "
+            "templates do before a later question"
+        )
+    if unread := [f"{key!r} ({number:,} records)" for key, number in facts["unread"].items()]:
+        more = f" and {len(unread) - KEYS_SHOWN} more" if len(unread) > KEYS_SHOWN else ""
+        lines.append(f"keys of records that are not read: {', '.join(unread[:KEYS_SHOWN])}{more}")
+    return lines
 
 
 def num_of_part(number: int, fraction: float) -> int:
@@ -332,7 +357,10 @@ def open_data(
 
     refuse_bad: apply --on_bad_sample, which may refuse bad records.
     """
-    return data_spec(args, tokenizer, image_options, refuse_bad, ranks).open(ranks)
+    dataset = data_spec(args, tokenizer, image_options, refuse_bad, ranks).open(ranks)
+    if args.training.objective != "sft":
+        _refuse_weights(dataset, args.training.objective)
+    return dataset
 
 
 def data_spec(
@@ -353,6 +381,7 @@ def data_spec(
         cache_dir=data.cache_dir,
         on_unmarked_image=data.on_unmarked_image,
         bbox_type=data.bbox_type,
+        split=data.data_split,
         are_preferences=args.training.objective in PAIR_OBJECTIVES,
     )
     return DataSpec.of(
@@ -364,6 +393,7 @@ def data_spec(
             mm_use_im_start_end=model.mm_use_im_start_end,
             supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
             split_special_tokens=model.split_special_tokens,
+            answer_is_reference=args.training.objective in DRAWING_OBJECTIVES,
         ),
         image_options,
         PreflightOptions(
@@ -425,7 +455,10 @@ class DataSpec:
         options: PreflightOptions,
         ranks: Ranks = ALONE,
     ) -> "DataSpec":
-        """Hash the files, and find the folder in the cache. All ranks call it together."""
+        """Hash the files, and find the folder in the cache. All ranks call it together.
+
+        Raises ConfigError where the first records would not be learned as they are asked for (prompt_check).
+        """
         cache_dir = Path(options.cache_dir).expanduser()
         common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
         common += [
@@ -440,6 +473,7 @@ class DataSpec:
             stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
             contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
         checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
+        refuse_unasked(checker.prompts, sources)
         form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
         images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
         # A newer library may make other ids: rows are made anew, and other ones show in the fingerprint. More rows of
@@ -505,7 +539,11 @@ class DataSpec:
         boxes = box_parts(used) if index.has_boxes else []
         boxes += video_parts(used) if index.has_videos else []
         parts = [*self.common, options_part(used), *boxes, *self.contents, *index.outcome, index.contents]
-        return EncodedDataset(rows, index, self.names, self.descriptions, self.image_options, digest_of(parts))
+        lines = self.descriptions
+        samples = index.accepted
+        if len(samples.rows) and samples.facts["answers"] > len(samples.rows):
+            lines += filter(None, [self.checker.prompts.note_on_earlier()])
+        return EncodedDataset(rows, index, self.names, lines, self.image_options, digest_of(parts))
 
 
 def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
@@ -576,6 +614,21 @@ def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, 
         *reasons_in_short([row["reason"] for row in rows]),
     ]
     raise DataError("\n".join(lines))
+
+
+def _refuse_weights(dataset: EncodedDataset, objective: str) -> None:
+    """Raise DataError where an answer has a weight that only the loss of supervised fine-tuning takes."""
+    number = dataset.index.facts["weighed"]
+    if not number:
+        return
+    first = int(dataset.rows[np.flatnonzero(dataset.table.column("weights").is_valid().take(dataset.rows))[0]])
+    row = dataset.row(first)
+    weight = next(each for each in row["weights"] if each != 1)
+    raise DataError(
+        f"{printable(place_of(row))}: record {row['index']} ({printable(row['id'])}) gives its answer the weight "
+        f"{weight:g}, which --objective {objective} does not take: leave the weights out ({number:,} of "
+        f"{len(dataset):,} records {'has' if number == 1 else 'have'} one)"
+    )
 
 
 def broken(row: pa.Table, reason: str) -> BrokenSample:

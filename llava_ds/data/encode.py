@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Encoding
@@ -17,8 +18,8 @@ from llava_ds.constants import (
     ConfigError,
     DataError,
 )
-from llava_ds.data.chat_template import answer_end, render_own, render_own_prompt
-from llava_ds.data.sample import Message
+from llava_ds.data.chat_template import AnswerPrompt, answer_end, answer_prompt, render_own, render_own_prompt
+from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
@@ -44,20 +45,46 @@ class EncodingOptions:
     mm_use_im_start_end: bool = False
     supervise_last_turn_only: bool = False
     split_special_tokens: bool = False
+    answer_is_reference: bool = False  # the last answer is compared with those that a model draws, and not learned
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32)."""
+    """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32).
+
+    weights: of each token's loss (float32), None where all supervised tokens weigh 1; left_out: number of answers whose
+    thoughts are not in it.
+    """
 
     input_ids: np.ndarray
     labels: np.ndarray
     truncated: bool
+    weights: np.ndarray | None = None
+    left_out: int = 0
+
+    def cut(self, limit: int) -> "Encoded":
+        """At most so many tokens of it."""
+        if len(self.input_ids) <= limit:
+            return self
+        weights = None if self.weights is None else self.weights[:limit]
+        return replace(
+            self, input_ids=self.input_ids[:limit], labels=self.labels[:limit], truncated=True, weights=weights
+        )
 
     @property
     def num_targets(self) -> int:
         """Number of supervised positions. The first position can't be predicted."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
+
+
+class Span(NamedTuple):
+    """A supervised part of a text. first_tokens: above 0, only so many of its tokens are; weight: of the loss, where 0
+    takes back what is supervised everywhere."""
+
+    start: int
+    end: int
+    first_tokens: int = 0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +112,7 @@ class Encoder:
         self.options = options
         self.num_rows = rows_noted(tokenizer)
         self.tokenizer = as_llava(tokenizer)
+        self._prompts: dict[tuple[str, str | None], AnswerPrompt] = {}
         self.begins_with_space = first_space_pattern(self.tokenizer)
         self.backend = copy_of_backend(self.tokenizer)
         self.first_ids: list[int] = []
@@ -120,22 +148,26 @@ class Encoder:
         self.image_ids = (self.backend.token_to_id(MARKED_IMAGE),)
 
     def encode_batch(
-        self, conversations: Sequence[tuple[Sequence[Message], Sequence[int | ImageText]]]
+        self, conversations: Sequence[tuple[Transcript | Sequence[Message], Sequence[int | ImageText]]]
     ) -> list[Encoded | DataError]:
         """Ids and labels of every conversation, or the reason why it can't be encoded, in order.
 
-        A conversation: its messages, and MediaLayout.mark for each <image> mark in the text's order. Cut at
-        max_length, features included. A token is supervised if it begins in a supervised segment: a token that begins
-        before it can't follow a prompt. A token beyond the rows of the model's embedding is a reason, too.
+        A conversation: a transcript or its messages alone, and MediaLayout.mark for each <image> mark in the text's
+        order. Cut at max_length, features included. A token is supervised if it begins in a supervised segment: a token
+        that begins before it can't follow a prompt. A token beyond the rows of the model's embedding is a reason, too.
         """
         results: list[Encoded | DataError | None] = []
-        rows: list[tuple[int, list[Piece], list[tuple[int, int, int]], Sequence[int]]] = []
-        for messages, features in conversations:
+        rows: list[tuple[int, list[Piece], list[Span], Sequence[int]]] = []
+        left_out: dict[int, int] = {}
+        for given, features in conversations:
             try:
-                pieces, spans = self._pieces(self._render(messages, features), features)
+                segments = self._render(Transcript.of(given), features)
+                pieces, spans = self._pieces(segments, features)
             except DataError as error:
                 results.append(error)
                 continue
+            if self.template.write is None and any(segment.thought_left_out for segment in segments):
+                left_out[len(results)] = sum(segment.thought_left_out for segment in segments)
             rows.append((len(results), pieces, spans, features))
             results.append(None)
         limit = self.options.max_length
@@ -143,11 +175,13 @@ class Encoder:
         begun = [_beginning(pieces, num_chars) for _, pieces, _, _ in rows]
         coded = self._tokenize([piece.text for pieces in begun for piece in pieces])
         for (index, pieces, spans, features), beginning in zip(rows, begun):
-            ids, labels = self._join(beginning, coded, spans, features)
-            if beginning is not pieces and len(ids) < limit + TOKENS_BEHIND:
+            joined = self._join(beginning, coded, spans, features)
+            if beginning is not pieces and len(joined.input_ids) < limit + TOKENS_BEHIND:
                 results[index] = self._in_larger_parts(pieces, num_chars, spans, features)
             else:
-                results[index] = Encoded(ids[:limit], labels[:limit], len(ids) > limit)
+                results[index] = joined.cut(limit)
+            if index in left_out and isinstance(results[index], Encoded):
+                results[index] = replace(results[index], left_out=left_out[index])
         if self.num_rows is None:
             return results
         return [one if isinstance(one, DataError) else self._without_row(one.input_ids) or one for one in results]
@@ -174,7 +208,7 @@ class Encoder:
                 raise error
 
     def _in_larger_parts(
-        self, pieces: list[Piece], num_chars: int, spans: Sequence[tuple[int, int, int]], features: Sequence[int]
+        self, pieces: list[Piece], num_chars: int, spans: Sequence[Span], features: Sequence[int]
     ) -> Encoded | DataError:
         """Encode a long conversation of which num_chars characters gave too few tokens."""
         limit, beginning = self.options.max_length, None
@@ -182,61 +216,116 @@ class Encoder:
             num_chars = min(TIMES_MORE * num_chars, self.most_chars)
             beginning = _beginning(pieces, num_chars)
             coded = self._tokenize([piece.text for piece in beginning])
-            ids, labels = self._join(beginning, coded, spans, features)
-            if beginning is pieces or len(ids) >= limit + TOKENS_BEHIND:
-                return Encoded(ids[:limit], labels[:limit], len(ids) > limit)
+            joined = self._join(beginning, coded, spans, features)
+            if beginning is pieces or len(joined.input_ids) >= limit + TOKENS_BEHIND:
+                return joined.cut(limit)
         total = sum(len(piece.text) for piece in pieces)
         return DataError(
             f"its text has {total:,} characters, and the first {num_chars:,} of them, which are more than "
             f"{limit:,} tokens spell, are fewer: take out what the tokenizer passes over, such as spaces in a row"
         )
 
-    def prompt_ids(self, messages: Sequence[Message], num_image_tokens: Sequence[int | ImageText]) -> list[int]:
-        """The ids up to the beginning of the next answer, not cut. messages end with a question."""
-        text = self._prompt_text(self._guarded(messages), num_image_tokens)
+    def prompt_ids(
+        self, conversation: Transcript | Sequence[Message], num_image_tokens: Sequence[int | ImageText]
+    ) -> list[int]:
+        """The ids up to the beginning of the next answer, not cut. The conversation ends with a question."""
+        text = self._prompt_text(self._guarded(Transcript.of(conversation)), num_image_tokens)
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
-        ids, _ = self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
-        if self.num_rows is not None and (error := self._without_row(ids)):
+        joined = self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
+        if self.num_rows is not None and (error := self._without_row(joined.input_ids)):
             raise error
-        return ids.tolist()
+        return joined.input_ids.tolist()
 
-    def _prompt_text(self, messages: Sequence[Message], features: Sequence[int | ImageText]) -> str:
+    def encode_whole(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> Encoded:
+        """Ids and labels of a conversation, not cut."""
+        pieces, spans = self._pieces(self._render(conversation, num_image_tokens), num_image_tokens)
+        return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
+
+    def text_ids(self, text: str) -> np.ndarray:
+        """The ids (int32) of a text by itself."""
+        return np.array(next(self._tokenize([text])).ids, np.int32)
+
+    def texts(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> tuple[str, str]:
+        """The text that asks for the conversation's last answer, and that of training with the answer."""
+        asked = replace(conversation, messages=conversation.messages[:-1])
+        segments = self._render(conversation, num_image_tokens)
+        return self._prompt_text(asked, num_image_tokens), "".join(segment.text for segment in segments)
+
+    def _answer_prompt(self, conversation: Transcript, source: str | None = None) -> AnswerPrompt:
+        """The prompt before the answers of a conversation. source: as of render_ready."""
+        key = (conversation.template_kwargs, source)
+        if key not in self._prompts:
+            is_ready = self.options.template == "processor"
+            self._prompts[key] = answer_prompt(self.tokenizer, *key, as_parts=is_ready)
+        return self._prompts[key]
+
+    def _prompt_text(self, conversation: Transcript, features: Sequence[int | ImageText]) -> str:
         im_start_end = self.options.mm_use_im_start_end
         if self.template.write is None:
-            return render_own_prompt(messages, self.tokenizer, im_start_end)
-        return render_prompt(messages, self.options.template, im_start_end)
+            return render_own_prompt(conversation, self.tokenizer, im_start_end)
+        return render_prompt(self._as_texts(conversation), self.options.template, im_start_end)
 
-    def _render(self, messages: Sequence[Message], features: Sequence[int | ImageText]) -> list[Segment]:
-        messages = self._guarded(messages)
+    def _render(self, conversation: Transcript, features: Sequence[int | ImageText]) -> list[Segment]:
+        conversation = self._guarded(conversation)
         if self.template.write is None:
-            segments = render_own(messages, self.tokenizer, self.options.mm_use_im_start_end)
+            prompt = self._answer_prompt(conversation)
+            segments = render_own(conversation, self.tokenizer, self.options.mm_use_im_start_end, prompt)
         else:
-            segments = render(messages, self.options.template, self.options.mm_use_im_start_end)
+            segments = render(self._as_texts(conversation), self.options.template, self.options.mm_use_im_start_end)
         return self._named(segments)
 
-    def _guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
-        for message in messages:
-            refuse_noncharacters(message.text)
-        if self.special is None:
+    def _as_texts(self, conversation: Transcript) -> Sequence[Message]:
+        """The messages as LLaVA's own templates write them, a thought in front of its answer's text. Raises DataError
+        for tools and variables, which these templates have no place for."""
+        template, messages = self.options.template, conversation.messages
+        if conversation.template_kwargs:
+            raise DataError(f"sets template variables under 'chat_template_kwargs', and --version {template} has none")
+        if conversation.tools or any(message.role == "tool" or message.tool_calls for message in messages):
+            what = "offers tools" if conversation.tools else "has tool calls or their results"
+            raise DataError(f"{what}, which --version {template} has no place for")
+        if all(message.thought is None for message in messages):
             return messages
-        return [replace(message, text=self.special.guarded(message.text)) for message in messages]
+        return [
+            message if message.thought is None else replace(message, text=_with_thought(message), thought=None)
+            for message in messages
+        ]
+
+    def _guarded(self, conversation: Transcript) -> Transcript:
+        messages = conversation.messages
+        for message in messages:
+            refuse_noncharacters(message.text, message.keeps_spaces)
+            if message.thought or message.tool_calls:
+                refuse_noncharacters(f"{message.thought} {message.tool_calls}")
+        if conversation.tools:
+            refuse_noncharacters(conversation.tools)
+        if self.special is None:
+            return conversation
+        guarded = self.special.guarded
+        messages = tuple(
+            replace(
+                message,
+                text=guarded(message.text),
+                thought=None if message.thought is None else guarded(message.thought),
+                tool_calls=guarded(message.tool_calls),
+            )
+            for message in messages
+        )
+        return replace(conversation, messages=messages, tools=guarded(conversation.tools))
 
     def _named(self, segments: list[Segment]) -> list[Segment]:
         if self.special is None:
             return segments
-        return [replace(segment, text=self.special.named(segment.text)) for segment in segments]
+        return [segment._replace(text=self.special.named(segment.text)) for segment in segments]
 
-    def _pieces(
-        self, segments: Sequence[Segment], features: Sequence[int]
-    ) -> tuple[list[Piece], list[tuple[int, int, int]]]:
+    def _pieces(self, segments: Sequence[Segment], features: Sequence[int]) -> tuple[list[Piece], list[Span]]:
         """Texts to tokenize separately, and supervised spans of the whole text: start, end, most tokens (0: all)."""
         segments = self._chosen(segments)
-        spans: list[tuple[int, int, int]] = []
+        spans: list[Span] = []
         end = 0
         for segment in segments:
             start, end = end, end + len(segment.text)
             if segment.supervised:
-                spans.append((start, end, segment.first_tokens))
+                spans.append(Span(start, end, segment.first_tokens, segment.weight))
         text = "".join([segment.text for segment in segments])
         marks = text.count(IMAGE_TOKEN)
         if marks != len(features):
@@ -284,15 +373,16 @@ class Encoder:
         self,
         pieces: Sequence[Piece],
         coded: Iterator[WordRow | WholeRow],
-        spans: Sequence[tuple[int, int, int]],
+        spans: Sequence[Span],
         features: Sequence[int],
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels (int32) of one conversation from its tokenized pieces and its images.
+    ) -> Encoded:
+        """Encode one conversation, not cut, from its tokenized pieces and its images.
 
         Source: LLaVA's tokenizer_image_token for the ids.
         """
         parts: list[np.ndarray] = []
-        supervised: list[tuple[int, int]] = []  # positions
+        supervised: list[tuple[int, int, float]] = []  # positions, and the weight of these tokens
+        weighed = False
         length = 0
         for i, (piece, tokens) in enumerate(zip(pieces, coded)):
             if i > 0:
@@ -304,17 +394,19 @@ class Encoder:
                 span for span in spans if span[1] > base and span[0] < piece_end and not (span[2] and span[0] < base)
             ]
             counts = tokens.tokens_before([place - base for span in mine for place in span[:2]]) if mine else []
-            for first, last, (_, _, most) in zip(counts[::2], counts[1::2], mine):
-                supervised.append((length + first, length + (min(last, first + most) if most else last)))
+            for first, last, (_, _, most, weight) in zip(counts[::2], counts[1::2], mine):
+                supervised.append((length + first, length + (min(last, first + most) if most else last), weight))
+                weighed = weighed or weight != 1
             row = [*piece.before, *tokens.ids, *self.last_ids]
             parts.append(np.array(row, np.int32))
             length += len(row) - len(piece.before)
         ids = np.concatenate(parts) if len(parts) > 1 else parts[0]
         labels = np.full(len(ids), IGNORE_INDEX, np.int32)
-        for first, last in supervised:
+        for first, last, _ in supervised:
             labels[first:last] = ids[first:last]
         for token in self.learned:
             labels[ids == token] = token
+        weights = _weights(labels, supervised) if weighed else None
         if self.template.whole and features:
             is_image = ids == self.image_ids[0]
             for other in self.image_ids[1:]:
@@ -323,7 +415,8 @@ class Encoder:
             counts[is_image] = features[: np.count_nonzero(is_image)]
             ids[is_image], labels[is_image] = IMAGE_TOKEN_INDEX, IGNORE_INDEX
             ids, labels = np.repeat(ids, counts), np.repeat(labels, counts)
-        return ids, labels
+            weights = None if weights is None else np.repeat(weights, counts)
+        return Encoded(ids, labels, False, weights)
 
     def _find_head(self) -> _Head | None:
         """The system prompt up to its last word, if the rest gets the same ids when tokenized separately."""
@@ -331,7 +424,7 @@ class Encoder:
         if self.template.write is None:
             return None
         probes = ["x", "", "  two  ", "\n\nz", "猫", "<b>", "'s", "\t1"]
-        talks = [[Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p)] for p in probes]
+        talks = [Transcript((Message("human", f"{p}{IMAGE_TOKEN}"), Message("gpt", p))) for p in probes]
         rendered = [self._render(talk, (0,)) for talk in talks]
         texts = ["".join(segment.text for segment in segments) for segments in rendered]
         unlearned = itertools.takewhile(lambda segment: not segment.supervised, rendered[0])
@@ -349,6 +442,21 @@ class Encoder:
             if all(whole.ids == ids + rest.ids for whole, rest in zip(wholes, rests)):
                 return _Head(common[: cut + skipped], ids, joint)
         return None
+
+
+def _with_thought(message: Message) -> str:
+    return "<think>\n" + message.thought.strip("\n") + "\n</think>\n\n" + message.text
+
+
+def _weights(labels: np.ndarray, supervised: Sequence[tuple[int, int, float]]) -> np.ndarray | None:
+    """The weight of each token (float32), None where all that is supervised weighs 1. Tokens of spans that weigh 0 lose
+    their labels. supervised: first and last position, and weight."""
+    weights = np.ones(len(labels), np.float32)
+    for first, last, weight in supervised:
+        weights[first:last] = weight
+    labels[weights == 0] = IGNORE_INDEX
+    weights[labels == IGNORE_INDEX] = 1
+    return weights if np.any(weights != 1) else None
 
 
 def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
@@ -410,4 +518,4 @@ def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:
     last = max((i for i, segment in enumerate(segments) if segment.is_answer), default=0)
     while last > 0 and segments[last - 1].is_answer:
         last -= 1
-    return [Segment(s.text, s.is_answer and i >= last, s.is_answer) for i, s in enumerate(segments)]
+    return [s._replace(supervised=s.is_answer and i >= last, first_tokens=0) for i, s in enumerate(segments)]

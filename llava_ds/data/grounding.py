@@ -1,12 +1,13 @@
 """Boxes and points of a sample in the coordinates and the words of the model that is trained."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from llava_ds.boxes import CoordinateFrame, Numbers, coordinate_units
 from llava_ds.constants import DataError
+from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import BOX_MARK, REF_MARK, Box, Message, Sample
-from llava_ds.data.sources.objects import MARKS
+from llava_ds.data.sources.objects import fill_marks
 from llava_ds.geometry import ImageOptions, Size, coordinate_frame
 
 TOLERANCE = 1.0  # pixels of the image by which rounding may put a box outside of it
@@ -26,7 +27,7 @@ def write_objects(
     for box in sample.boxes:
         place = images[box.image]
         [size] = sizes[place]
-        frame = coordinate_frame(size, len(sample.media), options)
+        frame = coordinate_frame(size, len(sample.media), options_for(sample.media[place], options))
         numbers = frame.numbers(_in_pixels(box, size))
         written[place].append(numbers)
         texts.append(options.boxes.text(numbers))
@@ -34,14 +35,10 @@ def write_objects(
 
     def filled(messages: Sequence[Message]) -> tuple[Message, ...]:
         left = {BOX_MARK: iter(texts), REF_MARK: iter(refs)}
-        return tuple(replace(each, text=_fill(each.text, left)) for each in messages)
+        return tuple(replace(each, text=fill_marks(each.text, lambda mark: next(left[mark]))) for each in messages)
 
     filled_sample = replace(sample, messages=filled(sample.messages), rejected=filled(sample.rejected))
     return filled_sample, [tuple(numbers) for numbers in written]
-
-
-def _fill(text: str, left: dict[str, Iterator[str]]) -> str:
-    return MARKS.sub(lambda mark: next(left[mark[0]]), text)
 
 
 def _in_pixels(box: Box, size: Size) -> Numbers:

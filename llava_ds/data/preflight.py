@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -18,14 +19,16 @@ from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
-from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Message, Sample
+from llava_ds.data.media_settings import options_for
+from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
+from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
 from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.layouts import ImageText, MediaLayout
 from llava_ds.runtime.ranks import printable
 from llava_ds.videos import Footage
 
-Row = dict[str, object]  # of ROWS, with "seen" in the place of COLUMNS, and "input_ids" and "labels" in full
+Row = dict[str, object]  # of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
@@ -34,6 +37,7 @@ PART_BYTES = 4 << 20  # of records checked together: their tokens take many time
 RECORDS_PER_CALL = 256  # checked by a worker process at a time
 
 MAX_ID = 200  # characters of the id of a rejected record
+
 
 RECORDS = pa.schema(
     [
@@ -47,7 +51,8 @@ RECORDS = pa.schema(
 
 # One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
 # file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs.COLUMNS ids and labels.
+# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights. unread:
+# names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -67,6 +72,9 @@ ROWS = pa.schema(
         ("truncated", pa.bool_()),
         *COLUMNS,
         ("unmarked", pa.string()),
+        token_runs.WEIGHTS,
+        ("unread", pa.string()),
+        ("left_out", pa.int32()),
     ]
 )
 
@@ -104,6 +112,11 @@ class Checker:
     encoder: Encoder
     image_options: geometry.ImageOptions
 
+    @cached_property
+    def prompts(self) -> PromptCheck:
+        """The check that answers are learned as they are asked for."""
+        return PromptCheck(self.encoder, self.image_options)
+
     @property
     def takes_pairs(self) -> bool:
         """True for preferences."""
@@ -122,23 +135,35 @@ class Checker:
         places = zip(*(records.column(name).to_pylist() for name in ("source", "index", "text")))
         outcomes = [self._check(*place) for place in places]
         good = [one for one in outcomes if isinstance(one, _Checked)]
-        coded = iter(self.encoder.encode_batch([(each, one.marks) for one in good for each in one.conversations]))
+        coded = self._encoded([(each, one.marks) for one in good for each in one.transcripts])
         rows = [
-            self._row(one, [next(coded) for _ in one.conversations]) if isinstance(one, _Checked) else one
+            self._row(one, [next(coded) for _ in one.transcripts]) if isinstance(one, _Checked) else one
             for one in outcomes
         ]
         columns = {name: records.column(name).combine_chunks() for name in ("source", "file", "line", "index")}
-        columns |= token_runs.to_columns([row["input_ids"] for row in rows], [row["labels"] for row in rows])
+        labels = [row["labels"] for row in rows]
+        columns |= token_runs.to_columns([row["input_ids"] for row in rows], labels)
+        columns["weights"] = token_runs.weights_to_column([row["weights"] for row in rows], labels)
         columns |= as_columns([row["seen"] for row in rows])
         rest = [field for field in self.schema if field.name not in columns]
         columns |= {field.name: pa.array([row[field.name] for row in rows], field.type) for field in rest}
         return pa.table([columns[field.name] for field in self.schema], schema=self.schema)
+
+    def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
+        for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
+            is_asked = self.encoder.options.answer_is_reference and isinstance(one, Encoded)
+            yield with_asked_prompt(self.encoder, *conversation, one) if is_asked else one
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
             sample = to_sample(text.decode("utf-8", "surrogatepass"), self.sources[source], index)
         except DataError as error:
             return _rejected(_id_in(text, self.sources[source].columns.id, index), error, text)
+        try:
+            for one in sample.media:
+                options_for(one, self.image_options)
+        except DataError as error:
+            return _rejected(sample.id, error)
         try:
             found = [self._look_at(one) for one in sample.media]
         except DataError as error:
@@ -150,9 +175,13 @@ class Checker:
                 sample, boxes = write_objects(sample, [one.sizes for one in media], self.image_options)
                 media = tuple(replace(one, boxes=numbers) for one, numbers in zip(media, boxes, strict=True))
             marks = [layout_of(one, len(media), self.image_options).mark for one in media]
+            transcripts = sample.transcripts
+            for transcript in transcripts:
+                if reason := self.prompts.reason(transcript, marks):
+                    raise DataError(reason)
         except DataError as error:
             return _rejected(sample.id, error)
-        return _Checked(sample, media, seen, marks)
+        return _Checked(sample, transcripts, media, seen, marks)
 
     def _look_at(self, media: Media) -> tuple[SizedMedia, list[SeenFile]]:
         try:
@@ -174,10 +203,12 @@ class Checker:
             own = coded.num_targets
             targets += own
             if own == 0:
-                limit = self.encoder.options.max_length
-                why = f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
-                return _rejected(sample.id, DataError(f"nothing to learn from: {why}"))
-        words = sum(len(message.text.split()) for message in sample.messages)
+                return _rejected(sample.id, DataError(f"nothing to learn from: {self._why_nothing(sample, coded)}"))
+        words = 0
+        for message in sample.messages:
+            words += len(message.text.split())
+            if message.thought is not None or message.tool_calls:
+                words += len(f"{message.thought or ''} {message.tool_calls}".split())
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
         return {
             "id": sample.id,
@@ -185,6 +216,7 @@ class Checker:
             "text_to_retry": None,
             "input_ids": _joined([coded.input_ids for coded in answers]),
             "labels": _joined([coded.labels for coded in answers]),
+            "weights": _joined_weights(answers),
             "media": media_to_text(one.media),
             "length": sum(len(coded.input_ids) for coded in answers),
             "num_targets": targets,
@@ -195,8 +227,20 @@ class Checker:
             "words": words if has_field else -words,
             "truncated": any(coded.truncated for coded in answers),
             "unmarked": sample.unmarked,
+            "unread": "\n".join(map(printable, sample.unread)),
+            "left_out": sum(coded.left_out for coded in answers),
             "seen": one.seen,
         }
+
+    def _why_nothing(self, sample: Sample, coded: Encoded) -> str:
+        """The reason why none of a sample's tokens is supervised."""
+        weights = [message.weight for message in sample.messages if message.role == "gpt"]
+        if weights and not any(weights):
+            return "all of its answers weigh 0"
+        if self.encoder.options.supervise_last_turn_only and weights and not weights[-1]:
+            return "its last answer weighs 0, and no other is learned"
+        limit = self.encoder.options.max_length
+        return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
 
 
 @dataclass(frozen=True)
@@ -204,18 +248,21 @@ class _Checked:
     """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
 
     sample: Sample
+    transcripts: list[Transcript]
     media: tuple[SizedMedia, ...]
     seen: list[SeenFile]
     marks: list[int | ImageText]
 
-    @property
-    def conversations(self) -> list[tuple[Message, ...]]:
-        """The conversation, or those with the chosen and with the rejected answer."""
-        return [each for each in (self.sample.messages, self.sample.rejected) if each]
-
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
+    if all(coded.weights is None for coded in answers):
+        return None
+    weights = [np.ones(len(coded.labels), np.float32) if coded.weights is None else coded.weights for coded in answers]
+    return _joined(weights)
 
 
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
@@ -224,9 +271,11 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
     return {
         **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
         **{"input_ids": nothing, "labels": nothing, "media": "[]", "truncated": False, "unmarked": "", "seen": []},
+        **{"unread": "", "left_out": 0},
         "id": printable(id),
         "reason": printable(str(error)),
         "text_to_retry": text if isinstance(error, FileProblem) else None,
+        "weights": None,
     }
 
 
@@ -243,7 +292,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
     """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
-    return geometry.media_layout(one.media.kind, one.sizes, num_media, options, one.footage)
+    return geometry.media_layout(one.media.kind, one.sizes, num_media, options_for(one.media, options), one.footage)
 
 
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
@@ -264,6 +313,7 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
     return json.dumps(
         [
             [m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes]
+            + [{"settings": m.media.settings}] * bool(m.media.settings)
             + [{"boxes": m.boxes}] * bool(m.boxes)
             + [{"footage": m.footage}] * bool(m.footage)
             for m in media
@@ -275,13 +325,17 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
     """Read what media_to_text wrote."""
     return tuple(
         SizedMedia(
-            Media(kind, tuple(FileRef(*ref) for ref in refs)),
+            Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
             next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )
+
+
+def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value) for more in rest for name, value in more.get("settings", ()))
 
 
 def media_of_text(text: str) -> list[Media]:

@@ -3,13 +3,12 @@
 import re
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.chat_template import answer_prompt, render_ready, render_ready_prompt
-from llava_ds.data.encode import Encoder, EncodingOptions, Piece
-from llava_ds.data.sample import Message
+from llava_ds.data.chat_template import render_ready, render_ready_prompt
+from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, Piece, Span
+from llava_ds.data.sample import Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
@@ -39,7 +38,6 @@ class ReadyEncoder(Encoder):
         self.video = images.video
         self.places = [self.placeholder, *([] if self.video is None else [self.video.token])]
         super().__init__(tokenizer, options)
-        self.prompts = {source: answer_prompt(self.tokenizer, source) for source in {None, self._template(True)}}
         self.bos = self.tokenizer.bos_token
         self.framing, last = framing_ids(self.tokenizer)
         if last:
@@ -56,24 +54,24 @@ class ReadyEncoder(Encoder):
         """The chat template of a conversation, None for the tokenizer's own."""
         return self.video.template if has_videos and self.video is not None else None
 
-    def _render(self, messages: Sequence[Message], features: Sequence[ImageText]) -> list[Segment]:
+    def _render(self, conversation: Transcript, features: Sequence[ImageText]) -> list[Segment]:
         source = self._template(any(mark.is_video for mark in features))
-        return render_ready(self._guarded(messages), self.tokenizer, self.prompts[source], _kinds(features), source)
+        guarded = self._guarded(conversation)
+        prompt = self._answer_prompt(conversation, source)
+        return render_ready(guarded, self.tokenizer, prompt, _kinds(features), source)
 
-    def _prompt_text(self, messages: Sequence[Message], features: Sequence[ImageText]) -> str:
+    def _prompt_text(self, conversation: Transcript, features: Sequence[ImageText]) -> str:
         source = self._template(any(mark.is_video for mark in features))
-        return render_ready_prompt(messages, self.tokenizer, _kinds(features), source)
+        return render_ready_prompt(conversation, self.tokenizer, _kinds(features), source)
 
-    def _pieces(
-        self, segments: Sequence[Segment], features: Sequence[ImageText]
-    ) -> tuple[list[Piece], list[tuple[int, int, int]]]:
+    def _pieces(self, segments: Sequence[Segment], features: Sequence[ImageText]) -> tuple[list[Piece], list[Span]]:
         """The text with every image's or video's own text in its place, and its supervised spans."""
         spans, parts, length, left = [], [], 0, iter(mark.text for mark in features)
         for segment in self._chosen(segments):
             pieces = re.split(f"({'|'.join(map(re.escape, self.places))})", segment.text)
             text = "".join(next(left, piece) if i % 2 else piece for i, piece in enumerate(pieces))
             if segment.supervised:
-                spans.append((length, length + len(text), 0))
+                spans.append(Span(length, length + len(text), segment.first_tokens, segment.weight))
             parts.append(text)
             length += len(text)
         written = "".join(segment.text for segment in segments)
@@ -98,9 +96,9 @@ class ReadyEncoder(Encoder):
         self,
         pieces: Sequence[Piece],
         coded: Iterator[WordRow | WholeRow],
-        spans: Sequence[tuple[int, int, int]],
+        spans: Sequence[Span],
         features: Sequence[ImageText],
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> Encoded:
         tokens = [self.video.frame.image_token if mark.is_video else self.image_token for mark in features]
         counts = [mark.features for mark, token in zip(features, tokens) for _ in range(mark.text.count(token))]
         return super()._join(pieces, coded, spans, counts)

@@ -1,5 +1,6 @@
 """Samples: a conversation and the images that its marks stand for."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,8 @@ class Message:
 
     thought: what an answer thinks before its text, None without one; tool_calls: an answer's calls, a JSON list in
     OpenAI's form, "" for none; weight: of the loss of an answer's tokens, 0 for an answer that is read and not learned;
-    keeps_spaces: True if the text around marks is written as it stands, as a processor writes a list of parts.
+    keeps_spaces: True for the text of a list of parts (special_tokens.join_parts), which is written as it stands, as a
+    processor does; name: of a speaker or a tool, call_id: of the call that a tool's result answers, "" for none.
     """
 
     role: str
@@ -24,6 +26,26 @@ class Message:
     tool_calls: str = ""
     weight: float = 1.0
     keeps_spaces: bool = False
+    name: str = ""
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A conversation with all that a chat template is handed of its record.
+
+    tools: the tools that the record offers, a JSON list, "" for none; template_kwargs: variables of the chat template
+    that the record sets, a JSON object, "" for none.
+    """
+
+    messages: tuple[Message, ...]
+    tools: str = ""
+    template_kwargs: str = ""
+
+    @classmethod
+    def of(cls, conversation: "Transcript | Sequence[Message]") -> "Transcript":
+        """A transcript as it is, or one of messages without tools and variables."""
+        return conversation if isinstance(conversation, Transcript) else cls(tuple(conversation))
 
 
 @dataclass(frozen=True)
@@ -71,8 +93,7 @@ class Sample:
 
     rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages; margin:
     by how much the chosen one is better; refs, boxes: what stands for the marks of names and boxes in a conversation;
-    tools: the tools that the record offers, a JSON list, "" for none; template_kwargs: variables of the chat template
-    that the record sets, a JSON object, "" for none.
+    tools, template_kwargs: as a Transcript has them; unread: keys of the record that have a value and are not read.
     """
 
     id: str
@@ -86,3 +107,13 @@ class Sample:
     boxes: tuple[Box, ...] = ()
     tools: str = ""
     template_kwargs: str = ""
+    unread: tuple[str, ...] = ()
+
+    @property
+    def transcripts(self) -> list[Transcript]:
+        """The conversation, or those with the chosen and with the rejected answer."""
+        return [
+            Transcript(messages, self.tools, self.template_kwargs)
+            for messages in (self.messages, self.rejected)
+            if messages
+        ]

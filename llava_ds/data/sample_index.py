@@ -4,6 +4,7 @@ It follows from the encoded rows and lies beside them. An index made by an earli
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
 
-VERSION = 1  # raise it when the same rows would give another index
+VERSION = 2  # raise it when the same rows would give another index
 
 LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
+
+MAX_KEYS = 100  # of those that are not read, the most frequent ones
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
@@ -131,16 +134,30 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
     rows, lengths = arrays["rows"], arrays["lengths"]
     unmarked = pa.compute.value_counts(table.column("unmarked").take(pa.array(rows))).to_pylist()
     counts = {each["values"]: each["counts"] for each in unmarked}
+    unread = pa.compute.value_counts(table.column("unread").take(pa.array(rows))).to_pylist()
+    keys = Counter()
+    for each in unread:
+        keys.update(dict.fromkeys(filter(None, each["values"].split("\n")), each["counts"]))
+    left_out = numbers(table, "left_out")[rows]
     sums = {
         "tokens": int(lengths.sum(dtype=np.int64)),
         "targets": int(arrays["num_targets"].sum(dtype=np.int64)),
         "images": int(arrays["num_images"].sum(dtype=np.int64)),
         "answers": int(numbers(table, "num_turns")[rows].sum(dtype=np.int64)),
         "truncated": int(np.count_nonzero(numbers(table, "truncated")[rows])),
+        "weighed": _num_weighed(table, rows),
         "unmarked": {kind: counts[kind] for kind in UNMARKED_TEXTS if kind in counts},
+        "unread": dict(keys.most_common(MAX_KEYS)),
+        "left_out": [int(left_out.sum(dtype=np.int64)), int(np.count_nonzero(left_out))],
         "percentiles": [int(n) for n in np.percentile(lengths, PERCENTILES)] if len(rows) else [],
     }
     return {"sums": sums}
+
+
+def _num_weighed(table: RowTable, rows: np.ndarray) -> int:
+    """The number of samples with a weight of the loss other than 1."""
+    weights = table.column("weights")
+    return 0 if weights.null_count == len(weights) else int(np.count_nonzero(weights.is_valid().to_numpy()[rows]))
 
 
 def numbers(table: RowTable, name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Special tokens and <image> in the text of a record, which have to stay text.
+"""Special tokens and <image> in the text of a record, which have to stay text, and the parts of a message's text.
 
 Noncharacters, which Unicode reserves for a program's own use, distinguish them from those of a template. Texts with
 noncharacters are refused.
@@ -6,6 +6,7 @@ noncharacters are refused.
 
 import json
 import re
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
@@ -14,16 +15,65 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 # As long as IMAGE_TOKEN, so that positions in a text stay the same.
 LITERAL_IMAGE = "\ufdd0image\ufdd1"  # the characters "<image>" in a message, without an image
 MARKED_IMAGE = "\ufdd2image\ufdd3"  # an image, for a tokenizer that has one token for it
+PART_END = "\ufdd8"  # behind each text of a message in parts, where several are beside each other
 assert len(LITERAL_IMAGE) == len(MARKED_IMAGE) == len(IMAGE_TOKEN)
 
 _NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
 
 
-def refuse_noncharacters(text: str) -> None:
-    """Raise DataError for a message with a noncharacter."""
-    found = _NONCHARACTER.search(text.replace(LITERAL_IMAGE, ""))
+def refuse_noncharacters(text: str, of_parts: bool = False) -> None:
+    """Raise DataError for a message with a noncharacter. of_parts: its text comes from join_parts."""
+    text = text.replace(LITERAL_IMAGE, "")
+    found = _NONCHARACTER.search(text.replace(PART_END, "") if of_parts else text)
     if found:
         raise DataError(f"a text holds U+{ord(found[0]):04X}, which is no character in Unicode: take it out")
+
+
+def join_parts(parts: Sequence[str | None]) -> tuple[str, bool]:
+    """The text of a message in parts, and Message.keeps_spaces: texts as they are, and an <image> mark for each None.
+
+    split_parts takes it apart; one text alone without outer spaces is as good as no part. Raises DataError for a text
+    with a noncharacter.
+    """
+    for part in parts:
+        refuse_noncharacters(part or "")
+    if None not in parts and (not any(parts) or (len(parts) == 1 and parts[0] == parts[0].strip())):
+        return "".join(parts), False
+    runs: list[list[str]] = [[]]
+    for part in parts:
+        if part is None:
+            runs.append([])
+        else:
+            runs[-1].append(part)
+    plain = ["".join(run) if len(run) == 1 and run[0] else "".join(text + PART_END for text in run) for run in runs]
+    return IMAGE_TOKEN.join(plain), True
+
+
+def split_parts(text: str) -> list[str | None]:
+    """The texts of a message in parts, and None for each <image> mark. text: from join_parts, also with words in it
+    replaced."""
+    parts: list[str | None] = []
+    for i, run in enumerate(text.split(IMAGE_TOKEN)):
+        texts = run.split(PART_END)
+        parts += [None] * (i > 0) + (texts if texts[-1] else texts[:-1])
+    return parts
+
+
+def in_lines(text: str) -> str:
+    """The text of join_parts with every mark on a line of its own, as LLaVA writes images."""
+    text = text.replace(PART_END, "")
+    if IMAGE_TOKEN not in text:
+        return text
+    before, *behind = text.split(IMAGE_TOKEN)
+    lines = [before] * bool(before)
+    for piece in behind:
+        lines += [IMAGE_TOKEN, piece] if piece else [IMAGE_TOKEN]
+    return "\n".join(lines)
+
+
+def shown_text(text: str) -> str:
+    """A message's text for a person: without its marks' lines, and with <image> where these are its characters."""
+    return text.replace(PART_END, "").replace(IMAGE_TOKEN, "").replace(LITERAL_IMAGE, IMAGE_TOKEN)
 
 
 class SpecialTokens:

@@ -21,15 +21,15 @@ def split_datasets(
     """
     data, training = args.data, args.training
 
-    def opened(path: str) -> EncodedDataset:
-        return open_together(args.replaced(data_path=path), tokenizer, image_options, ranks)
+    def opened(path: str, split: str | None) -> EncodedDataset:
+        return open_together(args.replaced(data_path=path, data_split=split), tokenizer, image_options, ranks)
 
     evals = None
     if data.eval_fraction:
         seed = training.seed if training.data_seed is None else training.data_seed
         dataset, evals = dataset.without_part(data.eval_fraction, seed)
     elif data.eval_data_path is not None:
-        evals = opened(data.eval_data_path)
+        evals = opened(data.eval_data_path, data.eval_data_split)
     if not training.sample_steps:
         return dataset, evals, None
-    return dataset, evals, opened(data.sample_data_path) if data.sample_data_path else evals or dataset
+    return dataset, evals, opened(data.sample_data_path, None) if data.sample_data_path else evals or dataset

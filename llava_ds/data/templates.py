@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import Message
+from llava_ds.data.special_tokens import in_lines
 
 V1_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -38,14 +40,16 @@ ORCA_SYSTEM = (
 )
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A piece of the rendered conversation. supervised: the model learns to write it."""
+class Segment(NamedTuple):
+    """A piece of the rendered conversation. supervised: the model learns to write it, with a weight of the loss, 0 for
+    nothing; thought_left_out: an answer's thought is not in it."""
 
     text: str
     supervised: bool = False
     is_answer: bool = False
     first_tokens: int = 0  # above 0: the number of its tokens that are supervised
+    weight: float = 1.0
+    thought_left_out: bool = False
 
 
 Writer = Callable[[Sequence[Message], str], list[Segment]]  # of messages and a system prompt
@@ -88,7 +92,7 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
     """
     rules = TEMPLATES[template]
     system = rules.system
-    messages = list(messages)
+    messages = [replace(m, text=in_lines(m.text), keeps_spaces=False) if m.keeps_spaces else m for m in messages]
     if messages and messages[0].role == "system":
         if template == "plain":
             raise DataError("the plain template has no place for a system message")
@@ -103,6 +107,8 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
         raise DataError("there is no question in the conversation")
     for i, message in enumerate(messages):
         expected = (("human", "gpt")[i % 2],) if rules.alternates else ("human", "gpt")
+        if message.role == "tool" and rules.write is None:
+            continue
         if message.role not in expected and template != "plain":
             why = ": questions and answers alternate" if rules.alternates else ""
             raise DataError(f"turn {i} is from {message.role!r}, expected {' or '.join(map(repr, expected))}{why}")
@@ -156,18 +162,23 @@ def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
             "the plain template takes one question with one <image> and one answer (a caption), found "
             + ", ".join(f"{m.role} with {m.text.count(IMAGE_TOKEN)} <image>" for m in messages)
         )
-    return [Segment(IMAGE_TOKEN), Segment(messages[1].text + "\n", True, True)]
+    return [Segment(IMAGE_TOKEN), Segment(messages[1].text + "\n", True, True, weight=messages[1].weight)]
 
 
 def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which keep the first two tokens of every question."""
+    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which keep the first two tokens of every question.
+
+    These end the answer before it, and have its weight.
+    """
     segments = [Segment(f"{system}\n\n")]
+    before = 1.0
     for message in messages:
         if message.role == "human":
-            segments.append(Segment(f"### Human: {message.text}\n", True, first_tokens=2))
+            segments.append(Segment(f"### Human: {message.text}\n", True, first_tokens=2, weight=before))
         else:
-            segments.append(Segment(f"### Assistant: {message.text}\n", True, True))
-    return [*segments, Segment("### ", True, True)]
+            segments.append(Segment(f"### Assistant: {message.text}\n", True, True, weight=message.weight))
+        before = message.weight
+    return [*segments, Segment("### ", True, True, weight=before)]
 
 
 def _two_separators(end: str) -> Writer:
@@ -182,7 +193,7 @@ def _two_separators(end: str) -> Writer:
             elif message.role == "human":
                 segments.append(Segment(f"{name}: {message.text} "))
             else:
-                segments += [Segment(f"{name}:"), Segment(f" {message.text}{end}", True, True)]
+                segments += [Segment(f"{name}:"), Segment(f" {message.text}{end}", True, True, weight=message.weight)]
         return segments
 
     return write
@@ -199,7 +210,7 @@ def _llama_2(separator: str) -> Writer:
             if not message.text:
                 continue
             if message.role == "gpt":
-                segments.append(Segment(f" {message.text} </s>", True, True))
+                segments.append(Segment(f" {message.text} </s>", True, True, weight=message.weight))
                 continue
             text = f"<<SYS>>\n{system}\n<</SYS>>\n\n{message.text}" if i == 0 and system else message.text
             segments.append(Segment(f"{separator if i else ''}[INST] {text} [/INST]"))
@@ -219,7 +230,7 @@ def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
             else:
                 segments.append(Segment(assistant))
                 if message.text:
-                    segments.append(Segment(message.text + end, True, True))
+                    segments.append(Segment(message.text + end, True, True, weight=message.weight))
         return segments
 
     return write
@@ -237,7 +248,8 @@ def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
     segments = [Segment(f"<|im_start|>system\n{system}<|im_end|>\n")]
     for message in messages:
         name, answers = ("user", False) if message.role == "human" else ("assistant", True)
-        segments.append(Segment(f"<|im_start|>{name}\n{message.text}<|im_end|>\n", answers, answers))
+        text = f"<|im_start|>{name}\n{message.text}<|im_end|>\n"
+        segments.append(Segment(text, answers, answers, weight=message.weight))
     return segments
 
 
@@ -250,7 +262,7 @@ def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
     segments = [Segment("<|begin_of_text|>" + turn("system", system))]
     for message in messages:
         name, answers = ("user", False) if message.role == "human" else ("assistant", True)
-        segments.append(Segment(turn(name, message.text), answers, answers))
+        segments.append(Segment(turn(name, message.text), answers, answers, weight=message.weight))
     return segments
 
 

@@ -12,6 +12,9 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 # tokens begin and end in turn.
 COLUMNS = [("ids", pa.list_(pa.int32())), ("flips", pa.list_(pa.int32()))]
 
+# Supervised tokens in a row with one weight of their loss, run after run; null where all have the weight 1.
+WEIGHTS = ("weights", pa.list_(pa.struct([("tokens", pa.int32()), ("weight", pa.float32())])))
+
 
 def to_columns(ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, pa.Array]:
     """Arrow columns as COLUMNS has them, one row per sample of int32 ids and labels."""
@@ -38,6 +41,35 @@ def from_columns(ids: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.nda
     turns = np.zeros(len(ids), bool)
     turns[flips] = True
     return ids, np.where(np.logical_xor.accumulate(turns), ids, IGNORE_INDEX)
+
+
+def weights_to_column(weights: list[np.ndarray | None], labels: list[np.ndarray]) -> pa.Array:
+    """The column WEIGHTS, one row per sample of labels (L,) and of weights (L,) float32 or None."""
+    if not any(row is not None for row in weights):
+        return pa.nulls(len(weights), WEIGHTS[1])
+    return pa.array([_runs(*row) for row in zip(weights, labels)], WEIGHTS[1])
+
+
+def weights_from_column(runs: list[dict[str, float]] | None, labels: np.ndarray) -> np.ndarray | None:
+    """The weights (L,) float32 of a row with these labels, 1 at tokens that are not supervised; None without runs."""
+    if runs is None:
+        return None
+    weights = np.ones(len(labels), np.float32)
+    weights[labels != IGNORE_INDEX] = np.repeat(
+        np.array([run["weight"] for run in runs], np.float32), [run["tokens"] for run in runs]
+    )
+    return weights
+
+
+def _runs(weights: np.ndarray | None, labels: np.ndarray) -> list[dict[str, float]] | None:
+    values = None if weights is None else weights[labels != IGNORE_INDEX]
+    if values is None or (values == 1).all():  # what weighed something else may have been cut off
+        return None
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return [
+        {"tokens": tokens, "weight": weight}
+        for tokens, weight in zip(np.diff(starts, append=len(values)).tolist(), values[starts].tolist())
+    ]
 
 
 def _changes(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -56,6 +56,39 @@ def share_experts(model: nn.Module, mesh: Mesh) -> None:
         for parameter in own.parameters():
             parameter.group_name = name
             setattr(parameter, _PART, ExpertPart(mesh.ep_rank, mesh.ep, number, mesh.ep_group))
+        if mesh.ep > 1:
+            BufferSize(mesh.ep_group).watch(layer.deepspeed_moe)
+
+
+class BufferSize:
+    """The rows for each expert in the buffers that the ranks of a group exchange: the largest capacity of any of them.
+
+    Where tokens are dropped, DeepSpeed 0.19.8 (deepspeed/moe/sharded_moe.py) sizes them by a rank's own number of
+    tokens, and packs of unequal lengths make an all-to-all of unequal sizes. A rank still drops tokens by its own
+    capacity, so that they are the same ones whatever the number of ranks that share the experts.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
+        self._group, self._rows = group, 0
+
+    def watch(self, layer: nn.Module) -> None:
+        """Set it between a layer's gate and its experts. layer: DeepSpeed's MOELayer."""
+        layer.gate.register_forward_hook(self._agree)
+        layer.experts.register_forward_pre_hook(self._check)
+
+    def _agree(self, gate: nn.Module, _inputs: tuple, found: tuple) -> tuple | None:
+        if not gate.drop_tokens:
+            self._rows = 0  # DeepSpeed agrees on it
+            return None
+        loss, capacity, *rest = found  # a tensor on the CPU, for DeepSpeed computes it from Python's numbers
+        largest = capacity.to(loss.device, copy=True)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, self._group)
+        self._rows = int(largest)  # the host reads it here, and DeepSpeed then a number that it has
+        return (loss, torch.tensor(self._rows), *rest)
+
+    def _check(self, _experts: nn.Module, inputs: tuple) -> None:
+        rows = inputs[0].shape[2]  # (ep, experts of this rank, rows, D)
+        assert self._rows in (0, rows), f"DeepSpeed exchanges {rows} rows for an expert, not the agreed {self._rows}"
 
 
 def expert_part(parameter: torch.Tensor) -> ExpertPart | None:

@@ -19,14 +19,14 @@ T = TypeVar("T")
 class Given:
     """The command line's flags about the questions.
 
-    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA; metric, and
-    turns ("together" or "each"): of a LLaVA-format file.
+    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA, or of a
+    folder of records; metric, and turns ("together" or "each"): of a LLaVA-format file.
     """
 
     data_path: str
     annotations: str | None = None
     image_folder: str | None = None
-    split: str = "test"
+    split: str | None = None
     metric: str = "exact"
     turns: str = "together"
     cache_dir: str = "~/.cache/llava_ds"

@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def read_table(path: str, what: str, keys: tuple[str, ...], splits: tuple[str, .
 
 def _columns(names: list[str]) -> Columns:
     others = tuple(name for name in names if name not in IMAGE_COLUMNS)
-    return Columns(id=(), turns=(), image=IMAGE_COLUMNS, video=(), text=others, system=())
+    return replace(Columns().only(()), image=IMAGE_COLUMNS, text=others)
 
 
 def _parquet_files(path: str, splits: tuple[str, ...]) -> list[Path]:

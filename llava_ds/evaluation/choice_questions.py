@@ -32,6 +32,7 @@ def scienceqa(given: Given) -> list[Question]:
     from_llava = not path.is_dir()
     folder = annotations_of(given, "ScienceQA", "the folder of problems.json") if from_llava else complete(given)
     folder = Path(folder).expanduser()
+    split = given.split or "test"
     file = folder / "problems.json"
     problems = read_json(file)
     what, keys = "ScienceQA's problems", ("question", "choices", "answer")
@@ -43,10 +44,10 @@ def scienceqa(given: Given) -> list[Question]:
         check_first(path, "ScienceQA's questions in LLaVA's layout", records, ("id", "conversations"))
     else:
         splits = read_json(folder / "pid_splits.json")
-        if not isinstance(splits, dict) or not isinstance(splits.get(given.split), list):
+        if not isinstance(splits, dict) or not isinstance(splits.get(split), list):
             known = ", ".join(splits) if isinstance(splits, dict) else "none"
-            raise ConfigError(f"{folder / 'pid_splits.json'} has no split {given.split!r}: its splits are {known}")
-        records = splits[given.split]
+            raise ConfigError(f"{folder / 'pid_splits.json'} has no split {split!r}: its splits are {known}")
+        records = splits[split]
     images = ImageFolder(given.image_folder)
 
     def make(record: object) -> Question:
@@ -59,7 +60,7 @@ def scienceqa(given: Given) -> list[Question]:
         else:
             id, problem = str(record), matching(problems, str(record), file)
             text, name = _problem_text(problem), problem.get("image")
-            names = () if name is None else (f"{id}/{name}", f"{given.split}/{id}/{name}")
+            names = () if name is None else (f"{id}/{name}", f"{split}/{id}/{name}")
         answer, num_choices = field(problem, "answer", int), len(field(problem, "choices", list))
         question = about(
             id,

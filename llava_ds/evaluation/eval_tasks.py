@@ -84,7 +84,7 @@ def read_eval_tasks(path: str, cache_dir: str) -> tuple[EvalTask, ...]:
         if task not in TASKS or task == "preference":
             known = ", ".join(sorted(TASKS.keys() - {"preference"}))
             raise ConfigError(f"{where}: there is no task {task}: give one of {known}")
-        read = {"llava": {"metric", "turns"}, "scienceqa": {"split"}}.get(task, set())
+        read = {"llava": {"metric", "turns", "split"}, "scienceqa": {"split"}}.get(task, set())
         unread = entry.keys() & NOT_BY_TASK - read
         if unread:
             raise ConfigError(f"{where}: {', '.join(sorted(unread))} says nothing to task {task}: leave it out")
@@ -96,7 +96,7 @@ def read_eval_tasks(path: str, cache_dir: str) -> tuple[EvalTask, ...]:
             entry["data_path"],
             entry.get("annotations"),
             entry.get("image_folder"),
-            entry.get("split", "test"),
+            entry.get("split"),
             metric,
             entry.get("turns", "together"),
             cache_dir,
@@ -230,7 +230,7 @@ class EvalTasks:
 
     def _sample(self, question: Question, rules: DrawRules) -> LoadedSample:
         media = media_of(question.prompt, self._images)
-        ids = torch.tensor(self._encoder.prompt_ids(question.prompt.messages, [layout.mark for *_, layout in media]))
+        ids = torch.tensor(self._encoder.prompt_ids(question.prompt.transcript, [layout.mark for *_, layout in media]))
         sample = LoadedSample(ids, ids, decode_media(media, question.prompt.blank, self._images))
         if rules.room(sample) < 1:
             raise DataError(

@@ -9,7 +9,6 @@ import torch
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
-from llava_ds.data.sample import Message
 from llava_ds.engine.frozen import FrozenPlan, open_frozen, plan_alone
 from llava_ds.engine.twin import twin_of
 from llava_ds.evaluation.question import Question
@@ -49,7 +48,8 @@ class Judge:
         media = media_of(prompt, self._plan.images)
         features = [layout.num_tokens for *_, layout in media]
         tiles = decode_media(media, prompt.blank, self._plan.images)
-        coded = self._encoder.encode_batch([([*prompt.messages, Message("gpt", text)], features) for text in answers])
+        answered = [(prompt.answered(text), features) for text in answers]
+        coded = self._encoder.encode_batch(answered)
         for text, one in zip(answers, coded):
             if isinstance(one, DataError) or not one.num_targets:
                 why = one if isinstance(one, DataError) else "it has no tokens"
@@ -109,7 +109,7 @@ class BestOfN:
 
     def _prompt(self, prompt: Prompt) -> LoadedSample:
         media = media_of(prompt, self._plan.images)
-        ids = torch.tensor(self._encoder.prompt_ids(prompt.messages, [layout.num_tokens for *_, layout in media]))
+        ids = torch.tensor(self._encoder.prompt_ids(prompt.transcript, [layout.num_tokens for *_, layout in media]))
         sample = LoadedSample(ids, ids, decode_media(media, prompt.blank, self._plan.images))
         if self._rules.room(sample) < 1:
             raise DataError(f"a question has {len(ids):,} tokens: the model has no position left for an answer")
@@ -124,8 +124,9 @@ def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> Fro
         raise ConfigError(f"{', '.join(given)} goes with a checkpoint: give the folder that run/export.py makes of it")
     if not any(is_there(Path(path) / name) for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{flag} {path} has no config.json: give an exported folder (run/export.py makes one)")
-    version = {} if options.version is None else {"version": options.version}
-    plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **version)
+    named = {"version": options.version, "chat_template_kwargs": options.chat_template_kwargs}
+    given = {name: value for name, value in named.items() if value is not None}
+    plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **given)
     if plan.model.ready is not None:
         raise ConfigError(
             f"{flag} {path} is a {plan.model.ready.config.model_type}: a ready model does not judge or draw answers so "

@@ -8,7 +8,9 @@ from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Media, Message, Sample
 from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, shown, to_sample
 from llava_ds.data.sources.fields import field_of
+from llava_ds.data.sources.record_forms import all_answers, as_conversation
 from llava_ds.data.sources.source import Source
+from llava_ds.data.special_tokens import shown_text
 from llava_ds.evaluation.benchmark_files import (
     Given,
     ImageFolder,
@@ -26,6 +28,7 @@ CAPTION = "Provide a one-sentence caption for the provided image."  # as LLaVA-1
 TURNS = ("together", "each")  # how the questions of a record are asked
 MIN_SAME_WORDS = 5  # questions that make a group where no kinds are given
 MAX_GROUPS = 20
+METRICS_OF_SEVERAL = ("vqa", "caption")  # that compare with all answers of a record
 LONGEST_NAME = 100  # characters of a question that may name a group
 
 
@@ -36,13 +39,13 @@ def llava(given: Given) -> list[Question]:
     a record's last answer.
     """
     questions, problems, total = [], [], 0
-    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir)
+    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split)
     for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
             try:
                 sample = _sample(record, source)
-                questions += _questions_of(sample, _scoring(record, source), given)
+                questions += _questions_of(sample, _scoring(record, source, given.metric), given)
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
     if problems:
@@ -55,24 +58,30 @@ def llava(given: Given) -> list[Question]:
 def preferences(given: Given) -> list[Question]:
     """The pairs of answers in a file of preferences (docs/preference.md): which of the two does a model prefer?"""
     questions, problems, total = [], [], 0
-    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, are_preferences=True)
+    options = SourceOptions(
+        image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split, are_preferences=True
+    )
     for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
             try:
                 sample = _sample(record, source)
+                *before, chosen = sample.messages
+                if any(each.thought is not None or each.tool_calls for each in (chosen, sample.rejected[-1])):
+                    raise DataError(
+                        "has answers with thoughts or tool calls, and answers are judged by their texts alone"
+                    )
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
                 continue
-            *before, chosen = sample.messages
             questions.append(
                 Question(
                     sample.id,
-                    Prompt(tuple(before), tuple(map(_by_path, sample.media))),
-                    before[-1].text.replace(IMAGE_TOKEN, "").strip(),
-                    chosen.text,
+                    _prompt(sample, tuple(before), sample.media),
+                    shown_text(before[-1].text).strip(),
+                    shown_text(chosen.text),
                     kinds=(sample.kind,) if sample.kind else (),
-                    more={"rejected": sample.rejected[-1].text},
+                    more={"rejected": shown_text(sample.rejected[-1].text)},
                 )
             )
     if problems:
@@ -99,16 +108,21 @@ class _Scoring:
     kinds: tuple[str, ...] = ()
 
 
-def _scoring(record: RawRecord, source: Source) -> _Scoring:
+def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
     """Raises DataError for references that are no texts. record: one that to_sample takes."""
-    if '"references"' not in record.text and '"kind"' not in record.text:
+    has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
+    if "references" not in record.text and "kind" not in record.text and not has_answers:
         return _Scoring()
     content = json.loads(record.text)
     references = content.get("references")
+    if references is None and has_answers:
+        references = all_answers(content, source.columns)
     if references is not None and (
         not isinstance(references, list) or not references or not all(isinstance(each, str) for each in references)
     ):
         raise DataError(f"has {references!r:.60} under 'references', expected a list of texts")
+    if source.format != "caption":
+        content = as_conversation(content, source.columns)
     _, turns = field_of(content, source.columns.turns)
     kinds = [turn.get("kind") for turn in turns or ()]
     return _Scoring(references, tuple(kind if isinstance(kind, str) else "" for kind in kinds))
@@ -116,19 +130,24 @@ def _scoring(record: RawRecord, source: Source) -> _Scoring:
 
 def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Question]:
     questions = []
-    answered = [i for i, message in enumerate(sample.messages) if message.role == "gpt" and i > 0]
+    # An answer that was switched off may be wrong, and a call is no text.
+    answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
+    if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
+        raise DataError("has results of tools, which mean nothing without their calls: leave --turns each out")
     of_its_own = len(sample.messages) - len(scoring.kinds)  # a system message that is no turn
     for number, i in enumerate(answered, 1):
         own = scoring.kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's
         kind = next(filter(None, own), sample.kind)
-        texts = scoring.references if scoring.references and i == answered[-1] else [sample.messages[i].text]
+        texts = (
+            scoring.references if scoring.references and i == answered[-1] else [shown_text(sample.messages[i].text)]
+        )
         before = sample.messages[:i]
         media = sample.media[: sum(message.text.count(IMAGE_TOKEN) for message in before)]
         questions.append(
             Question(
                 f"{sample.id}#{number}" if len(answered) > 1 else sample.id,
-                Prompt(_by_itself(before) if given.turns == "each" else before, tuple(map(_by_path, media))),
-                before[-1].text.replace(IMAGE_TOKEN, "").strip(),
+                _prompt(sample, _by_itself(before) if given.turns == "each" else before, media),
+                shown_text(before[-1].text).strip(),
                 reference_for(given.metric, texts),
                 kinds=(kind,) if kind else (),
                 more={"id": sample.id, "turn": number},
@@ -137,12 +156,19 @@ def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Quest
     return questions
 
 
+def _prompt(sample: Sample, messages: tuple[Message, ...], media: tuple[Media, ...]) -> Prompt:
+    """A part of a record's conversation that ends with a question."""
+    images = tuple(map(_by_path, media))
+    return Prompt(messages, images, tools=sample.tools, template_kwargs=sample.template_kwargs)
+
+
 def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """The last question without the turns before it; images that these showed stand before it."""
     *earlier, question = messages
     system = [message for message in earlier if message.role == "system"]
     marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
-    return (*system, Message(question.role, f"{IMAGE_TOKEN}\n" * marks + question.text))
+    mark = IMAGE_TOKEN if question.keeps_spaces else f"{IMAGE_TOKEN}\n"
+    return (*system, replace(question, text=mark * marks + question.text))
 
 
 def _grouped_by_words(questions: list[Question]) -> list[Question]:
@@ -161,7 +187,8 @@ def _grouped_by_words(questions: list[Question]) -> list[Question]:
 def _by_path(media: Media) -> str | Media:
     """An image that is a whole file by its path, which is what other questions have."""
     [first, *more] = media.refs
-    return first.path if media.kind == "image" and not more and first.num_bytes < 0 else media
+    is_file = media.kind == "image" and not more and first.num_bytes < 0 and not media.settings
+    return first.path if is_file else media
 
 
 def captions(given: Given) -> list[Question]:

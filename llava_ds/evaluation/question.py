@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, field, replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.data.special_tokens import PART_END
 from llava_ds.files.reading import blocks_digest
 from llava_ds.geometry import ImageOptions, coordinate_frame
 from llava_ds.infer.generate import Prompt
@@ -48,8 +49,11 @@ def _shown(image: str | Media) -> list[object]:
 
 def without_image(question: Question) -> Question:
     """The same question with its images withheld: neither features nor marks remain."""
-    messages = tuple(Message(m.role, m.text.replace(IMAGE_TOKEN, "").strip()) for m in question.prompt.messages)
-    return replace(question, prompt=Prompt(messages, ()))
+    messages = tuple(
+        replace(m, text=m.text.replace(IMAGE_TOKEN, "").replace(PART_END, "").strip(), keeps_spaces=False)
+        for m in question.prompt.messages
+    )
+    return replace(question, prompt=replace(question.prompt, messages=messages, images=()))
 
 
 def with_blank_image(question: Question) -> Question:
@@ -76,5 +80,6 @@ def digest(questions: list[Question]) -> str:
         messages = [astuple(message) for message in question.prompt.messages]
         images = [_shown(image) for image in question.prompt.images]
         row = [question.id, messages, images, question.reference, question.kinds, question.more]
+        row += [question.prompt.tools, question.prompt.template_kwargs]
         hashed.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return hashed.hexdigest()

@@ -25,6 +25,7 @@ from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry, write_value_head
+from llava_ds.export.tokenizer_files import write_variables
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model import lora, quantize
 from llava_ds.model.expert_lora import UNTRUE
@@ -127,6 +128,8 @@ def write_adapter(
     written = {lora.to_peft(layout.rename(name)): tensor.contiguous() for name, tensor in tensors.items()}
     write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
     _write_config(export, saved, doubles=bool(start), output_dir=output_dir)
+    if export.uses_own_template:
+        write_variables(export.model.tokenizer, output_dir)
     if ready is None:
         others = {lora.PEFT_PREFIX + layout.rename(name): tensor for name, tensor in beside.items()}
         write_file(output_dir / NON_LORA, lambda file: torch.save(others, file))

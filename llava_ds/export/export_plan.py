@@ -46,6 +46,11 @@ class ExportPlan:
         return self.model.text_config.vocab_size
 
     @property
+    def uses_own_template(self) -> bool:
+        """True if the tokenizer's own chat template writes conversations, and none of LLaVA's."""
+        return self.model.ready is not None or self.args.version == "chat_template"
+
+    @property
     def is_whole_model(self) -> bool:
         """True for a model folder, false for an adapter and for a projector."""
         return self.form in ("hf", "llava")

@@ -10,7 +10,7 @@ from llava_ds.config.arguments import trained_parts, trains_new_rows
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
-from llava_ds.export.tokenizer_files import write_generation_config, write_llava_tokenizer
+from llava_ds.export.tokenizer_files import write_generation_config, write_llava_tokenizer, write_variables
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model.families.language import LLAVA_CLASSES, MOE_PREFIX, is_upcycled
 from llava_ds.model.open import names as formats
@@ -99,6 +99,8 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
     write_shards(llava_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     tokenizer = export.model.tokenizer
     pad = write_llava_tokenizer(Path(tokenizer.name_or_path), output_dir, export.max_length)
+    if export.uses_own_template:
+        write_variables(export.model.tokenizer, output_dir)
     config = llava_config(export, max_length=export.max_length, dtype=export.dtype)
     if export.rows is not None:
         config["vocab_size"] = export.rows

@@ -12,6 +12,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, renamed, turned
+from llava_ds.export.tokenizer_files import write_variables
 from llava_ds.files.model_files import (
     JSON_FILES,
     OTHER_FILES,
@@ -144,6 +145,7 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
         (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
         shutil.copy(file, output_dir / TEMPLATES_FOLDER)
     write_image_sizes(export, output_dir)
+    write_variables(export.model.tokenizer, output_dir)
     config = read_json(source / "config.json", str(source))
     _write_rows(config, export)
     config["dtype"] = str(export.dtype).removeprefix("torch.")

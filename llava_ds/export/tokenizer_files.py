@@ -12,6 +12,7 @@ from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IMA
 from llava_ds.data.encode import end_markers
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
+from llava_ds.template_variables import split_defaults
 from llava_ds.tokenizer import begins_with_bos, leave_bos_to_template, read_tokenizer
 
 VIDEO_TOKEN = "<video>"
@@ -94,6 +95,20 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
         _write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
     pad = config.get("pad_token")
     return pad["content"] if isinstance(pad, dict) else pad
+
+
+def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
+    """Write a tokenizer's chat template if it begins with values of its variables, in place of the one in the folder's
+    other files."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or not split_defaults(template)[0]:
+        return
+    (output_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (output_dir / "chat_template.json").unlink(missing_ok=True)
+    for name in ("processor_config.json", "tokenizer_config.json", "preprocessor_config.json"):
+        content = read_json_if_there(output_dir / name, str(output_dir))
+        if content.pop("chat_template", None) is not None:
+            _write_json(output_dir / name, content)
 
 
 def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:

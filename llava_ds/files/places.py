@@ -1,10 +1,8 @@
 """Paths of data, local or in an object store: the functions of `os.path` and `open` that take either."""
 
-import fnmatch
 import glob
 import io
 import os
-import posixpath
 import urllib.parse
 from pathlib import Path
 from typing import BinaryIO
@@ -70,14 +68,30 @@ def join(folder: str, path: str) -> str:
     return f"{folder.rstrip('/')}/{path}" if is_remote(folder) else str(Path(folder) / path)
 
 
-def files_in(folder: str, pattern: str, recursive: bool = False) -> list[str]:
-    """The files of a folder whose names match, sorted."""
-    if not is_remote(folder):
-        found = Path(folder).rglob(pattern) if recursive else Path(folder).glob(pattern)
-        return sorted(str(file) for file in found if file.is_file())  # Spark writes folders named so
-    depth = None if recursive else 1
-    names = found_in(folder, lambda fs, inner: fs.find(inner, maxdepth=depth))
-    return sorted(full_url(folder, name) for name in names if fnmatch.fnmatchcase(posixpath.basename(name), pattern))
+def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
+    """The files of a folder and its folders whose names end so, sorted. Hidden ones and __folders__ are left out."""
+    if is_remote(folder):
+        found = [full_url(folder, name) for name in found_in(folder, lambda fs, inner: fs.find(inner))]
+        return sorted(file for file in found if file.lower().endswith(endings) and not _is_hidden(file, folder))
+    found = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not _is_hidden(name, "")]
+        named = [os.path.join(root, name) for name in files if name.lower().endswith(endings)]
+        found += [file for file in named if os.path.isfile(file) and not _is_hidden(file, root)]  # a pipe is none
+    return sorted(found)
+
+
+def relative_to(file: str, folder: str) -> str:
+    """The path of a file from a folder that it is in, with slashes."""
+    if not is_remote(file):
+        return os.path.relpath(file, folder).replace(os.sep, "/")
+    inner, root = (url.partition("://")[2].strip("/") for url in (file, folder))
+    return inner.removeprefix(root).lstrip("/")
+
+
+def _is_hidden(file: str, folder: str) -> bool:
+    name = relative_to(file, folder) if folder else file
+    return any(part.startswith((".", "__")) for part in name.split("/"))
 
 
 def names_in(folder: str) -> list[str]:

@@ -17,6 +17,9 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.data.sources.media_parts import Mark
+from llava_ds.data.sources.turns import with_marks
+from llava_ds.data.special_tokens import LITERAL_IMAGE, join_parts, shown_text
 from llava_ds.infer.generate import Prompt, Reply, Sampling, stream
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, printable
@@ -35,12 +38,14 @@ class Conversation:
 
     def with_question(self, question: str, shown: Sequence[Media] = ()) -> "Conversation":
         """Add a question about images and videos. Raises DataError for a question with an image placeholder."""
-        if IMAGE_TOKEN in question:
-            raise DataError(
-                f"the question holds {IMAGE_TOKEN}, which stands for an image: leave it out, images are put first"
-            )
-        text = f"{IMAGE_TOKEN}\n" * len(shown) + question
+        text = f"{IMAGE_TOKEN}\n" * len(shown) + _words(question)
         return Conversation((*self.messages, Message("human", text)), (*self.media, *shown))
+
+    def with_parts(self, role: str, parts: Sequence[str | Media]) -> "Conversation":
+        """Add a message in parts, as training reads it. Raises DataError for a text with an image placeholder."""
+        shown = [part for part in parts if isinstance(part, Media)]
+        text, keeps_spaces = join_parts([None if isinstance(part, Media) else _words(part) for part in parts])
+        return Conversation((*self.messages, Message(role, text, keeps_spaces=keeps_spaces)), (*self.media, *shown))
 
     def with_answer(self, text: str) -> "Conversation":
         """Add the answer to the last question, without image placeholders, which would stand for images."""
@@ -55,8 +60,21 @@ class Conversation:
             raise DataError("a record of LLaVA's JSON holds images or videos, and this conversation has both")
         if kinds:
             record[kinds.pop()] = paths
-        record["conversations"] = [{"from": message.role, "value": message.text} for message in self.messages]
+        texts = [(message.role, message.text.replace(LITERAL_IMAGE, f"\\{IMAGE_TOKEN}")) for message in self.messages]
+        record["conversations"] = [{"from": role, "value": text} for role, text in texts]
         return record
+
+
+def _words(text: str) -> str:
+    """A text without marks. Raises DataError for one that has any."""
+    marks: list[Mark] = []
+    text = with_marks(text, marks, has_videos=False)
+    if marks:
+        raise DataError(
+            f"the question holds {IMAGE_TOKEN}, which stands for an image: leave it out, as images are shown beside it "
+            f"(\\{IMAGE_TOKEN} is the word)"
+        )
+    return text
 
 
 def read_media(kind: str, path: str, loaded: LoadedModel) -> Media:
@@ -232,7 +250,7 @@ def _history(session: Session, rest: str) -> None:
     for message in session.conversation.messages:
         for _ in range(message.text.count(IMAGE_TOKEN)):
             print_note(f"[{left[0].kind} {left.pop(0).refs[0].path}]")
-        print_note(f"{'>' if message.role == 'human' else '<'} {message.text.replace(IMAGE_TOKEN, '').strip()}")
+        print_note(f"{'>' if message.role == 'human' else '<'} {shown_text(message.text).strip()}")
     for media in session.pending:
         print_note(f"[{media.kind} {media.refs[0].path}, for the next question]")
 

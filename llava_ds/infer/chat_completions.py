@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from llava_ds.constants import ConfigError, DataError, did_you_mean, in_short
-from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError, did_you_mean, in_short
+from llava_ds.data.sample import FileRef, Media
 from llava_ds.infer.answer_queue import Closing, Ended, Question
 from llava_ds.infer.chat import Conversation
 from llava_ds.infer.generate import Reply, Sampling
@@ -236,35 +236,38 @@ def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]
     conversation = Conversation()
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        text = "".join(part.text for part in message.content if isinstance(part, _Text))
-        images = [(k, part) for k, part in enumerate(message.content) if isinstance(part, _Image)]
+        images = [part for part in message.content if isinstance(part, _Image)]
         if images and message.role != "user":
             raise RequestError(400, f"{where} is from {message.role!r}: images belong to 'user'", param=where)
-        if message.role == "system":
-            if i > 0:
-                raise RequestError(400, f"{where} is from 'system', which only the first can be", param=where)
-            conversation = Conversation((Message("system", text),))
-        elif message.role == "assistant":
-            if not any(before.role == "human" for before in conversation.messages):
-                raise RequestError(400, f"{where} is an answer before any question: leave it out", param=where)
-            conversation = conversation.with_answer(text)
-        else:
-            if not images and not text.strip():
-                raise RequestError(400, f"{where} has neither text nor an image", param=where)
-            shown = []
-            for k, part in images:
-                place = f"{where}.content[{k}].image_url"
-                file = folder / f"{len(places)}"
-                file.write_bytes(_bytes_of(part.image_url.url, place))
-                places[str(file)] = place
-                shown.append(Media("image", (FileRef(str(file)),)))
-            try:
-                conversation = conversation.with_question(text, shown)
-            except DataError as error:
-                raise RequestError(400, f"{where}: {error}", param=where) from None
+        if message.role == "system" and i > 0:
+            raise RequestError(400, f"{where} is from 'system', which only the first can be", param=where)
+        if message.role == "assistant" and not any(before.role == "human" for before in conversation.messages):
+            raise RequestError(400, f"{where} is an answer before any question: leave it out", param=where)
+        texts = [part.text for part in message.content if isinstance(part, _Text)]
+        if message.role == "user" and not images and not "".join(texts).strip():
+            raise RequestError(400, f"{where} has neither text nor an image", param=where)
+        if message.role == "assistant":  # a model's own words: none of them is a mark
+            conversation = conversation.with_parts("gpt", [text.replace(IMAGE_TOKEN, "") for text in texts])
+            continue
+        parts = [
+            part.text if isinstance(part, _Text) else _written(part, f"{where}.content[{k}].image_url", folder, places)
+            for k, part in enumerate(message.content)
+        ]
+        try:
+            conversation = conversation.with_parts({"user": "human"}.get(message.role, message.role), parts)
+        except DataError as error:
+            raise RequestError(400, f"{where}: {error}", param=where) from None
     if messages[-1].role != "user":
         raise RequestError(400, "the last message is not from 'user': end with a question", param="messages")
     return conversation
+
+
+def _written(part: _Image, place: str, folder: Path, places: dict[str, str]) -> Media:
+    """The image of a part, written into the folder; places gets its file."""
+    file = folder / f"{len(places)}"
+    file.write_bytes(_bytes_of(part.image_url.url, place))
+    places[str(file)] = place
+    return Media("image", (FileRef(str(file)),))
 
 
 def _bytes_of(url: str, place: str) -> bytes:

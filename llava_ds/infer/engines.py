@@ -23,6 +23,7 @@ from llava_ds.model.hf import HFModel
 from llava_ds.runtime.command import given_path
 from llava_ds.runtime.ranks import Ranks, on_every_rank
 from llava_ds.runtime.tf32 import allow_tf32
+from llava_ds.template_variables import parse_variables, set_variables
 
 if TYPE_CHECKING:
     import argparse
@@ -40,13 +41,15 @@ NO_KERNELS = (
 @dataclass(frozen=True)
 class EngineOptions:
     """engine: one of ENGINES; offload: the place of the parameters, one of OFFLOADS, with a folder for NVMe; dtype: one
-    of DTYPES, or auto for the weights' own; version and moved: see open_model."""
+    of DTYPES, or auto for the weights' own; chat_template_kwargs: variables of the chat template, a JSON object;
+    version and moved: see open_model."""
 
     engine: str = "hf"
     offload: str = "none"
     offload_path: str | None = None
     dtype: str = "auto"
     version: str | None = None
+    chat_template_kwargs: str | None = None
     moved: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -66,6 +69,11 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
         )
     parser.add_argument(
         "--version", "--conv-mode", help="conversation template, where the folder does not say it (then: v1)"
+    )
+    parser.add_argument(
+        "--chat_template_kwargs",
+        metavar="JSON",
+        help="""variables of the chat template, like '{"enable_thinking": false}' (default: those of training)""",
     )
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="precision; auto: the weights' own")
     parser.add_argument(
@@ -87,7 +95,9 @@ def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
 def parse_engine_options(args: "argparse.Namespace") -> EngineOptions:
     """The options from the flags of add_engine_flags. Raises ConfigError for flags that contradict each other."""
     moved = {name: os.path.expanduser(path) for name in MOVED_FLAGS if (path := getattr(args, name)) is not None}
-    options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version, moved)
+    variables = args.chat_template_kwargs
+    parse_variables(variables)
+    options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version, variables, moved)
     problems = []
     if options.offload != "none" and options.engine != "deepspeed":
         problems.append(f"--offload {options.offload} is DeepSpeed's: give --engine deepspeed with it")
@@ -111,8 +121,8 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which is for answers
         if options.engine == "hf":
             if ranks is None:
-                return load_model(path, **how)
-            return on_every_rank(ranks, lambda: load_model(path, str(ranks.device), **how))
+                return with_variables(load_model(path, **how), options)
+            return with_variables(on_every_rank(ranks, lambda: load_model(path, str(ranks.device), **how)), options)
         assert ranks is not None, "DeepSpeed's engines run in a process group"
         if options.offload == "none":
             found = on_every_rank(ranks, lambda: load_model(path, "cpu", **how, maps=True))
@@ -122,9 +132,17 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
                 model, notes = _zero_inference(opened, options, ranks)
                 found = with_settings(model, opened, options.version)
     processors = LogitsProcessorList([_Rank0Scores()] if ranks.world_size > 1 else [])
+    found = with_variables(found, options)
     return replace(
         found, model=model, ranks=ranks, generating={"logits_processor": processors}, notes=(*found.notes, *notes)
     )
+
+
+def with_variables(loaded: LoadedModel, options: EngineOptions) -> LoadedModel:
+    """Let the model's chat template ask under --chat_template_kwargs. Raises ConfigError for names that it never
+    reads."""
+    lines = set_variables(loaded.tokenizer, options.chat_template_kwargs, loaded.version)
+    return replace(loaded, notes=(*loaded.notes, *lines))
 
 
 def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, list[str]]:

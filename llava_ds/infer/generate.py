@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import end_markers
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import SizedMedia, layout_of
-from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.data.sample import FileRef, Media, Message, Transcript
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.infer.load import LoadedModel
 from llava_ds.layouts import MediaLayout
@@ -41,12 +41,23 @@ T = TypeVar("T")
 class Prompt:
     """A conversation that ends with a question, and its images (paths) and videos in the order of their placeholders.
 
-    blank: replaces each image by one of the same size in one colour.
+    blank: replaces each image by one of the same size in one colour; tools, template_kwargs: as a Transcript has them.
     """
 
     messages: tuple[Message, ...]
     images: tuple[str | Media, ...]
     blank: bool = False
+    tools: str = ""
+    template_kwargs: str = ""
+
+    @property
+    def transcript(self) -> Transcript:
+        """The conversation as an encoder takes it."""
+        return Transcript(self.messages, self.tools, self.template_kwargs)
+
+    def answered(self, text: str) -> Transcript:
+        """The conversation with an answer."""
+        return replace(self.transcript, messages=(*self.messages, Message("gpt", text)))
 
 
 @dataclass(frozen=True)
@@ -312,7 +323,7 @@ def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, t
 
 def _encode(loaded: LoadedModel, prompt: Prompt) -> _EncodedPrompt:
     media = media_of(prompt, loaded.image_options)
-    ids = loaded.encoder.prompt_ids(prompt.messages, [layout.mark for *_, layout in media])
+    ids = loaded.encoder.prompt_ids(prompt.transcript, [layout.mark for *_, layout in media])
     return _EncodedPrompt(ids, media, prompt.blank)
 
 

@@ -31,7 +31,7 @@ class ExpertLayer(MoE):
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        self._drops = capacity_factor is not None
+        self._drops, self._min_capacity = capacity_factor is not None, min_capacity
 
     def train(self, mode: bool = True) -> "ExpertLayer":
         """Switch between training and eval, in which no token is dropped."""
@@ -40,4 +40,6 @@ class ExpertLayer(MoE):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Compute every token by its experts. The gate's loss and load are seen by hooks on it (mixture.Gates)."""
+        # DeepSpeed 0.19.8 refuses more than there are tokens, as of a rank without samples, or of one drawn token.
+        self.deepspeed_moe.gate.min_capacity = min(self._min_capacity, hidden_states[..., 0].numel())
         return super().forward(hidden_states)[0]

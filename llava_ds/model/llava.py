@@ -77,7 +77,7 @@ class LlavaModel(nn.Module):
         temperature: float = 1.0,
         values_at: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The cross-entropy summed over the S supervised positions, float32, a scalar.
+        """The cross-entropy summed over the S supervised positions, each by its weight, float32, a scalar.
 
         With logits_at, (S,) indices into T, the output layer there instead: (S, V). With num_sources, that sum, and
         what it consists of: the cross-entropy and the number of positions of every data source, (2, num_sources)
@@ -122,7 +122,9 @@ class LlavaModel(nn.Module):
             softcap = None if self._softcap is None else self._softcap / temperature
             rows = output_layer(hidden, targets=batch.targets, softcap=softcap, by_row=True)
             return (rows, self.critic(batch, values_at=batch.target_positions)) if has_critic(self) else rows
-        loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=self._softcap)
+        loss, row_losses = output_layer(
+            hidden, targets=batch.targets, softcap=self._softcap, row_weights=batch.target_weights
+        )
         if num_sources is None:
             return loss
         return loss, _by_source(row_losses, batch.sources.index_select(0, batch.target_samples), num_sources)

@@ -24,7 +24,8 @@ def add_loss(output_layer: nn.Linear) -> None:
     """Let the output layer give the loss, too: output_layer(hidden, targets=targets, softcap=cap).
 
     hidden (S, D); targets (S,) int64. It gives the cross-entropy of its logits there: summed, a float32 scalar, and row
-    by row, (S,) float64, without a gradient. With by_row=True it gives the log-probabilities of the targets instead,
+    by row, (S,) float64, without a gradient. With row_weights (S,) float32, not negative, each row's is multiplied by
+    its own. With by_row=True it gives the log-probabilities of the targets instead,
     (S,) float64, with a gradient. With softcap c, logits x count as c * tanh(x / c). It is a call of the layer, so that
     ZeRO-3's hooks gather the weight for it. Without targets the layer is as before.
     """
@@ -38,20 +39,26 @@ def _forward(
     targets: torch.Tensor | None = None,
     softcap: float | None = None,
     by_row: bool = False,
+    row_weights: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     if targets is None:
         return type(self).forward(self, hidden)
     if by_row:
         return linear_log_probs(hidden, self.weight, targets, softcap)
-    return linear_cross_entropy(hidden, self.weight, targets, softcap)
+    return linear_cross_entropy(hidden, self.weight, targets, softcap, row_weights)
 
 
 @torch.compiler.disable  # every number of chunks would be compiled again
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, softcap: float | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    softcap: float | None = None,
+    row_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of hidden @ weight.T, summed and by row: hidden (S, D), weight (V, D), targets (S,) int64, any S.
 
+    row_weights (S,) float32: what each row's counts, 1 without.
     Computes in the precision of hidden, or autocast's; softmax in float32, its logarithm and the sum of rows in
     float64, so that what is logged depends as little as can be on how rows were dealt to ranks. Backward can run once.
     In float16 gradients stay float32 until backward brings the loss's scale: those of a sum alone can exceed float16.
@@ -62,7 +69,7 @@ def linear_cross_entropy(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     backward = torch.is_grad_enabled()
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden, weight, targets, softcap, backward)
+        return _LinearCrossEntropy.apply(hidden, weight, targets, softcap, backward, row_weights)
 
 
 @torch.compiler.disable
@@ -87,18 +94,26 @@ def chunk_rows(vocabulary: int, device_type: str) -> int:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, softcap, backward):
+    def forward(ctx, hidden, weight, targets, softcap, backward, row_weights):
         wants_hidden, wants_weight = (backward and wanted for wanted in ctx.needs_input_grad[:2])
         rows = chunk_rows(len(weight), hidden.device.type)
         row_losses = torch.empty(len(hidden), dtype=torch.float64, device=hidden.device)
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
+        factors, largest = row_weights, 1.0
+        if row_weights is not None and gradients.in_float16 and len(hidden):
+            # Weights of at most 1, so that products with them stay in float16's range.
+            largest = row_weights.amax().clamp(min=1.0)
+            factors = row_weights / largest
         for start in range(0, len(hidden), rows):
             h = hidden[start : start + rows]
-            d_logits, losses = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap)
+            own = None if factors is None else factors[start : start + rows]
+            d_logits, losses = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap, own)
             row_losses[start : start + rows] = losses
             gradients.add(start, h, d_logits)
             del d_logits  # before the next chunk's logits
-        ctx.gradients, ctx.in_float16 = gradients.summed(), gradients.in_float16
+        if row_weights is not None:
+            row_losses *= row_weights
+        ctx.gradients, ctx.in_float16, ctx.largest = gradients.summed(), gradients.in_float16, largest
         ctx.mark_non_differentiable(row_losses)
         return row_losses.sum().float(), row_losses
 
@@ -109,11 +124,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss was propagated backward a second time: its gradients were given away")
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.in_float16:
-            upstream = upstream / FLOAT16_SCALE
+            upstream = upstream * (ctx.largest / FLOAT16_SCALE)
         gradients = [None if gradient is None else gradient.mul_(upstream) for gradient in gradients]
         if ctx.in_float16:
             gradients = [None if gradient is None else gradient.half() for gradient in gradients]
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -208,11 +223,11 @@ def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax_minus_target(
-    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None
+    logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of the cross-entropy, (rows, V) in the logits' precision; its values, (rows,) float64.
 
-    Uses logits up. In float16 the gradient is FLOAT16_SCALE times as large.
+    Uses logits up. factors (rows,): of the gradient. In float16 the gradient is FLOAT16_SCALE times as large.
     """
     dtype = logits.dtype
     logits = logits.float()
@@ -229,6 +244,8 @@ def _softmax_minus_target(
     gradient.scatter_add_(1, targets, torch.full_like(at_target, -1.0))
     if softcap is not None:
         gradient.mul_(slope)
+    if factors is not None:
+        gradient.mul_(factors[:, None])
     if dtype == torch.float16:
         gradient.mul_(FLOAT16_SCALE)
     return gradient.to(dtype), losses

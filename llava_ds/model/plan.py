@@ -27,7 +27,8 @@ from llava_ds.model.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
-from llava_ds.tokenizer import open_ready_tokenizer, open_tokenizer
+from llava_ds.template_variables import set_variables
+from llava_ds.tokenizer import open_ready_tokenizer, open_tokenizer, read_template
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -48,9 +49,12 @@ class Parts:
 
 
 def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
-    if folder.ready is None:
-        return open_tokenizer(folder.tokenizer)
-    return open_ready_tokenizer(folder.tokenizer, f"{FLAG} {folder.path}")
+    where = f"{FLAG} {folder.path}"
+    is_ready = folder.ready is not None
+    tokenizer = open_ready_tokenizer(folder.tokenizer, where) if is_ready else open_tokenizer(folder.tokenizer)
+    if folder.base is not None:  # an adapter has a template only for variables of its own
+        tokenizer.chat_template = read_template(Path(folder.path), where) or tokenizer.chat_template
+    return tokenizer
 
 
 def read_parts(args: ModelArguments) -> Parts:
@@ -192,7 +196,10 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = parts.open_tokenizer()
-    text_config, sources, notes = fit_vocabulary(text_config, sources, tokenizer, args)
+    version = "processor" if parts.folder.ready is not None else args.version
+    notes = set_variables(tokenizer, args.chat_template_kwargs, version)
+    text_config, sources, grown = fit_vocabulary(text_config, sources, tokenizer, args)
+    notes += grown
     if args.moe_enable:
         text_config, sources, lines = upcycle(text_config, sources, args)
         notes += lines

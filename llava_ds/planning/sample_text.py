@@ -6,9 +6,10 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.boxes import Numbers
-from llava_ds.constants import DataError
+from llava_ds.constants import IGNORE_INDEX, DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.images.decode import load_images
+from llava_ds.data.media_settings import options_for
 from llava_ds.data.preflight import SizedMedia, media_from_text, place_of
 from llava_ds.geometry import ImageOptions, coordinate_frame
 from llava_ds.tracking.data_page import Run, ShownSample, draw_boxes, runs_of
@@ -20,6 +21,9 @@ def shown_sample(
     """Show an accepted sample; images that can't be decoded are left out, and the note says so."""
     row = dataset.row(int(dataset.rows[index]))
     note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
+    if row["weights"] is not None:
+        weights = {weight for weight, label in zip(row["weights"], row["labels"]) if label != IGNORE_INDEX}
+        note += f", weights of the loss {', '.join(f'{weight:g}' for weight in sorted(weights))}"
     images = []
     if with_images:
         try:
@@ -41,7 +45,7 @@ def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptio
     """The boxes and points that the text of a sample tells, in pixels of the image."""
     if not one.boxes:
         return []
-    frame = coordinate_frame(image.size, num_media, options)
+    frame = coordinate_frame(image.size, num_media, options_for(one.media, options))
     return [frame.pixels(numbers) for numbers in one.boxes]
 
 

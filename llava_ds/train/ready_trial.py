@@ -25,7 +25,7 @@ from transformers import AutoImageProcessor, AutoProcessor, PreTrainedConfig
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError, in_short
-from llava_ds.data.chat_template import parts_of
+from llava_ds.data.chat_template import own_template, parts_of
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
@@ -46,6 +46,7 @@ from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.probe import draw, small_copy
 from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
+from llava_ds.template_variables import default_values
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling
 from llava_ds.videos import Footage
 
@@ -264,6 +265,7 @@ def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples,
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return in_short(f"{type(error).__name__}: {lines[0] if lines else 'its processor could not be opened'}")
     image_id = plan.tokenizer.convert_tokens_to_ids(images.tiling.image_token)
+    variables = default_values(own_template(plan.tokenizer))  # of --chat_template_kwargs, or the template's own
     for sample, pictures, (_, turns) in zip(samples, shown, TALKS):
         if any(layout.is_video for _, layout in sample.media):
             continue  # transformers knows the times of a video file's frames alone
@@ -273,7 +275,8 @@ def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples,
             content = [part if part["type"] == "text" else {**part, "image": next(left)} for part in parts]
             chat.append({"role": "user", "content": content})
             chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        expected = processor.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"][0]
+        options = {"tokenize": True, "return_dict": True, **variables}
+        expected = processor.apply_chat_template(chat, **options)["input_ids"][0]
         if sample.input_ids.masked_fill(sample.input_ids == IMAGE_TOKEN_INDEX, image_id).tolist() != list(expected):
             raise DataError("its processor gives a conversation about images other ids than this program")
     return ""

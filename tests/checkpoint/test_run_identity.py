@@ -239,6 +239,16 @@ def test_what_can_not_be_cut_anew_is_refused_before_a_model_is_built(tmp_path):
     assert find_resume_point("auto", tmp_path / "old", run(world_size=4))[0].step == 3
 
 
+def test_variables_of_the_chat_template_count_by_their_values(tmp_path):
+    off = run(chat_template_kwargs='{"enable_thinking": false, "effort": "low"}')
+    saved(tmp_path, 2, off)
+    before = saved_identity("auto", tmp_path)
+    assert not run(chat_template_kwargs='{"effort":"low","enable_thinking":false}').differences(before)
+    for other in ('{"enable_thinking": true, "effort": "low"}', '{"enable_thinking": false}', None):
+        assert list(run(chat_template_kwargs=other).differences(before)) == ["chat_template_kwargs"]
+    assert list(off.differences(vars(run()))) == ["chat_template_kwargs"]
+
+
 def test_more_rows_are_another_run():
     """A checkpoint has the shapes of its own embedding."""
     grown = run(resize_token_embeddings=True, pad_embeddings_to_multiple_of=64)

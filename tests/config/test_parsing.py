@@ -513,6 +513,8 @@ def test_eval_samples_named_on_the_command_line_take_the_place_of_a_recipes_frac
     assert parse("--recipe", path).data.eval_fraction == 0.02
     named = parse("--recipe", path, "--eval_data_path", path).data
     assert (named.eval_fraction, named.eval_data_path) == (0.0, str(path))
+    assert "--data_split train needs --data_path" in refused(*NEEDED, "--data_split", "train")
+    assert "--eval_data_split a needs --eval_data_path" in refused(*NEEDED, "--eval_data_split", "a")
     both = refused(*NEEDED, "--eval_fraction", 0.1, "--eval_data_path", path)
     assert both == "--eval_fraction and --eval_data_path are both given: choose one"
 
@@ -827,7 +829,7 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
     ("flag", "says"),
     [
         ("--dataset_name", ": did you mean --data_path?"),
-        ("--data_split", ": did you mean --data_path with the files of that split?"),
+        ("--dataset_train_split", ": did you mean --data_split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),

@@ -182,6 +182,11 @@ def test_micro_batches_with_nothing_to_see_or_to_learn(samples):
     trained_once(samples=samples)
 
 
+def test_weights_of_the_loss():
+    weighed = replace(sample(OPTIONS, 12), weights=torch.full((13,), 0.5))
+    trained_once(samples=[weighed, sample(OPTIONS, 9, [IMAGE])])
+
+
 @pytest.mark.parametrize("how", ["all", "two", *rest("second", "none")])
 @pytest.mark.parametrize("family", ["qwen2_5", *rest("llama", "gpt2")])
 def test_activation_checkpointing(family, how):

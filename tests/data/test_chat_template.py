@@ -7,7 +7,7 @@ import pytest
 from llava_ds.constants import DataError
 from llava_ds.data.chat_template import CHAT_TEMPLATES, chat_template, render_own, render_own_prompt
 from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.sample import Message
+from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES, render, render_prompt
 
 TALK = [
@@ -120,3 +120,36 @@ def test_a_template_that_hides_what_is_learned_is_refused(own, source, expected)
     own.chat_template = source
     with pytest.raises(DataError, match=expected):
         render_own(TALK[:2], own)
+
+
+VARIABLES = "{% if brief %}[brief]{% endif %}" + CHATML
+
+
+def test_variables_of_a_record_are_handed_to_the_template(own):
+    own.chat_template = VARIABLES
+    told = Transcript(tuple(TALK[:2]), template_kwargs='{"brief": true}')
+    written = ["".join(s.text for s in render_own(each, own)) for each in (told, TALK[:2])]
+    assert written[0] == "[brief]" + written[1]
+    assert render_own_prompt(told, own).startswith("[brief]")
+
+
+@pytest.mark.parametrize(
+    ("variables", "why"),
+    [
+        ('{"enable_thinking": false}', "'enable_thinking', which the chat template does not read"),
+        ('{"messages": []}', "'messages', which is set for every conversation"),
+        ('{"eos_token": "x"}', "'eos_token', which is set for every conversation"),
+    ],
+)
+def test_variables_that_a_template_does_not_read_are_refused(own, variables, why):
+    own.chat_template = VARIABLES
+    with pytest.raises(DataError, match=why):
+        render_own(Transcript(tuple(TALK[:2]), template_kwargs=variables), own)
+
+
+def test_templates_of_llava_have_no_tools_and_no_variables(tokenizer):
+    encoder = Encoder(tokenizer, EncodingOptions("v1", 500))
+    given = [{"template_kwargs": '{"brief": true}'}, {"tools": '[{"name": "zoom"}]'}]
+    found = encoder.encode_batch([(Transcript(tuple(TALK[:2]), **each), [4]) for each in given])
+    assert "under 'chat_template_kwargs', and --version v1 has none" in str(found[0])
+    assert "offers tools, which --version v1 has no place for" in str(found[1])

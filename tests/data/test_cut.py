@@ -1,5 +1,6 @@
 """A micro-batch cut into the parts of several ranks: together they are the whole, and each needs its own images."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -75,6 +76,20 @@ def test_a_rank_takes_the_tiles_that_its_tokens_need_and_no_other(seed, options)
         assert set(tiles) >= set(gradient.abs().sum((1, 2)).nonzero()[:, 0].tolist())
         if not options.pools_tiles:
             assert set(tiles) == set(gradient.abs().sum((1, 2)).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_of_the_loss_go_with_their_targets(ranks):
+    """Each weighs what its token's id says, so that a weight in another's place would be seen."""
+    samples = [sample([1, 2, 3, 4, 5]), sample([6, 7, 8, 9])]
+    weighed = dataclasses.replace(samples[1], weights=samples[1].labels.float())
+    whole, parts = parts_of([samples[0], weighed], SQUARE, ranks)
+    assert whole.target_weights.tolist() == [1, 1, 1, 1, 7, 8, 9] and whole.target_weights.dtype == torch.float32
+    assert torch.equal(torch.cat([part.target_weights for part, _ in parts]), whole.target_weights)
+    for part, _ in parts:
+        rest = without(part, {0})
+        assert torch.equal(rest.target_weights, rest.targets.float())
+    assert all(part.target_weights is None for part, _ in parts_of(samples, SQUARE, ranks)[1])
 
 
 def test_a_sample_that_is_left_out_keeps_its_tokens_and_loses_its_targets():

@@ -21,6 +21,7 @@ import pytest
 import torch
 import toys
 from PIL import Image
+from thinking_templates import QWEN3, TOKENS
 from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
@@ -277,6 +278,31 @@ def test_the_summary_counts_what_there_is(opened, tmp_path):
     limit = max(data.lengths) - 1
     text = "\n".join(opened(encoding=toys.encoding_options(max_length=limit)).summary())
     assert f"{sum(n > limit for n in data.lengths)} samples cut short" in text
+
+
+def test_the_summary_names_what_is_not_read_and_not_learned(opened, tmp_path, tokenizer, no_work):
+    """Also from a warm cache. A record whose answers are all switched off is bad."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(TOKENS)})
+    tokenizer.chat_template = QWEN3
+    told = talk("Who?", "<think>a</think>Me.", "Sure?", "<think>b</think>Yes.", url="x", page=3)
+    plain = [talk("Who?", "Me.", url="y", note=None), talk("Who?", "Me.", objects={}, text="unused")]
+    silent = talk("Who?", "Me.", id="silent")
+    silent["conversations"][1]["loss"] = False
+    path = write(tmp_path / "told.json", [told, told, *plain, silent])
+    settings = {"data_path": path, "image_folder": None, "tokenizer": tokenizer, "on_bad_sample": "list"}
+    settings["encoding"] = toys.encoding_options(template="chat_template")
+    text = "\n".join(opened(**settings).summary())
+    assert "2 thoughts of 2 records are not learned: the chat template leaves them out" in text
+    assert "keys of records that are not read: 'url' (3 records), 'page' (2 records), 'text' (1 records)\n" in text
+    assert "nothing to learn from: all of its answers weigh 0" in text
+    last = {**settings, "encoding": toys.encoding_options(template="chat_template", supervise_last_turn_only=True)}
+    off = talk("Who?", "Me.", "Sure?", "Yes.")
+    off["conversations"][3]["weight"] = 0
+    last["data_path"] = write(tmp_path / "off.json", [*plain, off])
+    assert "its last answer weighs 0, and no other is learned" in "\n".join(opened(**last).summary())
+    no_work()
+    assert "\n".join(opened(**settings).summary()) == text
 
 
 def test_llavas_lengths_count_words(opened, tmp_path):

@@ -12,6 +12,7 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import encode
 from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, check_tokenizer, end_markers
 from llava_ds.data.sample import Message
+from llava_ds.data.templates import TEMPLATES
 from llava_ds.tokenizer import note_rows, tokens_without_rows
 
 SYSTEM = (
@@ -254,6 +255,44 @@ def _watched(lengths: list[int], tokenize):
         return tokenize(self, texts)
 
     return watched
+
+
+@pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"plain", "processor", "chat_template"}))
+def test_an_answer_that_weighs_nothing_is_read_and_not_learned(tokenizer, template):
+    """Nor is its end marker; all others are learned as before, with their weights."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>", "<|eot_id|>"]})
+
+    def learned(first: float, second: float) -> Encoded:
+        talk = [Message("human", "Who?"), Message("gpt", "WRONG", weight=first), Message("human", "Sure?")]
+        [coded] = encoded([[*talk, Message("gpt", "RIGHT", weight=second)]], tokenizer, template)
+        return coded
+
+    both, last, first, none = (learned(*weights) for weights in ((1, 1), (0, 1), (1, 0), (0, 0)))
+    assert both.weights is last.weights is none.weights is None
+    for coded in (last, first, none):
+        assert coded.input_ids.tolist() == both.input_ids.tolist()
+        kept = coded.labels != IGNORE_INDEX
+        assert np.array_equal(coded.labels[kept], both.labels[kept])
+    texts = [text_of_ids(coded.labels[coded.labels != IGNORE_INDEX], tokenizer) for coded in (both, last, first, none)]
+    assert ["WRONG" in text for text in texts] == [True, False, True, False]
+    assert ["RIGHT" in text for text in texts] == [True, True, False, False]
+    of_first, of_last = both.num_targets - last.num_targets, both.num_targets - first.num_targets
+    assert both.num_targets - none.num_targets == of_first + of_last
+    half = learned(0.5, 2)
+    assert np.array_equal(half.labels, both.labels)
+    assert (half.weights == 0.5).sum() == of_first and (half.weights == 2).sum() == of_last
+
+
+def test_the_last_answer_may_weigh_nothing(tokenizer):
+    talk = [
+        Message("human", "Who?"),
+        Message("gpt", "WRONG"),
+        Message("human", "Sure?"),
+        Message("gpt", "No", weight=0),
+    ]
+    [coded] = encoded([talk], tokenizer, supervise_last_turn_only=True)
+    assert coded.num_targets == 0
 
 
 def test_a_token_without_a_row_is_refused_with_its_number(tokenizer):

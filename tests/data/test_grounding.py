@@ -23,6 +23,7 @@ from llava_ds.data.preflight import media_from_text
 from llava_ds.data.sources import SourceOptions, open_sources, read_samples
 from llava_ds.geometry import ReadyImageOptions, coordinate_frame, media_layout
 from llava_ds.model.plan import read_parts
+from llava_ds.template_variables import set_variables
 from llava_ds.tilings import CellTiling
 
 SIZES = [(40, 70), (70, 40), (64, 64), (200, 90), (97, 131), (300, 300)]
@@ -78,10 +79,12 @@ def reasons(dataset: EncodedDataset) -> list[str]:
 
 def ready_parts(folder: Path, family: str, **flags):
     """Tokenizer and image options of a random ready model."""
-    write_ready(folder, family)
-    parts = read_parts(ModelArguments(model_name_or_path=str(folder)))
+    model = ModelArguments(**write_ready(folder, family))
+    parts = read_parts(model)
     args = Arguments(ModelArguments(), DataArguments(**flags), TrainingArguments(), frozenset())
-    return parts.open_tokenizer(), parts.tower.image_options(args)
+    tokenizer = parts.open_tokenizer()
+    set_variables(tokenizer, model.chat_template_kwargs, "processor")
+    return tokenizer, parts.tower.image_options(args)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -23,6 +23,7 @@ from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.model.families.ready import READY
 from llava_ds.model.plan import plan_model, read_parts
 from llava_ds.tilings import BudgetTiling, CellTiling, FrameCells, Grid
+from llava_ds.videos import FrameChoice
 
 
 def cells_of(side: int, least: int, most: int, **more) -> CellTiling:
@@ -216,9 +217,9 @@ def test_frames_are_chosen_by_flags_that_are_given_and_else_by_the_folder(tmp_pa
     """Frames of a second replace a fixed number of frames."""
     write_ready(tmp_path, "gemma4")
     for flags, choice in (
-        ({}, (1, 6, True)),
-        ({"video_fps": 2}, (2, 32, False)),
-        ({"frames_upbound": 3}, (1, 3, True)),
+        ({}, FrameChoice(1, 6, True)),
+        ({"video_fps": 2}, FrameChoice(2, 32, False)),
+        ({"frames_upbound": 3}, FrameChoice(1, 3, True)),
     ):
         plan, args = with_pixels(tmp_path, **flags)
         assert plan.tower.image_options(args).frame_choice == choice

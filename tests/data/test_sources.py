@@ -10,6 +10,7 @@ import pytest
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media, Message, Sample
 from llava_ds.data.sources import MAX_SHOWN, SourceOptions, open_sources, read_samples, to_sample
+from llava_ds.data.special_tokens import PART_END, in_lines
 
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat."}]
 TEXT_ONLY = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]
@@ -191,14 +192,23 @@ def test_messages_with_parts(folder):
         ],
     )
     assert [sample.messages[0].text for sample in samples] == [
+        "<image>What?",
+        "What?<image>And?",
+        f"<image><image>What?{PART_END}And?{PART_END}",
+        "What?<image><image>And?",
+        "<image>What?",
+        "<image>\nWhat?",
+        "<image>\n<image>\nWhat?",
+    ]
+    kept = [sample.messages[0] for sample in samples if sample.messages[0].keeps_spaces]
+    assert [in_lines(message.text) for message in kept] == [
         "<image>\nWhat?",
         "What?\n<image>\nAnd?",
         "<image>\n<image>\nWhat?And?",
         "What?\n<image>\n<image>\nAnd?",
         "<image>\nWhat?",
-        "<image>\nWhat?",
-        "<image>\n<image>\nWhat?",
     ]
+    assert [sample.messages[0].keeps_spaces for sample in samples] == [True] * 5 + [False] * 2
     a, b = image(folder, "a.png"), image(folder, "sub/b.png")
     frames = Media("frames", (a.refs[0], b.refs[0]))
     assert [list(sample.media) for sample in samples] == [[a], [a], [b, a], [a, b], [frames], [a], [a, b]]
@@ -231,14 +241,16 @@ def chat_of(*parts: object) -> dict:
         ("text", "is a str, expected an object with 'conversations'"),
         ({"id": "1", "turns": []}, "no list under 'conversations' or 'messages' (its keys: 'id', 'turns')"),
         ({}, "has no list under 'conversations' or 'messages' (its keys: none)"),
-        ({"conversations": []}, "has no list under 'conversations'"),
+        ({"conversations": []}, "has an empty list under 'conversations'"),
+        ({"conversations": 5}, "has 5 under 'conversations', expected a list of turns"),
         ({"conversations": TALK, "messages": CHAT}, "has both 'conversations' and 'messages': name one with --data_co"),
-        (talk_of("hello"), "turn 0 is 'hello', expected {'from': 'human' or 'gpt', 'value': text}"),
+        (talk_of("hello"), "has 'hello' as number 0 of 'conversations', expected an object with a role"),
+        (talk_of(TEXT_ONLY[0], "hello"), "turn 1 is 'hello', expected {'from': 'human' or 'gpt', 'value': text}"),
         (talk_of({"from": "human"}), "turn 0 is {'from': 'human'}, expected"),
         (talk_of({"from": "human", "value": 3}), "turn 0 is"),
         (talk_of(TEXT_ONLY[0], {"from": "dog", "value": "x"}), "turn 1 is from 'dog', expected 'human' or 'gpt'"),
         (talk_of(TEXT_ONLY[0], {"from": ["gpt"], "value": "x"}), "turn 1 is from ['gpt'], expected"),
-        (talk_of({"from": "observation", "value": "x"}), "turn 0 is from 'observation', tools are not supported"),
+        (talk_of({"from": "observation", "value": "x"}), "turn 0 is the result of a tool, and no answer is before it"),
         (
             talk_of(*TEXT_ONLY, {"from": "system", "value": "x"}),
             "turn 2 is from 'system', which speaks once, at the be",
@@ -247,7 +259,8 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TEXT_ONLY, "system": "<image>"}, "has an <image> mark in its system message"),
         ({"conversations": TEXT_ONLY, "id": ["x"]}, "has ['x'] for an id, expected a text or a number"),
         ({"conversations": TALK, "image": ["a.png", 3]}, "under 'image', expected a path or a list of paths"),
-        ({"conversations": TALK, "image": {"bytes": "x"}}, "has None as its image, expected a path"),
+        ({"conversations": TALK, "image": {"bytes": "x"}}, "with the key 'bytes', which is not read"),
+        ({"conversations": TALK, "image": {"path": None}}, "as its image, expected a path"),
         (
             {"conversations": TALK},
             "names 0 images under 'image' or 'images', but its text has 1 <image> marks",
@@ -267,6 +280,10 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "image": "loop.png"}, "names the image 'loop.png', which can't be read"),
         ({"conversations": TALK, "image": "x" * 300}, "which can't be read: File name too long"),
         ({"conversations": TALK, "image": "x/" * 3000}, "no file can be called: it is longer than 4096 bytes"),
+        (
+            {"conversations": TALK, "image": "/9j/" + "A" * 5000},
+            "and looks like base64, which needs data:image/png;base64,",
+        ),
         ({"conversations": TALK, "image": "a\0.png"}, "no file can be called"),
         ({"conversations": TALK, "image": "\ud800.png"}, "no file can be called"),
         ({"conversations": TALK, "image": [""]}, "no file can be called: it is empty"),
@@ -281,7 +298,8 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "image": "data:text/html,x"}, "as its image, expected a path (data:image/"),
         ({"conversations": TALK, "video": "../secret.png"}, "names the video '../secret.png', which lies outside"),
         ({"conversations": TALK, "video": ["../secret.png"]}, "names the frame '../secret.png', which lies outside"),
-        (chat_of({"type": "audio"}), "turn 0 has the part {'type': 'audio'}, expected the type 'text', 'image'"),
+        (chat_of({"type": "audio"}), "turn 0 has a part of type 'audio': sounds are not supported"),
+        (chat_of({"type": "file"}), "turn 0 has the part {'type': 'file'}, expected the type 'text', 'image'"),
         (
             {"conversations": [{"from": "human", "value": "<audio> What?"}, *TALK[1:]], "audios": ["a.wav"]},
             "names sounds under 'audios', and has <audio> marks for them, which are not supported",
@@ -370,10 +388,10 @@ def test_read_samples_counts_problems_and_shows_the_first(folder, num_bad):
 
 def test_unknown_records_are_refused_with_the_keys_found(folder):
     with pytest.raises(ConfigError) as caught:
-        opened(folder, [{"question": "Who?", "answer": "Me."}, 3])
+        opened(folder, [{"url": "a.html", "score": 3}, 3])
     message = str(caught.value)
-    assert "its records are of no known format (keys found: 'question', 'answer'); known are llava: {" in message
-    assert "sharegpt: " in message and "messages: " in message and "caption: " in message
+    assert "of no known format: no key of them is known (keys found: 'url', 'score'); known are llava: {" in message
+    assert all(f"{name}: {{" in message for name in ("messages", "texts", "question_answer", "caption"))
 
 
 def test_two_names_for_one_field_are_refused_until_one_is_named(folder):

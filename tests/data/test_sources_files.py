@@ -205,6 +205,9 @@ def test_a_json_file_of_lines_is_jsonl(tmp_path, opened):
         (b"{", "can't be read as JSON"),
         (b"\xff\xfe\x00", "it is UTF-16, save it as UTF-8"),
         (b"hello", "can't be read as JSON: it begins with b'hello'"),
+        (b"\x1f\x8b\x08", "is compressed: unpack it"),
+        (b"\x28\xb5\x2f\xfdx", "is compressed: unpack it"),
+        (b"PK\x03\x04", "is compressed: unpack it"),
         (b" \n", "is empty"),
         (b"[]", "holds no records"),
         (b'{"data": []}', "holds one object, expected a JSON list of records like"),
@@ -271,7 +274,7 @@ def test_parquet_in_other_shapes(tmp_path, opened):
     rows = [{"images": [{"bytes": RED, "path": None}], "messages": chat}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
     (sample,) = samples_of(opened(tmp_path / "chat.parquet"))
-    assert bytes_of(sample) == [RED] and sample.messages[0].text == "<image>\nWhat?"
+    assert bytes_of(sample) == [RED] and sample.messages[0].text == "<image>What?"
     rows = [{"image": [RED, BLUE], "caption": "Two."}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "raw.parquet")
     (sample,) = samples_of(opened(tmp_path / "raw.parquet"))
@@ -365,13 +368,18 @@ def test_a_saved_datasets_folder(tmp_path, opened):
     assert {record.file for record in source.read()} == {str(tmp_path / "one")} and source.count() == 4
 
     datasets.DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "splits")
-    assert opened(tmp_path / "splits").count() == 4
-    assert "; the split 'train', and not 'test'" in opened(tmp_path / "splits").describe()
+    with pytest.raises(ConfigError, match=r"holds the splits 'train' and 'test': choose one with --data_split train"):
+        opened(tmp_path / "splits")
+    with pytest.raises(ConfigError, match="has no split 'dev': its splits are 'train', 'test'"):
+        opened(tmp_path / "splits", split="dev")
+    assert opened(tmp_path / "splits", split="train").count() == 4
+    assert "; the split 'train', and not 'test'" in opened(tmp_path / "splits", split="train").describe()
     assert "the split" not in opened(tmp_path / "splits" / "test").describe()
     assert opened(tmp_path / "splits" / "test").count() == 1
-    datasets.DatasetDict(dev=saved, test=saved).save_to_disk(tmp_path / "untrained")
-    with pytest.raises(ConfigError, match=r"holds the splits dev, test and no 'train': name one, like .*/dev"):
-        opened(tmp_path / "untrained")
+    datasets.DatasetDict(dev=saved).save_to_disk(tmp_path / "untrained")
+    assert (
+        opened(tmp_path / "untrained").count() == 4 and "the split 'dev'" in opened(tmp_path / "untrained").describe()
+    )
     (tmp_path / "one" / "state.json").write_text("{}")
     with pytest.raises(DataError, match="can't be opened as a saved datasets folder"):
         opened(tmp_path / "one")
@@ -394,7 +402,7 @@ def test_data_uris_are_spooled(tmp_path, opened):
     source = opened(path, image_folder=str(tmp_path))
     records = list(source.read())
     sample = to_sample(records[0].text, source, 0)
-    assert bytes_of(sample) == [RED] and sample.messages[0].text == "<image>\nWhat?"
+    assert bytes_of(sample) == [RED] and sample.messages[0].text == "<image>What?"
     assert sample.messages[1].text == 'see "data:image/png;base64,xyz"'
     reasons = []
     for number in (1, 2, 3, 4):
@@ -403,7 +411,7 @@ def test_data_uris_are_spooled(tmp_path, opened):
             to_sample(records[number].text, source, number)
         reasons.append(str(caught.value))
     assert "as its image, expected a path" in reasons[0] and "can't be read as JSON" in reasons[1]
-    assert "lies outside the image folder" in reasons[2] and "expected a path" in reasons[3]
+    assert "lies outside the image folder" in reasons[2] and "names 0 images" in reasons[3]
 
 
 @pytest.mark.parametrize(
@@ -479,6 +487,13 @@ def pack(path: Path, members: list[tuple[str, bytes]], tar_format: int = tarfile
     return path
 
 
+def test_members_of_shards_that_are_not_read_are_named(tmp_path, opened):
+    members = [("a.jpg", b"an image"), ("a.json", json.dumps({"text": "A cat.", "url": "x"}).encode()), ("a.npy", b"x")]
+    source = opened(pack(tmp_path / "s.tar", members))
+    [sample] = [to_sample(record.text, source, record.index) for record in source.read()]
+    assert sample.unread == ("url", ".npy")
+
+
 @pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_shards_are_read_in_place(tmp_path, opened, tar_format):
     long = "folder/" * 20 + ("x" * 60 if tar_format == tarfile.USTAR_FORMAT else "é" * 90)
@@ -520,7 +535,7 @@ def test_shards_of_captions_and_their_bad_records(tmp_path, opened):
     members = [
         ("0.png", RED),
         ("0.txt", b"A red one.\n"),
-        ("0.json", b'{"caption": "other", "url": "https://x.org"}'),
+        ("0.json", b'{"caption": "A red one.", "url": "https://x.org"}'),
         ("1.txt", b"No picture."),
         ("2.png", BLUE),
         ("2.txt", b"\xff\xfe"),

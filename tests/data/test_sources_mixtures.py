@@ -259,18 +259,20 @@ def test_a_data_path_that_can_not_be_read_says_what_can(tmp_path):
     assert "z.json: there is no such file" in refused(f"{tmp_path}/{{a,z}}.json")
     assert "z*.json: there is no such file" in refused(tmp_path / "z*.json")
     assert "several kinds: a JSON list (a.json), JSONL (b.jsonl)" in refused(tmp_path / "*.json*")
-    assert "holds nothing to read (a.json, b.jsonl)" in refused(tmp_path)
+    assert "several kinds: a JSON list (a.json), JSONL (b.jsonl)" in refused(tmp_path)
     assert "is no regular file" in refused("/dev/null")
     (tmp_path / "empty").mkdir()
     assert "holds nothing to read (it is empty)" in refused(tmp_path / "empty")
     for name in ("train-0.parquet", "test-0.parquet"):
         (tmp_path / "empty" / name).write_bytes(b"")
-    assert "tables of several splits (test, train): name one by a pattern, like" in refused(tmp_path / "empty")
+    found = "holds the splits 'train' (train-0.parquet) and 'test' (test-0.parquet): choose one with --data_split train"
+    assert found in refused(tmp_path / "empty")
+    assert f"or name its files, like {tmp_path}/empty/train*.parquet" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "0.tar").write_bytes(b"")
     assert "holds .tar and .parquet files" in refused(tmp_path / "empty")
     for name in ("metadata.csv", "metadata.jsonl"):
         (tmp_path / "empty" / name).write_bytes(b"")
-    assert "holds metadata.jsonl, metadata.csv: leave one of them" in refused(tmp_path / "empty")
+    assert "holds metadata.csv, metadata.jsonl: leave one of them" in refused(tmp_path / "empty")
 
 
 def test_columns_are_parsed_or_every_mistake_named():

@@ -17,10 +17,15 @@ PACKED = {"tokens_per_micro_batch": 250}  # of each rank
 RUNS = {
     "plain": (1, 0, TRAINED_TOWER),
     "torn": (1, 0, TORN),
+    "weighed": (1, 0, TORN),
+    # Before tensor parallelism, of which DeepSpeed keeps something in a process.
+    "weighed-dp2": (2, 2, {**PACKED, **TORN}),
+    "weighed-sp2": (2, 1, {**SP, **PACKED, **TORN}),
     "plain-sp2": (2, 0, {**SP, **TRAINED_TOWER}),
     "torn-sp2": (2, 2, {**SP, **PACKED, **TORN, "dataloader_num_workers": 1}),
     "plain-tp2": (2, 3, {**TP, **PACKED, **TRAINED_TOWER}),
     "plain-pp2": (2, 1, {**PP, **PACKED, **TRAINED_TOWER}),
+    "weighed-pp2": (2, 1, {**PP, **PACKED, **TORN}),
 }
 
 
@@ -47,6 +52,20 @@ def test_a_sample_that_one_rank_cannot_decode_is_left_out_on_all(runs):
         assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
     assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
     assert rows(one, "skipped.jsonl") == rows(shared, "skipped.jsonl")
+
+
+@pytest.mark.parametrize("axis", ["dp", "sp", "pp"])
+def test_weighed_answers_train_as_on_one_rank(runs, axis):
+    """Packed or not, and with samples left out whose images are torn."""
+    one, shared = runs["weighed"], runs[f"weighed-{axis}2"]
+    check_same(one, shared)
+    assert sum(row["broken_samples"] for row in rows(one)) > 1
+    (wanted,), (found,) = (rows(run, "evals.jsonl") for run in (one, shared))
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
+
+
+def test_weighed_answers_train_otherwise_than_others(runs):
+    assert abs(losses(runs["weighed"])[0] - losses(runs["torn"])[0]) > 0.05
 
 
 def test_the_eval_loss_is_that_of_one_rank(runs):

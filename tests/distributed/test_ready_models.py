@@ -130,7 +130,7 @@ def samples(runs: Runs) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
             chat.append({"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": parts})
         inputs = processor.apply_chat_template(
             chat, chat_template=marked, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-            return_tensors="pt",
+            return_tensors="pt", **ready_models.VARIABLES.get(runs.family, {}),
         )  # fmt: skip
         learned = torch.as_tensor(inputs.pop("assistant_masks"))[0].bool()
         if runs.family in ("smolvlm", "idefics3"):  # the space behind "Assistant:" is the answer's
@@ -200,7 +200,10 @@ def check_resumed(runs: Runs) -> None:
 def check_answers(runs: Runs) -> None:
     """The exported folder answers as transformers does with the processor's own inputs, and so does the one before."""
     folder = runs.folder / f"zero{runs.stages[-1]}"
-    for name in ("chat_template.jinja", "preprocessor_config.json", "processor_config.json", "tokenizer.json"):
+    template = (runs.base / "chat_template.jinja").read_text()
+    kept = {"gemma4": "{%- if enable_thinking is not defined %}{%- set enable_thinking = true %}{%- endif %}\n"}
+    assert (folder / "chat_template.jinja").read_text() == kept.get(runs.family, "") + template
+    for name in ("preprocessor_config.json", "processor_config.json", "tokenizer.json"):
         assert (folder / name).read_bytes() == (runs.base / name).read_bytes()
     assert any(answers_of(runs, runs.base))  # after few steps an answer may be empty
     answers_of(runs, folder)

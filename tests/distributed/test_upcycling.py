@@ -16,6 +16,8 @@ from llava_ds.files.jsonl import read_metrics
 STEPS, SAVED = 5, 3
 MOE = {"moe_enable": True, "moe_mode": "dense", "num_experts": 4, "top_k_experts": 2, "router_aux_loss_coef": 0.01}
 EP = {**MOE, "ep_size": 2}
+# Ranks have packs of unequal lengths, so that each by itself would have another capacity.
+FEW, ENOUGH = ({"capacity_factor": factor, "tokens_per_micro_batch": 120} for factor in (0.6, 8.0))
 # Adam makes a full step of a gradient that is rounding alone: a larger epsilon keeps it as small as it is.
 RATES = {"learning_rate": 2e-3, "adam_epsilon": 1e-3, "max_grad_norm": 1.0, "max_steps": STEPS}
 # Name: ranks, stage, flags.
@@ -23,6 +25,10 @@ QUICK = {
     "dense": (2, 0, {}),
     "ep1-2": (2, 2, MOE),
     "ep2-2": (2, 2, EP),
+    "packed-ep1": (2, 2, {**MOE, "tokens_per_micro_batch": 120}),
+    "enough-ep2": (2, 2, {**EP, **ENOUGH}),
+    "few-ep1": (2, 2, {**MOE, **FEW}),
+    "few-ep2": (2, 2, {**EP, **FEW}),
 }
 FULL = {
     **QUICK,
@@ -32,8 +38,17 @@ FULL = {
     "ep2-1": (2, 1, EP),
     "recomputed": (2, 2, {**EP, "gradient_checkpointing": True}),
     **{f"bf16-{stage}": (2, stage, {**EP, "bf16": True}) for stage in range(3)},
+    **{
+        f"few-{kind}-ep{ep}": (2, stage, {**MOE, **FEW, "ep_size": ep, **more})
+        for kind, stage, more in (
+            ("top1", 0, {"top_k_experts": 1, "min_capacity": 4}),
+            ("top3", 1, {"top_k_experts": 3, "use_residual": True, "gradient_checkpointing": True}),
+        )
+        for ep in (1, 2)
+    },
 }
-SAME = [name for name in FULL if name != "dense" and "bf16" not in name]
+OTHERS = ("dense", "packed-ep1", "enough-ep2")  # than those whose loss is that of ep1-0
+SAME = [name for name in FULL if name not in OTHERS and not name.startswith(("bf16", "few"))]
 # Name of the run that was saved, and of the one that goes on from it.
 MOVES = [
     *((name, name) for name in FULL if name != "dense"),
@@ -108,6 +123,22 @@ def test_the_upcycled_model_begins_as_the_dense_one(quick):
 
 def test_shared_experts_train_as_whole_ones(quick):
     check_same(quick / "ep1-2", quick / "ep2-2")
+
+
+def test_experts_with_room_for_every_token_train_as_those_that_drop_none(quick):
+    check_same(quick / "packed-ep1", quick / "enough-ep2")
+
+
+def test_ranks_that_share_experts_drop_the_same_tokens_as_ranks_with_whole_ones(quick):
+    check_same(quick / "few-ep1", quick / "few-ep2")
+    assert losses(quick / "few-ep1")[0] > losses(quick / "packed-ep1")[0] + 0.05
+    assert (quick / "output.txt").read_text().count("drops the rest, so the result depends") == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["top1", "top3"])
+def test_any_number_of_experts_for_a_token_drops_the_same(full, kind):
+    check_same(full / f"few-{kind}-ep1", full / f"few-{kind}-ep2")
 
 
 def test_the_load_is_logged_and_its_loss_trains_the_routers(quick):

@@ -293,6 +293,11 @@ def test_another_setting_is_another_model(name, model, tmp_path):
     assert model_digest(str(copied)) != before
 
 
+def test_other_variables_of_the_chat_template_are_another_question(model):
+    plain, thinking = EngineOptions(), EngineOptions(chat_template_kwargs='{"enable_thinking": true}')
+    assert identity_of(str(model), plain) != identity_of(str(model), thinking)
+
+
 def test_what_lies_under_an_adapter_is_part_of_the_identity(model, tmp_path):
     base, adapter = shutil.copytree(model, tmp_path / "base"), tmp_path / "adapter"
     adapter.mkdir()
@@ -373,3 +378,20 @@ def test_the_reference_of_a_choice_is_shown_as_its_letter():
     assert shown_reference("choice", [1, 4]) == "B"
     assert shown_reference("circular", [7, "C", {"A": "cat", "C": "dog"}]) == "C"
     assert shown_reference("vqa", ["a", "b"]) == ["a", "b"] and shown_reference("exact", "cat") == "cat"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--split", "val"], "--split val needs --data_path: give it, too"),
+        (
+            ["--data_path", "x", "--task", "pope", "--split", "val"],
+            "--split goes with --task scienceqa, llava and preference: pope's",
+        ),
+    ],
+)
+def test_a_split_of_nothing_is_refused(monkeypatch, flags, says):
+    parse = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["parse"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", "m", *flags])
+    with pytest.raises(ConfigError, match=says):
+        parse()

@@ -58,7 +58,7 @@ def test_a_file_lists_several(tmp_path, data):
         ({"eval_a": {"data_path": "x"}}, "eval_a is no name for a score"),
         ({"a": {"data_path": "x", "task": "pope", "metric": "exact"}}, "a: metric says nothing to task pope"),
         ({"a": {"data_path": "x", "task": "scienceqa", "turns": "each"}}, "a: turns says nothing to task scienceqa"),
-        ({"a": {"data_path": "x", "split": "val"}}, "a: split says nothing to task llava"),
+        ({"a": {"data_path": "x", "task": "pope", "split": "val"}}, "a: split says nothing to task pope"),
         ({"a": {"data_path": "x", "task": "mmvet"}}, "there is no task mmvet: give one of ai2d, caption, chartqa"),
         ({"a": {"data_path": "x", "task": "preference"}}, "there is no task preference"),
         ({"a": {"data_path": "x", "metric": "bleu"}}, "there is no metric bleu: give one of exact, vqa"),

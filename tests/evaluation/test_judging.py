@@ -64,7 +64,7 @@ def toy(tmp_path_factory):
         images,
         PreflightOptions(cache_dir=str(folder / "cache")),
     )
-    given = Given(data["data_path"], None, data["image_folder"], "test", "exact", "together", str(folder / "cache"))
+    given = Given(data["data_path"], None, data["image_folder"], None, "exact", "together", str(folder / "cache"))
     pairs = [pairs[i] for i in range(3)]
     batches = [collate(list(pair.samples), images) for pair in pairs]
     return SimpleNamespace(

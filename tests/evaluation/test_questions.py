@@ -234,12 +234,63 @@ def test_a_question_by_itself_is_shown_the_images_of_the_turns_before_it(tmp_pat
     assert [q.reference for q in (first, second, third)] == ["A cat.", "A dog.", "Rex"]
 
 
+def test_calls_and_answers_that_are_switched_off_are_not_asked_for(tmp_path):
+    """What the record offers, and what was thought and called before, is part of the prompt."""
+    tools = [{"type": "function", "function": {"name": "zoom"}}]
+    turns = talk_of("What is it?", "WRONG", "Look closer.", "I do.", "3", "Three birds.")
+    turns[1]["loss"], turns[3]["reasoning"], turns[4]["from"] = False, "Closer?", "observation"
+    turns[3]["tool_calls"] = [{"name": "zoom", "arguments": {}}]
+    record = {"id": "a", "conversations": turns, "tools": tools, "chat_template_kwargs": {"brief": True}}
+    path = dump(tmp_path / "data.json", [record])
+    [asked] = read("llava", path, tmp_path)
+    assert asked.reference == "Three birds." and [m.role for m in asked.prompt.messages][-2:] == ["gpt", "tool"]
+    assert json.loads(asked.prompt.tools) == tools and asked.prompt.template_kwargs == '{"brief": true}'
+    assert asked.prompt.messages[3].thought == "Closer?" and without_image(asked).prompt == asked.prompt
+    [other] = read("llava", dump(tmp_path / "other.json", [{**record, "tools": []}]), tmp_path)
+    assert digest([other]) != digest([asked])
+    with pytest.raises(DataError, match="results of tools, which mean nothing without their calls"):
+        read("llava", path, tmp_path, turns="each")
+
+
+def test_answers_that_are_judged_are_texts(tmp_path):
+    answers = {"chosen": {"role": "assistant", "content": "A cat.", "thinking": "x"}, "rejected": "A dog."}
+    path = dump(tmp_path / "data.json", [{"prompt": "What is it?", **answers}])
+    with pytest.raises(
+        DataError, match="has answers with thoughts or tool calls, and answers are judged by their texts"
+    ):
+        read("preference", path, tmp_path)
+
+
 def test_a_kind_may_be_of_one_turn(tmp_path):
     turns = talk_of("What is it?", "A cat.", "Its name?", "Tom", "Its colour?", "grey")
     turns[1]["kind"], turns[2]["kind"] = "object", "name"  # of the answer, or of its question
     records = [{"id": "a", "conversations": turns, "system": "Be brief.", "kind": "rest"}]
     found = read_questions("llava", Given(dump(tmp_path / "data.json", records)), None)
     assert [q.kinds for q in found] == [("object",), ("name",), ("rest",)]
+
+
+def test_records_of_other_forms_are_asked_about(tmp_path):
+    talk = json.dumps([{**turn, "kind": "k"} for turn in talk_of("What?", "A cat.")])
+    records = [{"conversations": talk}, {"conversations": {"from": ["human", "gpt"], "value": ["Who?", "Me."]}}]
+    found = read_questions("llava", Given(dump(tmp_path / "data.json", records)), None)
+    assert [(q.asked, q.reference, q.kinds) for q in found] == [("What?", "A cat.", ("k",)), ("Who?", "Me.", ())]
+    records = [
+        {"question": "How many?", "answers": ["2", "3", "3"], "kind": "n"},
+        {"question": "Who?", "answers": ["Me"]},
+    ]
+    file = dump(tmp_path / "vqa.json", records)
+    found = read_questions("llava", Given(file), None)
+    assert [(q.asked, q.reference, q.kinds) for q in found] == [("How many?", "3", ("n",)), ("Who?", "Me", ())]
+    found = read_questions("llava", Given(file, metric="caption"), None)
+    assert [q.reference for q in found] == [["2", "3", "3"], ["Me"]]  # compared with all
+
+
+def test_a_split_of_a_folder_is_asked_about(tmp_path):
+    for split in ("train", "testA"):
+        dump(tmp_path / f"{split}.json", [{"question": split, "answer": "a"}])
+    assert [q.asked for q in read_questions("llava", Given(str(tmp_path), split="testA"), None)] == ["testA"]
+    with pytest.raises(ConfigError, match=r"holds the splits .*--split of run/evaluate\.py"):
+        read_questions("llava", Given(str(tmp_path)), None)
 
 
 def test_without_kinds_the_questions_that_many_records_ask_are_groups(tmp_path):

@@ -43,6 +43,10 @@ KINDS = {
     "zero2-shared-samples": (2, {"sequence_parallel_size": 2}),
     "zero1-shared-matrices": (1, {"tensor_parallel_size": 2, "async_save": True}),
     "zero2-shared-experts": (2, {"moe_enable": True, "moe_mode": "dense", "num_experts": 4, "ep_size": 2}),
+    "zero2-dropping-experts": (
+        2,
+        {"moe_enable": True, "moe_mode": "dense", "ep_size": 2, "capacity_factor": 0.6, "tokens_per_micro_batch": 120},
+    ),
     "zero1-stages": (1, {"pipeline_parallel_size": 2, "bf16": True, "async_save": True}),
 }
 # Who is killed: one rank, both, or the launcher and all that it started.

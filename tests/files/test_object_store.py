@@ -11,7 +11,7 @@ from llava_ds.constants import ConfigError, FileChanged
 from llava_ds.files import object_store
 from llava_ds.files.object_cache import PAGE, ObjectCache
 from llava_ds.files.object_store import RemoteFile, identity_of, url_problem
-from llava_ds.files.places import files_in, inside, is_file, is_folder, join, matching, open_data
+from llava_ds.files.places import files_in, inside, is_file, is_folder, join, matching, open_data, relative_to
 from llava_ds.files.reading import blocks_digest, stamp_of
 
 
@@ -175,10 +175,11 @@ def test_what_a_url_needs_is_said(monkeypatch):
 
 def test_places_of_a_store():
     files = fsspec.filesystem("memory")
-    for name in ("a.tar", "b.tar", "deep/c.parquet"):
+    for name in ("a.tar", "b.tar", "deep/c.parquet", ".hidden/d.parquet", "__pycache__/e.tar"):
         files.pipe(f"/places/{name}", b"content")
     assert is_folder("memory://places") and is_file("memory://places/a.tar") and not is_file("memory://places/x")
-    assert files_in("memory://places", "*.tar") == ["memory:///places/a.tar", "memory:///places/b.tar"]
-    assert files_in("memory://places", "*.parquet", recursive=True) == ["memory:///places/deep/c.parquet"]
-    assert matching("memory://places/*.tar") == files_in("memory://places", "*.tar")
+    assert files_in("memory://places", (".tar",)) == ["memory:///places/a.tar", "memory:///places/b.tar"]
+    assert files_in("memory://places", (".parquet",)) == ["memory:///places/deep/c.parquet"]
+    assert matching("memory://places/*.tar") == files_in("memory://places", (".tar",))
+    assert relative_to("memory:///places/deep/c.parquet", "memory://places") == "deep/c.parquet"
     assert join("s3://a/b", "c.json") == "s3://a/b/c.json" and join("/a", "s3://b/c") == "s3://b/c"

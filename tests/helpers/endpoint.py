@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 
+from llava_ds.data.special_tokens import shown_text
 from llava_ds.infer.answer_queue import AnswerQueue, Generate
 from llava_ds.infer.api import Limits, Service, build_app
 from llava_ds.infer.generate import Reply, Sampling
@@ -48,7 +49,7 @@ def client_of(address: str) -> openai.OpenAI:
 
 def echo(conversation, sampling, on_text, stopped) -> Reply:
     """An answer made of the question's words and what was asked for, a word at a time."""
-    words = [*conversation.messages[-1].text.split(), f"t={sampling.temperature}", f"p={sampling.top_p}"]
+    words = [*shown_text(conversation.messages[-1].text).split(), f"t={sampling.temperature}", f"p={sampling.top_p}"]
     words += [f"k={sampling.top_k}", f"s={sampling.seed}", f"r={sampling.repetition_penalty}"]
     said, ended = "", "marker"
     for n, word in enumerate(words):

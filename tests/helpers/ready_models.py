@@ -110,7 +110,8 @@ GEMMA_TEMPLATE = (
     "{{ '<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
 )
-# Gemma 4's leave out thoughts of answers. Larger sizes' write an empty one before an answer that is to come.
+# Gemma 4's leave out thoughts of answers. Larger sizes' ask for an answer behind an empty one, which they write before
+# no answer, unless they are to think.
 GEMMA4_SMALL_TEMPLATE = (
     "{%- macro answer(text) -%}{%- set kept = namespace(text='') -%}{%- for part in text.split('<channel|>') -%}"
     "{%- set kept.text = kept.text + part.split('<|channel>')[0] -%}{%- endfor -%}{{ kept.text | trim }}"
@@ -124,7 +125,37 @@ GEMMA4_SMALL_TEMPLATE = (
     "{{ '<turn|>\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}"
 )
 GEMMA4_TEMPLATE = GEMMA4_SMALL_TEMPLATE.replace(
-    "{{ '<|turn>model\n' }}", "{{ '<|turn>model\n<|channel>thought\n<channel|>' }}"
+    "{{ '<|turn>model\n' }}",
+    "{{ '<|turn>model\n' }}"
+    "{%- if not enable_thinking | default(false) -%}{{ '<|channel>thought\n<channel|>' }}{%- endif -%}",
+).replace(
+    "{{ bos_token }}",
+    "{{ bos_token }}{%- if enable_thinking | default(false) -%}{{ '<|turn>system\n<|think|><turn|>\n' }}{%- endif -%}",
+)
+# Those of reasoning models (Qwen3-VL-Thinking's) write a thought, empty or not, before answers behind the last
+# question, and ask inside an open one. Qwen3.5's larger sizes' ask behind an empty one where they are not to think.
+OPEN_THOUGHT_TEMPLATE = (
+    "{%- macro written(content) -%}{%- if content is string -%}{{ content }}{%- else -%}{%- for part in content -%}"
+    "{%- if part['type'] == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- elif part['type'] == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>"
+    "{%- elif 'text' in part -%}{{ part['text'] }}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+    "{%- set turns = namespace(last=-1) -%}{%- for message in messages -%}{%- if message['role'] == 'user' -%}"
+    "{%- set turns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for message in messages -%}{%- set text = written(message['content']) | trim -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['role'] == 'assistant' -%}{%- set thought = '' -%}"
+    "{%- if message.reasoning_content is string -%}{%- set thought = message.reasoning_content -%}"
+    "{%- elif '</think>' in text -%}"
+    "{%- set thought = text.split('</think>')[0].split('<think>')[-1] -%}"
+    "{%- set text = text.split('</think>')[-1].lstrip('\n') -%}{%- endif -%}"
+    "{%- if loop.index0 > turns.last -%}{{ '<think>\n' + thought | trim + '\n</think>\n\n' }}{%- endif -%}{%- endif -%}"
+    "{{ text + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
+)
+REASONING_TEMPLATE = OPEN_THOUGHT_TEMPLATE.replace(
+    "{{ '<|im_start|>assistant\n<think>\n' }}",
+    "{{ '<|im_start|>assistant\n<think>\n' }}{%- if enable_thinking is defined and enable_thinking is false -%}"
+    "{{ '\n</think>\n\n' }}{%- endif -%}",
 )
 # Where answers are marked, transformers' processors say themselves what is learned. Conversations with videos are
 # written by another template than SmolVLM's own, which has none.
@@ -158,9 +189,17 @@ GEMMA_MARKED = GEMMA_TEMPLATE.replace(
     "{% generation %}{{ item['text'] | trim }}<end_of_turn>{% endgeneration %}"
     "{%- elif item['type'] == 'text' -%}",
 ).replace("{{ '<end_of_turn>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<end_of_turn>\n' }}")
-GEMMA4_MARKED = GEMMA4_TEMPLATE.replace(
-    "{{ answer(item['text']) }}", "{% generation %}{{ answer(item['text']) }}<turn|>{% endgeneration %}"
-).replace("{{ '<turn|>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<turn|>\n' }}")
+
+
+def marked_gemma4(template: str) -> str:
+    """The template with its answers marked."""
+    return template.replace(
+        "{{ answer(item['text']) }}", "{% generation %}{{ answer(item['text']) }}<turn|>{% endgeneration %}"
+    ).replace("{{ '<turn|>\n' }}", "{{ '\n' if message['role'] == 'assistant' else '<turn|>\n' }}")
+
+
+# Under which a family's template asks for an answer by the beginning of what it writes with one.
+VARIABLES = {"gemma4": {"enable_thinking": True}}
 TEMPLATES = {
     "idefics3": SMOLVLM_TEMPLATE, "smolvlm": SMOLVLM_TEMPLATE, "internvl": INTERNVL_TEMPLATE,
     "gemma3": GEMMA_TEMPLATE, "gemma4": GEMMA4_TEMPLATE, "gemma4_e": GEMMA4_SMALL_TEMPLATE,
@@ -169,7 +208,8 @@ TEMPLATES = {
 }  # fmt: skip
 MARKED = {
     "idefics3": SMOLVLM_MARKED, "smolvlm": SMOLVLM_MARKED, "internvl": INTERNVL_MARKED,
-    "gemma3": GEMMA_MARKED, "gemma4": GEMMA4_MARKED, "gemma4_e": GEMMA4_MARKED,
+    "gemma3": GEMMA_MARKED, "gemma4": marked_gemma4(GEMMA4_TEMPLATE),
+    "gemma4_e": marked_gemma4(GEMMA4_SMALL_TEMPLATE),
     **{name: text.replace(*QWEN_MARKS) for name, text in TEMPLATES.items() if name.startswith("qwen")},
 }  # fmt: skip
 
@@ -216,7 +256,7 @@ FRAME_TOKENS = 20  # of Gemma 4
 
 
 def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, template: str | None = None, **text) -> dict:
-    """Write a random ready model; text: other settings of its language model. Returns the flag that names it."""
+    """Write a random ready model; text: other settings of its language model. Returns the flags that it trains with."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed + SEEDS.get(family, 0))
     tokenizer = _tokenizer(family)
@@ -268,7 +308,10 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
         files["video_preprocessor_config.json"] = {**images, "size": video_size_of(family)}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    return {"model_name_or_path": str(folder)}
+    flags = {"model_name_or_path": str(folder)}
+    if family in VARIABLES and template is None:
+        flags["chat_template_kwargs"] = json.dumps(VARIABLES[family])
+    return flags
 
 
 def turn_experts(folder: Path) -> None:

@@ -26,9 +26,11 @@ OFFLOAD = {
 
 
 def write_data(folder: Path) -> dict[str, dict[str, str]]:
-    """Toy data by the first word of a run's name: one with a long sample, one with videos, one with images torn."""
+    """Toy data by the first word of a run's name: one with a long sample, one with videos, one with images torn, and
+    one with weights of answers, of which some images are torn, too."""
     data = {
-        name: toys.write_data(folder / name, "ititiiittiittitttttttttiii" * 2) for name in ("plain", "video", "torn")
+        name: toys.write_data(folder / name, "ititiiittiittitttttttttiii" * 2)
+        for name in ("plain", "video", "torn", "weighed")
     }
     records = json.loads((folder / "plain/data.json").read_text())
     records[3]["conversations"][1]["value"] = " ".join(["yes no two red cat"] * (LONG // 5))
@@ -44,8 +46,14 @@ def write_data(folder: Path) -> dict[str, dict[str, str]]:
     (folder / "video/data.json").write_text(json.dumps(records))
     assert sum("video" in record for record in records) > 5
 
-    for path in sorted((folder / "torn/images").iterdir())[::4]:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # a whole header and half a body
+    records = json.loads((folder / "weighed/data.json").read_text())
+    for i, record in enumerate(records[::2]):
+        record["conversations"][1]["weight"] = (0.5, 0.25, 1.5)[i % 3]
+    (folder / "weighed/data.json").write_text(json.dumps(records))
+
+    for name, every in (("torn", 4), ("weighed", 6)):
+        for path in sorted((folder / name / "images").iterdir())[::every]:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])  # a whole header and half a body
     return data
 
 

@@ -21,12 +21,12 @@ def case(dtype: torch.dtype = torch.float32, rows: int = ROWS, frozen: bool = Fa
     return layer, hidden, torch.randint(0, VOCABULARY, (rows,))
 
 
-def expected(layer, hidden, targets, softcap=None, scale=1.0):
+def expected(layer, hidden, targets, softcap=None, scale=1.0, weights=1.0):
     """Loss and gradients in float64, by the formula."""
     weight, hidden = (x.detach().double().requires_grad_() for x in (layer.weight, hidden))
     logits = hidden @ weight.T
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits, targets, reduction="sum")
+    loss = (weights * F.cross_entropy(logits, targets, reduction="none")).sum()
     (loss * scale).backward()
     return loss, hidden.grad, weight.grad
 
@@ -51,6 +51,48 @@ def test_loss_and_gradients(monkeypatch, chunk, softcap):
     assert by_row.sum().float() == loss
     assert max(map(differs, (loss, hidden.grad, layer.weight.grad), wanted)) < 2e-6
     assert torch.equal(layer(hidden), F.linear(hidden, layer.weight))  # without targets it is what it was
+
+
+@pytest.mark.parametrize("chunk", [2**30, 1])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_every_row_counts_by_its_weight(monkeypatch, chunk, softcap):
+    monkeypatch.setitem(output_loss.CHUNK_LOGITS, "cpu", chunk)
+    layer, hidden, targets = case()
+    weights = torch.rand(ROWS) * 3
+    loss, by_row = layer(hidden, targets=targets, softcap=softcap, row_weights=weights)
+    (loss * 0.37).backward()
+    wanted = expected(layer, hidden, targets, softcap, 0.37, weights.double())
+    assert max(map(differs, (loss, hidden.grad, layer.weight.grad), wanted)) < 2e-6
+    assert by_row.sum().float() == loss
+    assert torch.equal(by_row, layer(hidden, targets=targets, softcap=softcap)[1] * weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_equal_weights_scale_loss_and_gradients_exactly(dtype, weight):
+    found = []
+    for weights in (None, torch.full((ROWS,), weight)):
+        layer, hidden, targets = case(dtype)
+        loss, by_row = layer(hidden, targets=targets, row_weights=weights)
+        (loss / ROWS).backward()
+        found.append((loss, by_row, hidden.grad, layer.weight.grad))
+    least = torch.finfo(dtype).smallest_normal / weight  # below it half of a number may round
+    for plain, weighed in zip(*found):
+        exact = plain.abs() >= least
+        assert torch.equal(plain[exact] * weight, weighed[exact]) and exact.any()
+
+
+def test_weights_above_one_fit_into_float16():
+    """The gradient of a logit counts 2**15 times as much there, and float16 ends below 2**16."""
+    layer, hidden, targets = case(torch.float16)
+    weights = torch.full((ROWS,), 1.0)
+    weights[::3] = 7.0
+    (layer(hidden, targets=targets, row_weights=weights)[0] / ROWS).backward()
+    wanted = expected(layer, hidden, targets, scale=1 / ROWS, weights=weights.double())
+    assert max(map(differs, (hidden.grad, layer.weight.grad), wanted[1:])) < 3e-3
+    layer, hidden, targets = case(torch.float16, rows=0)
+    layer(hidden, targets=targets, row_weights=torch.zeros(0))[0].backward()
+    assert not layer.weight.grad.any()
 
 
 def test_losses_of_rows_keep_what_float32_would_round_off():

@@ -17,6 +17,7 @@ from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
+from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, NativeImageOptions, ReadyImageOptions, Size
 from llava_ds.layouts import MediaLayout
@@ -49,6 +50,7 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     Raises DataError for files that are no images or are too large, as they are or resized, and ConfigError for a video
     file if the extra that decodes it is missing.
     """
+    options = options_for(media, options)
     if media.kind == "video":
         return video.probe(media.refs[0], options)
     sizes = []
@@ -65,12 +67,14 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
 def footage(media: Media, options: ImageOptions) -> tuple[Footage | None, tuple[Size, ...]]:
     """The frames that a ready model's video has, else None; and the sizes as of probe.
 
-    Frames that are given as images are --video_fps of a second.
+    Frames that are given as images are --video_fps of a second, unless their part of a message says it.
     """
     if media.kind == "image" or options.video is None:
         return None, probe(media, options)
+    options = options_for(media, options)
     if media.kind == "frames":
-        found, sizes = Footage(len(media.refs), options.video_fps), probe(media, options)
+        rate = None if options.clip is None else options.clip.rate
+        found, sizes = Footage(len(media.refs), rate or options.video_fps), probe(media, options)
     else:
         found, size = video.footage(media.refs[0], options)
         sizes = (size,) * len(video_frames(*found, options.frame_choice))
@@ -96,6 +100,7 @@ def load_media(
     Raises DataError for a broken file, and FileChanged if the layout depends on a size that has changed.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
+    options = options_for(media, options)
     if options.tiling is not None:
         tiles = _tiles_by(media, sizes, options)
         return tiles if wanted is None else tiles[list(wanted)]
@@ -155,7 +160,7 @@ def moments_of(frames: Iterable[Image.Image], cut: Cut, options: ReadyImageOptio
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
     """The image, or the frames used of a video, in RGB, upright and in full size."""
     if media.kind == "video":
-        yield from video.frames(media.refs[0], sizes, options)
+        yield from video.frames(media.refs[0], sizes, options_for(media, options))
     else:
         yield from (_load(ref, options.max_pixels) for ref in used_files(media, options))
 

@@ -1,13 +1,19 @@
 """Detection of the format of a source's records, from the first of them."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from llava_ds.constants import IMAGE_TOKEN, ConfigError
-from llava_ds.data.sources.options import Columns, SourceOptions, short
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.sources.embedded import REJECTED
+from llava_ds.data.sources.fields import either
+from llava_ds.data.sources.options import ANSWERS, QUESTIONS, Columns, SourceOptions, short
 from llava_ds.data.sources.preferences import FORMS
+from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, WITHOUT_TURNS, present
+from llava_ds.data.sources.tars import IMAGE_SUFFIXES
+from llava_ds.data.sources.turn_lists import as_turns
 from llava_ds.files.places import local_path, real_path
 
 NUM_RECORDS = 100  # to detect the format from
@@ -16,63 +22,207 @@ FORMATS_HELP = (
     '{"from": "gpt", "value": "A cat."}]}; '
     'sharegpt: the same with "images": [...], "system": text and more names of roles; '
     'messages: {"images": [...], "messages": [{"role": "user", "content": text or parts}, ...]}; '
+    'texts: {"images": [...], "texts": [{"user": "What is it?", "assistant": "A cat."}]}; '
+    'question_answer: {"image": "a.jpg", "question": "What is it?", "answer": "A cat."}, also as prompt and '
+    "completion, query and response, or instruction, input and output, with images, system and history; "
     'caption: {"image": "a.jpg", "text": "A cat."}'
 )
+OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # that only later records may have
+_IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
+ALPACA_QUESTION = {"instruction", "input"}
+IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A record format and the names of fields found. marks_added: True if images came without marks."""
+    """A record format and the names of fields found.
+
+    format: of most records; columns: the names of the fields that are read; marks_added: images came without marks.
+    """
 
     format: str
+    columns: Columns
     seen: tuple[tuple[str, str], ...]
     marks_added: bool
 
 
-def detect(texts: Iterable[str], keys: Iterable[str], columns: Columns, options: SourceOptions, path: str) -> Found:
-    """Detect the format of records from the first of them. keys: names known already, as a table's columns.
+@dataclass(frozen=True)
+class FirstRecords:
+    """The first records of a source: those that are objects, all keys, and the reasons of rejected ones.
+
+    held: keys of images or other files as bytes; has_all_keys: no later record has other keys.
+    """
+
+    records: list[dict]
+    keys: list[str]
+    reasons: list[str]
+    held: tuple[str, ...] = ()
+    has_all_keys: bool = False
+
+    @classmethod
+    def of(
+        cls, texts: Iterable[str], keys: Iterable[str], held: Iterable[str] = (), has_all_keys: bool = False
+    ) -> "FirstRecords":
+        """Parse the records. keys: names known already, as a table's columns."""
+        records, names, reasons = [], dict.fromkeys(keys), []
+        for text in texts:
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError):
+                continue  # to_sample gives the reason
+            if isinstance(record, dict) and REJECTED in record:
+                reasons.append(str(record[REJECTED]))
+            elif isinstance(record, dict):
+                records.append(record)
+                names.update(dict.fromkeys(record))
+        return cls(records, list(names), reasons, tuple(held), has_all_keys)
+
+
+def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: str) -> Found:
+    """Detect the format of records from the first of them.
 
     Raises ConfigError if no format fits, or if two names could be meant for one field.
     """
-    records, keys = [], dict.fromkeys(keys)
-    for text in texts:
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            continue  # to_sample gives the reason
-        if isinstance(record, dict):
-            records.append(record)
-            keys.update(dict.fromkeys(record))
     for field, column in options.columns:
-        if column not in keys and field in ("conversations", "messages", "text"):
-            raise ConfigError(f"--data_columns {field}={column}: no record of {path} has it ({_shown(keys)})")
-    seen = _seen(records, columns, path)
-    votes = Counter(filter(None, (_format_of(record, columns) for record in records)))
+        may_come = field in OPTIONAL_FIELDS and not first.has_all_keys
+        if column not in first.keys and not may_come:
+            raise ConfigError(f"--data_columns {field}={column}: no record of {path} has it ({_shown(first.keys)})")
+    votes = Counter(filter(None, (_format_of(record, columns) for record in first.records)))
     found = options.data_format if options.data_format != "auto" else max(votes, key=votes.get, default=None)
     if options.are_preferences:
-        _refuse_no_preferences(records, keys, path)
+        _refuse_no_preferences(first, columns, path)
         found = "preference"
     if found is None:
-        raise ConfigError(
-            f"{path}: its records are of no known format ({_shown(keys)}); known are {FORMATS_HELP}. Name the fields "
-            "with --data_columns"
-        )
-    if found == "caption":
-        seen = tuple((field, name) for field, name in seen if field != "turns")
-    else:
-        seen = tuple((field, name) for field, name in seen if field != "text")
+        raise ConfigError(_unknown(first, columns, path))
+    used = _used_fields(found, votes if options.data_format == "auto" else [])
+    seen = _seen(first.records, columns.only(used), path)
+    if "answer" in used:
+        _refuse_several(first.records, columns, path)
+        if not {field for field, _ in options.columns} & set(ANSWERS):
+            _refuse_choices(first, columns, path)
+    sees = any(field in ("image", "video") for field, _ in seen)
+    if found in WITHOUT_TURNS and not sees and options.on_unmarked_image != "text":
+        _refuse_unread_images(first, columns, path)
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
-    unmarked = found in ("sharegpt", "messages") and any(_shows_unmarked(record, columns) for record in records)
-    return Found(found, seen, unmarked)
+    has_marks = found in ("sharegpt", "messages", *WITHOUT_TURNS)
+    unmarked = has_marks and any(_shows_unmarked(record, found, columns) for record in first.records)
+    return Found(found, columns.only((*used, "turns")), seen, unmarked)
 
 
-def _refuse_no_preferences(records: list[dict], keys: Iterable[str], path: str) -> None:
+def _used_fields(found: str, votes: Iterable[str]) -> tuple[str, ...]:
+    """The fields of a format, and of others that some records have: each record is read in its own form."""
+    forms = [found] if found in ("caption", "preference") else [found, *(each for each in votes if each != "caption")]
+    return tuple(dict.fromkeys(field for each in forms for field in (*FIELDS_OF_ALL, *FORM_FIELDS[each])))
+
+
+def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
+    """The message about records that no format fits: it says what is wrong with the first one."""
+    if not first.records and first.reasons:
+        return f"{path}: none of its first records can be used; the first: {first.reasons[0]}"
+    why = next(filter(None, (_wrong_with(record, columns) for record in first.records)), None)
+    found = f"the first {why}" if why else "no key of them is known"
+    return (
+        f"{path}: its records are of no known format: {found} ({_shown(first.keys)}); known are {FORMATS_HELP}. Name "
+        "the fields with --data_columns"
+    )
+
+
+def _wrong_with(record: dict, columns: Columns) -> str | None:
+    """What is wrong with the values of a record that has no known format."""
+    for fields in (("turns",), ("texts",)):
+        for _, name in present(record, columns, fields):
+            try:
+                as_turns(record[name], name)
+            except DataError as error:
+                return str(error)
+            return f"has turns without a text under {name!r}: {short(record[name])}"
+    questions, answers = (present(record, columns, fields) for fields in (QUESTIONS, ANSWERS))
+    if questions or answers:
+        name = (questions or answers)[0][1]
+        half, other = ("a question", "answer") if questions else ("an answer", "question")
+        texts = present(record, columns, ("text",))
+        example = texts[0][1] if texts else "NAME"
+        caption = f", or learn {example!r} alone with --data_format caption" if texts else ""
+        return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
+    texts = present(record, columns, ("text",))
+    if texts and isinstance(record[texts[0][1]], str):
+        return f"has a text under {texts[0][1]!r} and no image under {either(columns.image)}, as a caption has"
+    if texts:
+        return f"has {short(record[texts[0][1]])} under {texts[0][1]!r}, expected a caption"
+    if _has_media(record, columns):
+        return "has an image, and a text under no key that is known"
+    return None
+
+
+def _refuse_no_preferences(first: FirstRecords, columns: Columns, path: str) -> None:
     """Raise ConfigError where none of the first records has two answers."""
-    if not any('"chosen"' in str(record.get("text")) or "chosen" in record for record in records):
+    packed = ('"chosen"' in str(record.get("text")) for record in first.records)
+    if not any(present(record, columns, ("chosen", "rejected")) for record in first.records) and not any(packed):
+        found = f"the first: {first.reasons[0]}" if first.reasons else _shown(first.keys)
         raise ConfigError(
-            f"{path}: none of its first records has a chosen and a rejected answer ({_shown(keys)}), "
-            f"as pairs have; known are {FORMS}"
+            f"{path}: none of its first records has a chosen and a rejected answer ({found}), as pairs have; known are "
+            f"{FORMS}"
         )
+
+
+def _refuse_several(records: list[dict], columns: Columns, path: str) -> None:
+    """Raise ConfigError where most records have two fields that could be the question, or the answer."""
+    for what, fields in (("question", QUESTIONS), ("answer", ANSWERS)):
+        each = [present(record, columns, fields) for record in records]
+        each = [pairs for pairs in each if pairs]
+        several = [pairs for pairs in each if len(pairs) > 1 and {field for field, _ in pairs} != ALPACA_QUESTION]
+        if len(several) > len(each) / 2:
+            names = " and ".join(repr(name) for _, name in several[0])
+            field, name = several[0][0]
+            raise ConfigError(
+                f"{path}: its records have {names}, and either could be the {what}: name one with --data_columns "
+                f"{field}={name}"
+            )
+
+
+def _refuse_choices(first: FirstRecords, columns: Columns, path: str) -> None:
+    """Raise ConfigError where answers are numbers or letters of choices, which no question shows."""
+    choices = next((key for key in CHOICE_KEYS if key in first.keys), None)
+    answers = [record[name] for record in first.records for _, name in present(record, columns, ANSWERS)]
+    if choices is None or not answers or not all(_is_choice(answer) for answer in answers):
+        return
+    raise ConfigError(
+        f"{path}: its answers, such as {short(answers[0])}, are numbers or letters of {choices!r}, which are not part "
+        "of the question: write questions and answers as texts, or name the answers with --data_columns answer=… to "
+        "learn them as they are"
+    )
+
+
+def _is_choice(answer: object) -> bool:
+    return type(answer) is int or (
+        isinstance(answer, str) and re.fullmatch(r"\(?([A-Ja-j]|\d{1,2})[).]?", answer) is not None
+    )
+
+
+def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> None:
+    """Raise ConfigError where no image is found, but an unread key has something like one."""
+    known = set(columns.all())
+    unread = [key for key in first.held if key not in known]
+    others = [key for key in first.keys if key not in known and key not in unread]
+    unread += [key for key in others if any(_names_image(key, record.get(key)) for record in first.records)]
+    if unread:
+        some = ", ".join(map(repr, unread[:8]))
+        one = f"name it with --data_columns image={unread[0]}"
+        several = "put them in one list under 'images', or name the only one with --data_columns image=…"
+        raise ConfigError(
+            f"{path}: its records have no image under {either(columns.image)}, but something like one under {some}: "
+            f"{one if len(unread) == 1 else several}; --on_unmarked_image text learns the text alone"
+        )
+
+
+def _names_image(key: str, value: object) -> bool:
+    """True for a path with an image's ending, and for any path or URL under a key such as image_url."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, str) or not value:
+        return False
+    is_file = value.lower().endswith(IMAGE_ENDINGS) and "://" not in value
+    return is_file or (_IMAGE_KEY.search(key) is not None and ("/" in value or value.lower().endswith(IMAGE_ENDINGS)))
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
@@ -86,18 +236,18 @@ def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptio
         changed["image"] = images
     if videos and "video" not in named:
         changed["video"] = videos
-    return Columns(**{**vars(columns), **changed})
+    return replace(columns, **changed)
 
 
 def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
     """Pairs of a field and a name of it in some record, the id last."""
     seen: dict[tuple[str, str], None] = {}
-    for field, names in vars(columns).items():
+    for field, names in columns.by_field().items():
         present = [[name for name in names if record.get(name) is not None] for record in records]
         present = list(filter(None, present))
         several = [names for names in present if len(names) > 1]
         # One such record is a bad record. If most are like that, the user has to decide.
-        if len(several) > len(present) / 2 and (field != "text" or "turns" not in dict(seen)):
+        if len(several) > len(present) / 2:
             known = "conversations" if field == "turns" else field
             raise ConfigError(
                 f"{path}: its records have {' and '.join(map(repr, several[0]))}, and either could be the {known}: "
@@ -108,25 +258,44 @@ def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, 
 
 
 def _format_of(record: dict, columns: Columns) -> str | None:
-    turns = next((record[name] for name in columns.turns if isinstance(record.get(name), list)), None)
-    if turns:
-        turn = turns[0] if isinstance(turns[0], dict) else {}
-        if turn.get("from") is not None:
-            listed = any(record.get(name) is not None for name in ("images", "videos", *columns.system))
-            single = any(record.get(name) is not None for name in ("image", "video"))
-            return "sharegpt" if listed and not single else "llava"
-        return "messages" if turn.get("role") is not None else None
+    for _, name in present(record, columns, ("turns",)):
+        if record[name] not in ([], "", {}):
+            return _format_of_turns(record, name, columns)
+    if any(record[name] not in ([], "", {}) for _, name in present(record, columns, ("texts",))):
+        return "texts" if _holds_turns(record, "texts", columns) else None
+    has_question, has_answer = (bool(present(record, columns, fields)) for fields in (QUESTIONS, ANSWERS))
+    if has_question and has_answer:
+        return "question_answer"
     has_text = any(isinstance(record.get(name), str) for name in columns.text)
-    return "caption" if has_text and _has_media(record, columns) else None
+    return "caption" if has_text and _has_media(record, columns) and not has_question else None
+
+
+def _format_of_turns(record: dict, name: str, columns: Columns) -> str | None:
+    try:
+        turn = as_turns(record[name], name)[0]
+    except DataError:
+        return None
+    if turn.get("from") is None:
+        return "messages"
+    listed = any(record.get(name) is not None for name in ("images", "videos", *columns.system))
+    single = any(record.get(name) is not None for name in ("image", "video"))
+    return "sharegpt" if listed and not single else "llava"
+
+
+def _holds_turns(record: dict, field: str, columns: Columns) -> bool:
+    try:
+        return all(as_turns(record[name], name) for _, name in present(record, columns, (field,)))
+    except DataError:
+        return False
 
 
 def _has_media(record: dict, columns: Columns) -> bool:
     return any(record.get(name) not in (None, "", []) for name in (*columns.image, *columns.video))
 
 
-def _shows_unmarked(record: dict, columns: Columns) -> bool:
-    turns = [record[name] for name in columns.turns if record.get(name) is not None]
-    text = short(turns) if not turns else json.dumps(turns)
+def _shows_unmarked(record: dict, found: str, columns: Columns) -> bool:
+    said = [record[name] for _, name in present(record, columns, FORM_FIELDS[found])]
+    text = short(said) if not said else json.dumps(said)
     return _has_media(record, columns) and not any(
         mark in text for mark in (IMAGE_TOKEN, "<video>", '"type": "image', '"type": "video')
     )

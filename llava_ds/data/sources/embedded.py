@@ -13,14 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from llava_ds.constants import DataError
 from llava_ds.data.cache import put_in_place, scratch_beside
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.sources.options import Columns
+from llava_ds.data.sources.turn_lists import as_turns, is_turn_list, loose_turns
 
 REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
 REJECTED = "llava_ds_rejected"  # key of an object in place of a record that its reader rejected: the reason
 IMAGES, RECORDS = "pictures.bin", "records.jsonl"
 PART_KEYS = ("image", "image_url", "path", "url", "video", "video_url")
+_OWN_KEYS = (REFERENCE, "offset", "num_bytes")  # of references, which no record may bring
 
 Row = tuple[int, int, str]  # number of the file, line, the record's text
 
@@ -31,19 +34,41 @@ def reference(path: str, offset: int, num_bytes: int) -> dict[str, object]:
 
 
 def embed(record: dict, columns: Columns, convert: Callable[[object], object]) -> dict:
-    """Replace all values of image and video fields of a record by `convert` of them, in place."""
+    """Replace all values of image and video fields of a record by `convert` of them, in place.
+
+    Conversations in JSON text or in objects of lists become lists of turns, so that no part of them is left out.
+    """
     for name in (*columns.image, *columns.video):
         if record.get(name) is not None:
             record[name] = _converted(record[name], convert)
-    for name in columns.turns:
-        turns = record.get(name)
-        for turn in turns if isinstance(turns, list) else ():
-            for parts in turn.values() if isinstance(turn, dict) else ():
-                for part in parts if isinstance(parts, list) else ():
-                    for key in PART_KEYS if isinstance(part, dict) else ():
-                        if part.get(key) is not None:
-                            part[key] = _converted(part[key], convert)
+    for name in columns.spoken.intersection(record):
+        value = record[name]
+        if value is not None and name in columns.turn_lists and not is_turn_list(value):
+            value = record[name] = _turns_in(value, name)
+        elif isinstance(value, (str, dict)):
+            value = record[name] = loose_turns(value)
+        for turn in value if isinstance(value, list) else [value]:
+            if isinstance(turn, dict):
+                if "type" in turn:
+                    _embed_parts([turn], convert)  # a part itself
+                for parts in turn.values():
+                    if isinstance(parts, list):
+                        _embed_parts(parts, convert)
     return record
+
+
+def _turns_in(value: object, name: str) -> object:
+    try:
+        return as_turns(value, name)
+    except DataError:
+        return value  # to_sample gives the reason
+
+
+def _embed_parts(parts: list, convert: Callable[[object], object]) -> None:
+    for part in parts:
+        for key in PART_KEYS if isinstance(part, dict) else ():
+            if part.get(key) is not None:
+                part[key] = _converted(part[key], convert)
 
 
 def _converted(value: object, convert: Callable[[object], object], depth: int = 0) -> object:
@@ -51,11 +76,13 @@ def _converted(value: object, convert: Callable[[object], object], depth: int = 
         return [_converted(each, convert, depth + 1) for each in value]
     if not isinstance(value, dict):
         return convert(value)
+    rest = {key: each for key, each in value.items() if key not in (*_OWN_KEYS, "bytes", *PART_KEYS)}
+    rest = {key: each for key, each in rest.items() if each is not None}
     if value.get("bytes") is not None:
-        return convert(value["bytes"])
-    if isinstance(value.get("url"), str):
-        return convert(value["url"])
-    return {"path": value["path"]} if isinstance(value.get("path"), str) else {}
+        file = convert(value["bytes"])
+        return {**rest, "path": file} if rest else file
+    named = {key: _converted(value[key], convert) for key in PART_KEYS if key != "path" and value.get(key) is not None}
+    return {**rest, **named, **({"path": value["path"]} if isinstance(value.get("path"), str) else {})}
 
 
 def rejected(reason: str) -> str:

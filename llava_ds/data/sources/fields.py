@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import json
 import os
 import stat
 import urllib.parse
@@ -10,6 +11,7 @@ from pathlib import Path
 from llava_ds.constants import DataError, FileProblem
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources.embedded import REFERENCE
+from llava_ds.data.sources.media_parts import Mark, is_absent, joined, read_file
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
@@ -18,28 +20,35 @@ from llava_ds.files.places import inside, size_of
 from llava_ds.files.reading import KINDS
 
 MAX_PATH_BYTES = 4096  # Linux's own limit
+BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")  # of PNG, JPEG, GIF, WebP and BMP
 MAX_FILES_PER_RECORD = 10_000
 
 _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
 
 
-def to_media(kind: str, value: object, source: Source) -> Media:
-    """The media of a mark. kind: "image" or "video". Raises DataError unless all files are there."""
+def to_media(mark: Mark, source: Source) -> Media:
+    """The media of a mark with a value. Raises DataError unless all files are there."""
+    kind, value, settings = mark.kind, mark.value, mark.settings
+    if isinstance(value, dict):
+        value, own = read_file(value, kind)
+        settings = joined(settings, own, f"its {kind}")
     if kind == "image":
-        return Media("image", (_file(value, source, "image"),))
+        return Media("image", (_file(value, source, "image"),), settings)
     if isinstance(value, list):
         if not 0 < len(value) <= MAX_FILES_PER_RECORD:
             raise DataError(f"names a video of {len(value):,} frames, expected 1 to {MAX_FILES_PER_RECORD:,}")
-        return Media("frames", tuple(_file(frame, source, "frame") for frame in value))
-    return Media("video", (_file(value, source, "video"),))
+        return Media("frames", tuple(_file(frame, source, "frame") for frame in value), settings)
+    return Media("video", (_file(value, source, "video"),), settings)
 
 
 def _file(value: object, source: Source, what: str) -> FileRef:
     """The file, or slice of a file, of an image, a video or a frame."""
-    if isinstance(value, dict) and REFERENCE in value:
-        return _slice(value, source)
     if isinstance(value, dict):
-        value = next((value[key] for key in ("path", "url") if value.get(key) is not None), None)
+        value, settings = read_file(value, "video" if what == "video" else "image")
+        if settings:
+            raise DataError(f"has {settings[0][0]!r} for a frame of a video: give it for the whole video")
+    if isinstance(value, dict):
+        return _slice(value, source)
     if not isinstance(value, str):
         raise DataError(f"has {short(value)} as its {what}, expected a path")
     root = source.image_root if what == "image" else source.video_root
@@ -67,7 +76,9 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
         raise DataError(f"names the {what} {short(name)}: give {flag}")
     try:
         if not name or len(name.encode()) > MAX_PATH_BYTES:
-            raise ValueError("it is empty" if not name else f"it is longer than {MAX_PATH_BYTES} bytes")
+            base64 = ", and looks like base64, which needs data:image/png;base64, before it"
+            hint = base64 if name.startswith(BASE64_BEGINNINGS) else ""
+            raise ValueError(f"it is longer than {MAX_PATH_BYTES} bytes{hint}" if name else "it is empty")
         parent, base = os.path.split(os.path.join(root, name))
         if base in ("", ".", ".."):
             parent, base = os.path.split(os.path.realpath(os.path.join(root, name)))
@@ -145,14 +156,24 @@ def videos(record: dict, names: tuple[str, ...]) -> list:
         return []
     values = value if isinstance(value, list) else [value]
     if all(isinstance(each, (str, dict)) for each in values):
-        files = [isinstance(each, str) and each.lower().endswith(_VIDEO_ENDINGS) for each in values]
+        files = [_is_video(each) for each in values]
         if not isinstance(value, list) or all(files):
             return values
         if not any(files):
             return [values]
-    elif all(isinstance(each, (str, list)) and each for each in values):
+    elif all(isinstance(each, (str, list, dict)) and each for each in values):
         return values
     raise DataError(f"has {short(value)} under {name!r}, expected a video, its frames, or a list of these")
+
+
+def _is_video(value: str | dict) -> bool:
+    """True for a whole video, not a frame: by the ending of its path, or as an object with a video."""
+    if isinstance(value, dict):
+        named = [value.get(key) for key in ("video", "video_url")]
+        if not all(map(is_absent, named)):
+            return True
+        value = next((value[key] for key in ("path", "url") if isinstance(value.get(key), str)), "")
+    return value.lower().endswith(_VIDEO_ENDINGS)
 
 
 def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
@@ -165,6 +186,23 @@ def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
                 raise DataError(f"has both {found!r} and {name!r}: name one with --data_columns")
             found, value = name, each
     return found, value
+
+
+def json_of(value: object, name: str, kind: type) -> str:
+    """JSON of a record's list or object, which may be given as JSON text; "" for none or an empty one."""
+    found = value
+    if isinstance(value, str) and value.strip():
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"has {short(value)} under {name!r}, which is no JSON: {error}") from None
+    if found is None or found == "" or found == [] or found == {}:
+        return ""
+    if not isinstance(found, kind):
+        expected = "a list" if kind is list else "an object"
+        raise DataError(f"has {short(value)} under {name!r}, expected {expected}, or {expected} as JSON text")
+    text = json.dumps(found, ensure_ascii=False)
+    return checked_text(text, f"has {short(value)} under {name!r}, which is not valid Unicode")
 
 
 def checked_text(value: object, otherwise: str) -> str:

@@ -4,11 +4,13 @@ import glob
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.json_files import first_value, read_jsonl
-from llava_ds.data.sources.tables import open_saved
+from llava_ds.data.sources.split_files import choose_files
+from llava_ds.data.sources.tables import open_saved, saved_splits
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import (
     exists,
@@ -20,6 +22,7 @@ from llava_ds.files.places import (
     matching,
     names_in,
     open_data,
+    relative_to,
 )
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -27,6 +30,7 @@ MAX_FILES = 100_000
 KINDS = {
     "json": "a JSON list",
     "jsonl": "JSONL",
+    "csv": "CSV",
     "parquet": "parquet",
     "datasets": "a saved datasets folder",
     "imagefolder": "a folder of images",
@@ -35,32 +39,54 @@ KINDS = {
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
-_SPLITS = re.compile(r"(?:^|[-_./])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_./])")
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+# Files of a hub's clone that hold no records.
+_NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 _EXPECTED = (
-    "a .json, .jsonl, .parquet or .tar file, a pattern of such files, a .yaml mixture, or a folder: saved by datasets, "
-    "of .parquet or .tar files, or of images with metadata.jsonl, .csv or .parquet"
+    "a .json, .jsonl, .csv, .parquet or .tar file, a pattern of such files, a .yaml mixture, or a folder: saved by "
+    "datasets, of such files, or of images with metadata.jsonl, .csv or .parquet"
 )
 
 
-def locate(data_path: str) -> tuple[str, tuple[str, ...]]:
-    """(kind of reader, files to read) of one source.
+@dataclass(frozen=True)
+class Located:
+    """The files of a source. kind: of their reader; note: about the choice of files, for a person, or ""."""
 
-    Raises ConfigError if there is nothing to read, and DataError for damaged files.
+    kind: str
+    files: tuple[str, ...]
+    note: str = ""
+
+
+def locate(data_path: str, split: str | None = None) -> Located:
+    """The files to read of one source. split: of a folder, None for its only one.
+
+    Raises ConfigError if there is nothing to read or a split has to be named, and DataError for damaged files.
     """
     path = local_path(data_path)
     if is_folder(path):
-        return _folder(path)
+        return _folder(path, split)
+    if split is not None:
+        raise ConfigError(f"{data_path} is no folder that has splits: leave the split {split!r} out")
+    return _files(data_path, path)
+
+
+def _files(data_path: str, path: str) -> Located:
+    """A file, or those of a pattern."""
     files = (path,) if exists(path) else expand(path)
     irregular = [file for file in files if not is_file(file)]
     if irregular:
         raise ConfigError(f"{irregular[0]} is no regular file: --data_path takes {_EXPECTED}")
     if len(files) == 1 and os.path.basename(files[0]) in METADATA:
-        return "imagefolder", files
+        return Located("imagefolder", files)
+    return Located(_one_kind(data_path, files), files)
+
+
+def _one_kind(data_path: str, files: tuple[str, ...]) -> str:
     kinds = {_kind_of_file(file): file for file in files}
     if len(kinds) > 1:
         found = ", ".join(f"{KINDS[kind]} ({os.path.basename(file)})" for kind, file in kinds.items())
         raise ConfigError(f"{data_path} matches files of several kinds: {found}; list them in a YAML mixture")
-    return next(iter(kinds)), files
+    return next(iter(kinds))
 
 
 def expand(pattern: str) -> tuple[str, ...]:
@@ -100,36 +126,69 @@ def _without_braces(pattern: str) -> list[str]:
     return done
 
 
-def _folder(path: str) -> tuple[str, tuple[str, ...]]:
-    folder = Path(path)
+def _folder(path: str, split: str | None) -> Located:
     if any(is_file(join(path, name)) for name in ("state.json", "dataset_dict.json")):
-        if is_remote(path):
-            raise ConfigError(f"{path} was saved by datasets, which maps files of a disk: copy it, or write parquet")
-        saved = open_saved(path)
-        arrow = tuple(part["filename"] for part in saved.cache_files)
-        state = Path(arrow[0]).parent if arrow else folder
-        return "datasets", (str(state / "state.json"), str(state / "dataset_info.json"), *arrow)
-    for root in (path, join(path, "train")):
-        metadata = [file for name in METADATA if is_file(file := join(root, name))]
-        if len(metadata) > 1:
-            names = ", ".join(map(os.path.basename, metadata))
-            raise ConfigError(f"{root} holds {names}: leave one of them there")
-        if metadata:
-            return "imagefolder", tuple(metadata)
-    tars, tables = files_in(path, "*.tar"), files_in(path, "*.parquet", recursive=True)
-    if tars and tables:
+        return _saved(path, split)
+    metadata = [file for name in METADATA if is_file(file := join(path, name))]
+    if metadata:
+        return _image_folder(path, metadata, split)
+    found = files_in(path, (".tar", ".parquet", *_TEXTS))
+    in_folders = [file for file in found if os.path.basename(file) in METADATA]
+    tars, tables = (
+        [file for file in found if file.lower().endswith(ending) and file not in in_folders]
+        for ending in (".tar", ".parquet")
+    )
+    above = [file for file in tars if "/" not in relative_to(file, path)]
+    if in_folders and not tars and not tables:
+        return _image_folder(path, in_folders, split)
+    if above and tables:
         raise ConfigError(f"{path} holds .tar and .parquet files: name one kind, like {path}/*.tar")
-    if tables:
-        splits = {match[1] for table in tables if (match := _SPLITS.search(os.path.relpath(table, path)))}
-        if len(splits) > 1:
-            raise ConfigError(
-                f"{path} holds tables of several splits ({', '.join(sorted(splits))}): name one by a pattern, like "
-                f"{os.path.dirname(tables[0])}/train-*.parquet"
-            )
-    if not tars and not tables:
+    if tables or tars:
+        kind, files = ("parquet", tables) if tables else ("webdataset", above or tars)
+        chosen = choose_files(path, files, split)
+        return Located(kind, chosen.files, chosen.note)
+    texts = [file for file in found if file.lower().endswith(_TEXTS) and os.path.basename(file) not in _NO_DATA]
+    if not texts:
         some = [os.path.basename(name) for name in names_in(path)[:5]]
         raise ConfigError(f"{path} holds nothing to read ({', '.join(some) or 'it is empty'}); expected {_EXPECTED}")
-    return ("webdataset", tuple(tars)) if tars else ("parquet", tuple(tables))
+    chosen = choose_files(path, texts, split)
+    return Located(_one_kind(path, chosen.files), chosen.files, chosen.note)
+
+
+def _saved(path: str, split: str | None) -> Located:
+    """A folder that `save_to_disk` wrote, or the folder of one of its splits."""
+    if is_remote(path):
+        raise ConfigError(f"{path} was saved by datasets, which maps files of a disk: copy it, or write parquet")
+    splits, note = saved_splits(path), ""
+    if split is not None and split not in splits:
+        raise ConfigError(f"{path} has no split {split!r}: its splits are {', '.join(map(repr, splits)) or 'none'}")
+    if len(splits) > 1 and split is None:
+        raise ConfigError(
+            f"{path} holds the splits {' and '.join(map(repr, splits))}: choose one with --data_split {splits[0]}, or "
+            f"as --data_path {join(path, splits[0])}"
+        )
+    if splits:
+        taken = split or splits[0]
+        others = [name for name in splits if name != taken]
+        note = f"the split {taken!r}" + (f", and not {', '.join(map(repr, others))}" if others else "")
+        path = join(path, taken)
+    saved = open_saved(path)
+    arrow = tuple(part["filename"] for part in saved.cache_files)
+    state = Path(arrow[0]).parent if arrow else Path(path)
+    return Located("datasets", (str(state / "state.json"), str(state / "dataset_info.json"), *arrow), note)
+
+
+def _image_folder(path: str, metadata: list[str], split: str | None) -> Located:
+    """The folder with metadata of a split."""
+    chosen = choose_files(path, metadata, split)
+    folders = {os.path.dirname(file) for file in chosen.files}
+    if len(folders) > 1:
+        some = " and ".join(sorted(folders)[:4])
+        raise ConfigError(f"{path} holds several folders with metadata ({some}): list them in a YAML mixture")
+    if len(chosen.files) > 1:
+        names = ", ".join(map(os.path.basename, chosen.files))
+        raise ConfigError(f"{folders.pop()} holds {names}: leave one of them there")
+    return Located("imagefolder", chosen.files, chosen.note)
 
 
 def _first_line_is_whole(path: str) -> bool:
@@ -150,8 +209,14 @@ def _kind_of_file(path: str) -> str:
         return "parquet"
     if suffix == ".tar" or start[257:262] == b"ustar":
         return "webdataset"
+    if start[:2] == b"\x1f\x8b" or start[:4] == b"\x28\xb5\x2f\xfd" or start[:3] in (b"BZh", b"PK\x03"):
+        raise DataError(f"{path} is compressed: unpack it")
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path} can't be read as JSON: it is UTF-16, save it as UTF-8")
+        raise DataError(
+            f"{path} can't be read as {'CSV' if suffix in ('.csv', '.tsv') else 'JSON'}: it is UTF-16, save it as UTF-8"
+        )
+    if suffix in (".csv", ".tsv"):
+        return "csv"
     first = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] or first_value(path)[0].encode("utf-8", "replace")
     if not first:
         raise DataError(f"{path} is empty")

@@ -1,7 +1,8 @@
 """Boxes, points and names of objects in a record, as ms-swift writes them: under "objects", with marks in the text."""
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from llava_ds.boxes import BBOX_TYPES, BboxType
 from llava_ds.constants import IMAGE_TOKEN, DataError
@@ -10,7 +11,8 @@ from llava_ds.data.sources.options import nearest, short
 
 OBJECTS = "objects"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
-MARKS = re.compile(f"{BOX_MARK}|{REF_MARK}")
+# A mark, and the backslashes before it: an odd number makes it text, as each pair is one backslash.
+MARKS = re.compile(rf"(\\*)({BOX_MARK}|{REF_MARK})")
 MOST = 1e9  # of a coordinate: no image is so large
 
 _LAYOUT = '{"ref": ["a dog"], "bbox": [[left, top, right, bottom]]}'
@@ -24,14 +26,19 @@ def objects_of(
     num_images: that it shows; bbox_type: of boxes of which the record does not say it. Without a mark in the text, the
     field may be anything. Raises DataError with the reason where they don't fit.
     """
-    texts = [message.text for message in messages if "<" in message.text]
-    wanted = {mark: sum(text.count(mark) for text in texts) for mark in (REF_MARK, BOX_MARK)}
-    if not any(wanted.values()):
+    texts = [message.text for message in messages if BOX_MARK in message.text or REF_MARK in message.text]
+    found = [match.groups() for text in texts for match in MARKS.finditer(text)]
+    wanted = Counter(mark for backslashes, mark in found if len(backslashes) % 2 == 0)
+    if not wanted:
         return (), ()
     objects = record.get(OBJECTS)
     if not isinstance(objects, dict):
         found = "nothing" if objects is None else short(objects)
-        raise DataError(f"has {found} under {OBJECTS!r} for the marks in its text, expected {_LAYOUT}")
+        words = " and ".join(f"\\{mark}" for mark in wanted)
+        raise DataError(
+            f"has {found} under {OBJECTS!r} for the marks in its text, expected {_LAYOUT}; {words} "
+            f"{'are' if len(wanted) > 1 else 'is'} the word alone"
+        )
     if unknown := [key for key in objects if key not in KEYS]:
         raise DataError(f"has the key {short(unknown[0])} in {OBJECTS!r}: {nearest(unknown[0], KEYS)}")
     refs, boxes = (_list(objects, key) for key in ("ref", "bbox"))
@@ -39,7 +46,7 @@ def objects_of(
         if wanted[mark] != len(found):
             raise DataError(
                 f"has {len(found)} under {key!r} of {OBJECTS!r}, but its text has {wanted[mark]} {mark} marks: make "
-                "them equal"
+                f"them equal (\\{mark} is the word alone)"
             )
     if strange := [ref for ref in refs if not _is_name(ref)]:
         raise DataError(f"has {short(strange[0])} under 'ref' of {OBJECTS!r}, expected a name without marks")
@@ -48,6 +55,16 @@ def objects_of(
         raise DataError(f"has the bbox_type {short(bbox_type)} in {OBJECTS!r}, expected {' or '.join(BBOX_TYPES)}")
     images = _images(objects, len(boxes), num_images)
     return tuple(refs), tuple(Box(image, _numbers(box), bbox_type) for image, box in zip(images, boxes, strict=True))
+
+
+def fill_marks(text: str, value: Callable[[str], str]) -> str:
+    """The text with the value of every mark in its place, and without the backslash before a mark that is text."""
+
+    def fill(found: re.Match) -> str:
+        backslashes, mark = found.groups()
+        return backslashes[: len(backslashes) // 2] + (mark if len(backslashes) % 2 else value(mark))
+
+    return MARKS.sub(fill, text) if BOX_MARK in text or REF_MARK in text else text
 
 
 def _list(objects: dict, key: str) -> list:

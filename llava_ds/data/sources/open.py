@@ -13,20 +13,20 @@ from llava_ds.boxes import BBOX_TYPES
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.file_slices import read_errors
 from llava_ds.data.sample import Sample
-from llava_ds.data.sources.detect import NUM_RECORDS, detect, folder_of, metadata_columns
+from llava_ds.data.sources.detect import NUM_RECORDS, FirstRecords, detect, folder_of, metadata_columns
 from llava_ds.data.sources.locate import locate
 from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns, short
 from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
-from llava_ds.data.sources.tables import open_saved, parquet_columns
+from llava_ds.data.sources.tables import byte_columns, csv_columns, open_saved, parquet_schema, read_columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import exists, is_file, join, local_path, open_data, real_path
 from llava_ds.files.reading import state_of
 
 MAX_SHOWN = 5  # problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20
-SPOOL_VERSION = 1  # raise it if the same files would be spooled differently
+SPOOL_VERSION = 2  # raise it if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",
@@ -39,6 +39,7 @@ ENTRY_KEYS = (
     "format",
     "columns",
     "bbox_type",
+    "split",
 )
 
 
@@ -49,6 +50,10 @@ def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
     """
     with read_errors(data_path):
         if data_path.endswith(MIXTURE_SUFFIXES):
+            if options.split is not None:
+                raise ConfigError(
+                    f"{data_path} is a mixture: leave the split {options.split!r} out, and give its entries split:"
+                )
             return _open_mixture(data_path, options)
         return [_open(data_path, options, Selection())]
 
@@ -87,15 +92,19 @@ def shown(problems: Iterable[str], where: str = "") -> str:
 
 
 def _open(data_path: str, options: SourceOptions, selection: Selection) -> Source:
-    kind, files = locate(data_path)
+    located = locate(data_path, options.split)
+    kind, files = located.kind, located.files
     columns = Columns.of(options.columns)
     image_root, video_root = folder_of(options.image_folder), folder_of(options.video_folder or options.image_folder)
     if kind == "imagefolder":
         image_root = video_root = folder_of(os.path.dirname(files[0]) or ".")
     cache = Path(options.cache_dir).expanduser().absolute() / "pictures"
     source = Source(data_path, kind, "llava", image_root, video_root, files, str(cache), columns)
-    source = dataclasses.replace(source, on_unmarked_image=options.on_unmarked_image, bbox_type=options.bbox_type)
-    keys = _table_columns(source)
+    source = dataclasses.replace(
+        source, on_unmarked_image=options.on_unmarked_image, bbox_type=options.bbox_type, note=located.note
+    )
+    keys, held = _table_columns(source)
+    known = bool(keys)
     if kind == "imagefolder":
         if not keys:
             keys = list({key: None for record in source.first(NUM_RECORDS) for key in _keys(record.text)})
@@ -103,22 +112,32 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
     first = source.first(NUM_RECORDS)
     if not first:
         raise DataError(f"{data_path} holds no records")
-    found = detect([record.text for record in first], keys, source.columns, options, data_path)
+    records = FirstRecords.of([record.text for record in first], keys, held, has_all_keys=known)
+    found = detect(records, source.columns, options, data_path)
+    source = dataclasses.replace(source, columns=found.columns)
+    is_table = kind in SPOOLED_KINDS or files[0].endswith(".parquet")  # which gives the columns that are read
+    read = read_columns(keys, found.columns) if is_table else keys
     return dataclasses.replace(
         source,
         format=found.format,
         seen=found.seen,
         marks_added=found.marks_added,
+        unread_columns=tuple(name for name in keys if name not in read),
         selection=selection,
         spool=str(cache / _spool_name(source)),
     )
 
 
-def _table_columns(source: Source) -> list[str]:
-    """All columns of a table, for messages; none for other kinds of files."""
+def _table_columns(source: Source) -> tuple[list[str], list[str]]:
+    """All columns of a table, and those that hold images or other files as bytes; none for other kinds of files."""
     if source.kind == "datasets":
-        return open_saved(os.path.dirname(source.files[0])).column_names
-    return parquet_columns(source.files[0]) if source.files[0].endswith(".parquet") else []
+        schema = open_saved(os.path.dirname(source.files[0])).data.schema
+    elif source.files[0].endswith(".parquet"):
+        schema = parquet_schema(source.files[0])
+    else:
+        is_csv = source.kind == "csv" or source.files[0].endswith(".csv")
+        return csv_columns(source.files[0]) if is_csv else [], []
+    return schema.names, byte_columns(schema)
 
 
 def _keys(text: str) -> list[str]:
@@ -176,7 +195,7 @@ def _open_entry(entry: object, folder: str, options: SourceOptions) -> Source:
     unknown = [f"unknown key {key!r}: {nearest(key, ENTRY_KEYS)}" for key in entry if key not in ENTRY_KEYS]
     if unknown:
         raise ConfigError("; ".join(unknown))
-    for key in ("path", "json_path", "image_folder", "video_folder", "format"):
+    for key in ("path", "json_path", "image_folder", "video_folder", "format", "split"):
         if not isinstance(entry.get(key, ""), str):
             raise ConfigError(f"{key} is {short(entry[key])}, expected a text")
     if ("path" in entry) == ("json_path" in entry):
@@ -187,7 +206,7 @@ def _open_entry(entry: object, folder: str, options: SourceOptions) -> Source:
     known = ("auto", *FORMATS)
     if entry.get("format", "auto") not in known:
         raise ConfigError(f"unknown format {entry['format']!r}: {nearest(entry['format'], known)}")
-    changed: dict[str, object] = {}
+    changed: dict[str, object] = {"split": entry.get("split")}
     for key in ("image_folder", "video_folder"):
         if key in entry:
             changed[key] = join(folder, entry[key])

@@ -1,7 +1,8 @@
 """Options of a source, raw records, and helpers for error messages."""
 
+import functools
 import reprlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from llava_ds.boxes import BboxType
@@ -10,14 +11,27 @@ from llava_ds.constants import ConfigError, did_you_mean
 _REPR = reprlib.Repr()
 _REPR.maxstring, _REPR.maxother, _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 120, 120, 3, 4, 4
 
-FIELDS = ("id", "conversations", "messages", "image", "video", "text", "system")
+# Of a record, as in ms-swift, verl, and OpenAI's and vLLM's requests.
+TEMPLATE_KWARGS, TOOLS = "chat_template_kwargs", "tools"
+
+# Of a turn, or of a record with a list: OpenAI's fine-tuning, ms-swift, axolotl, TRL and verl.
+WEIGHT_KEYS = ("weight", "loss", "loss_scale", "train", "training", "trainable", "loss_mask")
+
+QUESTIONS = ("prompt", "query", "question", "instruction", "input")  # fields of a question; input stands behind another
+ANSWERS = ("completion", "response", "answer", "output")  # fields of the answer to it
+PAIRS = ("chosen", "rejected", "margin")
+FIELDS = (
+    *("id", "conversations", "messages", "image", "video", "text", "system", "texts", "history"),
+    *(*QUESTIONS, *ANSWERS, *PAIRS),
+)
 
 
 @dataclass(frozen=True)
 class SourceOptions:
     """Options for reading --data_path.
 
-    columns: pairs of a field and its name in the records; are_preferences: every record has two answers.
+    columns: pairs of a field and its name in the records; split: of a folder that has several; are_preferences: every
+    record has two answers.
     """
 
     data_format: str = "auto"
@@ -27,6 +41,7 @@ class SourceOptions:
     cache_dir: str = "~/.cache/llava_ds"
     on_unmarked_image: Literal["refuse", "prepend", "text"] = "prepend"
     bbox_type: BboxType = "real"
+    split: str | None = None
     are_preferences: bool = False
 
 
@@ -54,19 +69,72 @@ class Columns:
     video: tuple[str, ...] = ("video", "videos")
     text: tuple[str, ...] = ("text", "caption")
     system: tuple[str, ...] = ("system",)
+    texts: tuple[str, ...] = ("texts",)
+    history: tuple[str, ...] = ("history",)
+    prompt: tuple[str, ...] = ("prompt",)
+    query: tuple[str, ...] = ("query",)
+    question: tuple[str, ...] = ("question", "problem")
+    instruction: tuple[str, ...] = ("instruction",)
+    input: tuple[str, ...] = ("input",)
+    completion: tuple[str, ...] = ("completion",)
+    response: tuple[str, ...] = ("response",)
+    answer: tuple[str, ...] = ("answer", "answers", "solution", "reward_model")
+    output: tuple[str, ...] = ("output",)
+    chosen: tuple[str, ...] = ("chosen",)
+    rejected: tuple[str, ...] = ("rejected", "rejected_response", "rejected_messages")
+    margin: tuple[str, ...] = ("margin",)
 
     @classmethod
     def of(cls, columns: tuple[tuple[str, str], ...]) -> "Columns":
-        """The usual names, but for fields that the user named."""
+        """The usual names, but for fields that the user named. A column that is named for a field is no other one.
+
+        A named question or answer leaves no other field to be it: instruction and input go together.
+        """
         named: dict[str, tuple[str, ...]] = {}
         for field, column in columns:
             field = "turns" if field in ("conversations", "messages") else field
             named[field] = (*named.get(field, ()), column)
-        return cls(**named)
+        together = {"instruction", "input"}
+        for group in (QUESTIONS, ANSWERS):
+            kept = {field for field in group if field in named}
+            kept |= together if kept & together else set()
+            named |= {field: () for field in group if kept and field not in kept}
+        taken = {column for _, column in columns}
+        usual = {field: names for field, names in cls().by_field().items() if field not in named}
+        return cls(**named, **{field: tuple(n for n in names if n not in taken) for field, names in usual.items()})
+
+    def only(self, used: tuple[str, ...]) -> "Columns":
+        """The names of these fields, and none of the other fields."""
+        return replace(self, **{field.name: () for field in fields(self) if field.name not in used})
+
+    def by_field(self) -> dict[str, tuple[str, ...]]:
+        """The names of every field."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @functools.cached_property
+    def turn_lists(self) -> frozenset[str]:
+        """Names of the fields that hold lists of turns."""
+        return frozenset((*self.turns, *self.texts, *self.history))
+
+    @functools.cached_property
+    def spoken(self) -> frozenset[str]:
+        """Names of the fields whose messages may have parts with images."""
+        said = [getattr(self, field) for field in ("turns", "texts", "history", *QUESTIONS, *ANSWERS, *PAIRS)]
+        return frozenset(name for names in said for name in names)
+
+    @functools.cached_property
+    def has_questions(self) -> bool:
+        """True if a question and its answer may be in fields of their own."""
+        return any(getattr(self, field) for field in QUESTIONS) and any(getattr(self, field) for field in ANSWERS)
+
+    @functools.cached_property
+    def known(self) -> frozenset[str]:
+        """All names, also the usual ones of fields that are not read."""
+        return frozenset((*self.all(), *Columns().all()))
 
     def all(self) -> tuple[str, ...]:
         """All names."""
-        return tuple(name for field in fields(self) for name in getattr(self, field.name))
+        return tuple(name for names in self.by_field().values() for name in names)
 
 
 def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:

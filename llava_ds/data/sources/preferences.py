@@ -5,17 +5,20 @@ import json
 import math
 
 from llava_ds.constants import DataError
-from llava_ds.data.sources.fields import field_of, is_text, keys_of
-from llava_ds.data.sources.options import short
+from llava_ds.data.sources.fields import field_of, keys_of
+from llava_ds.data.sources.options import QUESTIONS, Columns, short
+from llava_ds.data.sources.record_forms import SAID_BY_MODEL, names_of, present, question_of, said
 from llava_ds.data.sources.source import Source
+from llava_ds.data.sources.turn_lists import as_turns, is_turn
 
-QUESTIONS = ("prompt", "question")  # TRL's and RLHF-V's names of a question that is a text, or TRL's list of messages
+MODEL_ROLES = ("gpt", "assistant")
 FORMS = (
     'LLaVA and LLaMA-Factory: {"image": …, "conversations": [… the question], "chosen": text or message, '
     '"rejected": …}; '
     'TRL: {"images": […], "prompt": text or messages, "chosen": …, "rejected": …}, or chosen and rejected as whole '
     'conversations; RLHF-V: {"image": …, "question": text, "chosen": text, "rejected": text}, or these three as JSON '
-    'under "text"'
+    'under "text"; alpaca: "instruction" and "input" for the question; ms-swift: {"query": text, "response": text, '
+    '"rejected_response": text}, or messages and a rejected_response'
 )
 
 
@@ -24,36 +27,52 @@ def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
 
     Raises DataError with the reason where it is no preference.
     """
-    record = _unpacked(record)
-    for name in ("chosen", "rejected"):
-        if record.get(name) in (None, "", []):
-            raise DataError(f"has no answer under {name!r} ({keys_of(record)}); a preference has both")
-    answers = [_messages(record[name], name) for name in ("chosen", "rejected")]
-    question = _question(record, source)
-    if question is None:  # both are whole conversations, which part at the last answer
+    record, columns = _unpacked(record), source.columns
+    question, answers = _question_and_answers(record, columns)
+    if question is None or all(len(messages) > 1 for messages in answers):
+        # Both are whole conversations, which part at the last answer.
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers))
-        question = [message for message, _ in pairs]
-        answers = [messages[len(question) :] for messages in answers]
+        shared = [message for message, _ in pairs]
+        if question is None or (shared and _text_of(shared[-1]) == _text_of(question[-1])):
+            question = shared
+            answers = [messages[len(question) :] for messages in answers]
         if not question:
             raise DataError(f"has no question before its two answers ({keys_of(record)})")
     for name, messages in zip(("chosen", "rejected"), answers):
         if len(messages) != 1:
             raise DataError(f"has {len(messages)} messages under {name!r} after the question, expected one answer")
-    if _text_of(answers[0][0]) == _text_of(answers[1][0]):
-        raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
-    rest = {name: value for name, value in record.items() if name not in (*QUESTIONS, *source.columns.turns)}
-    turns = source.columns.turns[0]
+    used = (*names_of(columns, QUESTIONS), *columns.history, *columns.turns)
+    rest = {name: value for name, value in record.items() if name not in used}
+    turns = columns.turns[0]
     chosen, rejected = ({**rest, turns: [*question, *messages]} for messages in answers)
     return chosen, rejected
 
 
-def margin_of(record: dict) -> float:
+def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, list[list]]:
+    """The messages of the question, None where the record has no field for them, and those of both answers."""
+    question = _question(record, columns)
+    chosen_name, chosen = field_of(record, columns.chosen)
+    if chosen is None and columns.response:
+        response_name, chosen = field_of(record, columns.response)
+        chosen_name = chosen_name if chosen is None else response_name
+    rejected_name, rejected = field_of(record, columns.rejected)
+    if rejected in (None, "", []):
+        raise DataError(f"has no answer under {rejected_name!r} ({keys_of(record)}); a preference has both")
+    rejected = _messages(rejected, rejected_name)
+    if chosen is None and question and _role_of(question[-1]) in MODEL_ROLES:  # ms-swift: the conversation has it
+        return (question[:-1], [question[-1:], rejected]) if len(rejected) == 1 else (None, [question, rejected])
+    if chosen in (None, "", []):
+        raise DataError(f"has no answer under {chosen_name!r} ({keys_of(record)}); a preference has both")
+    return question, [_messages(chosen, chosen_name), rejected]
+
+
+def margin_of(record: dict, columns: Columns) -> float:
     """By how much the chosen answer is better, as TRL's column says it; 0 without one. Raises DataError."""
-    margin = _unpacked(record).get("margin")
+    name, margin = field_of(_unpacked(record), columns.margin)
     if margin is None:
         return 0.0
     if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
-        raise DataError(f"has {short(margin)} under 'margin', expected a number")
+        raise DataError(f"has {short(margin)} under {name!r}, expected a number")
     return float(margin)
 
 
@@ -69,33 +88,30 @@ def _unpacked(record: dict) -> dict:
     return {**record, **inner} if isinstance(inner, dict) else record
 
 
-def _question(record: dict, source: Source) -> list | None:
+def _question(record: dict, columns: Columns) -> list | None:
     """The messages before the answers, or None where the record has no field for them."""
-    _, turns = field_of(record, source.columns.turns)
-    name, prompt = field_of(record, QUESTIONS)
-    if turns is not None and prompt is not None:
-        raise DataError(f"has both {source.columns.turns[0]!r} and {name!r}: give the question once")
-    found = turns if prompt is None else prompt
-    if found is None:
-        return None
-    if isinstance(found, str):
-        return [{"from": "human", "value": found}]
-    if not isinstance(found, list) or not found:
-        raise DataError(f"has {short(found)} for its question, expected a text or a list of messages")
-    return found
+    turns_name, turns = field_of(record, columns.turns)
+    asked = question_of(record, columns)
+    if turns is None:
+        return None if asked is None else [*asked[0], *asked[1]]
+    if asked is not None:
+        names = [name for _, name in present(record, columns, QUESTIONS)]
+        raise DataError(f"has both {turns_name!r} and {names[0]!r}: give the question once")
+    return as_turns(turns, turns_name)
 
 
 def _messages(answer: object, name: str) -> list[dict]:
-    """An answer that is a text, a message or a list of messages."""
-    if isinstance(answer, str):
-        if not is_text(answer) or not answer.strip():
-            raise DataError(f"has {short(answer)} under {name!r}, expected an answer")
-        return [{"from": "gpt", "value": answer}]
-    messages = answer if isinstance(answer, list) else [answer]
-    if not all(isinstance(message, dict) for message in messages):
+    """An answer that is a text, a message, its parts, or a list of messages."""
+    if isinstance(answer, str) and not answer.strip():
+        raise DataError(f"has {short(answer)} under {name!r}, expected an answer")
+    if not isinstance(answer, (str, dict, list)) or (isinstance(answer, dict) and not is_turn(answer)):
         raise DataError(f"has {short(answer)} under {name!r}, expected a text, a message or a list of messages")
-    return messages
+    return said(answer, name, SAID_BY_MODEL)
 
 
-def _text_of(message: dict) -> object:
-    return message.get("value", message.get("content"))
+def _role_of(message: object) -> object:
+    return message.get("from", message.get("role")) if isinstance(message, dict) else None
+
+
+def _text_of(message: object) -> object:
+    return message.get("value", message.get("content")) if isinstance(message, dict) else message

@@ -4,9 +4,10 @@ These functions run for every record, in worker processes. They raise DataError 
 make system calls for images and videos only.
 """
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
@@ -18,16 +19,20 @@ from llava_ds.data.sources.fields import (
     either,
     field_of,
     is_text,
+    json_of,
     keys_of,
     listed,
     to_media,
     videos,
 )
-from llava_ds.data.sources.objects import objects_of
-from llava_ds.data.sources.options import short
+from llava_ds.data.sources.media_parts import Mark
+from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
+from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
-from llava_ds.data.sources.turns import VIDEO_TOKEN, Mark, read_parts, read_turn, with_marks
+from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
+from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 AUDIO_TOKEN, AUDIO_KEYS = "<audio>", ("audio", "audios")  # LLaMA-Factory's and ms-swift's
@@ -53,7 +58,9 @@ def to_sample(text: str, source: Source, index: int) -> Sample:
     if source.format != "preference":
         return _sample(record, source, index)
     chosen, rejected = (_sample(each, source, index) for each in as_conversations(record, source))
-    return replace(chosen, rejected=rejected.messages, margin=margin_of(record))
+    if chosen.messages == rejected.messages:
+        raise DataError("its chosen and rejected answers are the same: there is nothing to prefer")
+    return replace(chosen, rejected=rejected.messages, margin=margin_of(record, source.columns))
 
 
 def _sample(record: dict, source: Source, index: int) -> Sample:
@@ -62,12 +69,14 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     if source.format == "caption":
         messages, marks, named = _caption(record, source)
     else:
-        messages, marks, named = _conversation(record, source)
+        messages, marks, named = _conversation(as_conversation(record, source.columns), source)
         unmarked = _settle_unmarked(messages, marks, named, source)
-    media = tuple(to_media(kind, value, source) for kind, value in _matched(marks, named, source)) if marks else ()
+    media = tuple(to_media(mark, source) for mark in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
         raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} images")
     refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
+    if not refs and not boxes and any("\\<" in each.text for each in messages):
+        messages = [replace(each, text=fill_marks(each.text, str)) for each in messages]
     kind = record.get("kind")
     return Sample(
         _id(record, source, index),
@@ -77,7 +86,38 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         unmarked,
         refs=refs,
         boxes=boxes,
+        tools=_json(read_tools(record.get(TOOLS))),
+        template_kwargs=json_of(record.get(TEMPLATE_KWARGS), TEMPLATE_KWARGS, dict),
+        unread=unread_keys(record, source),
     )
+
+
+def _json(values: Sequence[object]) -> str:
+    """Calls or tools as JSON, "" for none. Marks of images in them are words."""
+    if not values:
+        return ""
+    text = checked_text(json.dumps(values, ensure_ascii=False), "has tools or calls that are not valid Unicode")
+    return text.replace(IMAGE_TOKEN, LITERAL_IMAGE)
+
+
+def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
+    """The keys of a record, and columns of its table, that have a value and are not read."""
+    known = _known_keys(source.columns, source.format)
+    found = [key for key in record if key not in known and record[key] not in (None, "", [], {})]
+    if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
+        empty = (None, "", [])
+        found += [key for key in WEIGHT_KEYS if record.get(key) not in empty and not gives_weights(key, record[key])]
+    return (*source.unread_columns, *found)
+
+
+@functools.lru_cache(maxsize=64)
+def _known_keys(columns: Columns, format: str) -> frozenset[str]:
+    """All keys that are read of a record."""
+    names = (*columns.all(), OBJECTS, "kind")
+    if format == "caption":
+        return frozenset(names) - {*columns.turns}
+    more = (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
+    return frozenset((*names, *more))
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
@@ -87,26 +127,56 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     if not isinstance(turns, list) or not turns:
         raise DataError(f"has no list under {either(columns.turns)} ({keys_of(record)})")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
+    has_videos = marks_videos(named, source)
     messages: list[Message] = []
     marks: list[Mark] = []
     name, system = field_of(record, columns.system)
     if system is not None and system != "":
-        messages.append(Message("system", checked_text(system, f"has {short(system)} under {name!r}, expected a text")))
+        system = checked_text(system, f"has {short(system)} under {name!r}, expected a text")
+        messages.append(Message("system", with_marks(system, marks, has_videos=False)))
+    turns = [read_turn(turn, i) for i, turn in enumerate(turns)]
+    weights = list_weights(record, turns)
     for i, turn in enumerate(turns):
-        role, content = read_turn(turn, i)
+        content, keeps_spaces = turn.content, False
         if not isinstance(content, str):
-            content = read_parts(content, i, marks, named, source)
+            content, keeps_spaces = read_parts(content, i, marks, has_videos)
         elif "<" in content:
-            content = with_marks(content, marks, named, source)
-        if role == "system" and messages:
+            content = with_marks(content, marks, has_videos)
+        if turn.role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
-        messages.append(Message(role, content))
+        if turn.role == "tool" and not any(message.role == "gpt" for message in messages):
+            raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
+        if turn.is_plain and not weights:
+            messages.append(Message(turn.role, content, keeps_spaces=keeps_spaces))
+        else:
+            _add_message(messages, turn, content, weight_of(turn, weights, i), i)
+            messages[-1] = replace(messages[-1], keeps_spaces=keeps_spaces or messages[-1].keeps_spaces)
+    if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
+        raise DataError(
+            f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
+        )
     heard = next((key for key in AUDIO_KEYS if record.get(key)), None)
     if heard and any(AUDIO_TOKEN in message.text for message in messages):
         raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
-        raise DataError(f"has an {IMAGE_TOKEN} mark in its system message, which shows no images")
+        raise DataError(
+            f"has an {IMAGE_TOKEN} mark in its system message, which shows no images (\\{IMAGE_TOKEN} is the word)"
+        )
     return messages, marks, named
+
+
+def _add_message(messages: list[Message], turn: Turn, text: str, weight: float, i: int) -> None:
+    """Add a turn as a message. A turn of calls alone belongs to the answer before it, as ms-swift joins them."""
+    calls = turn.tool_calls
+    last = messages[-1] if messages else None
+    if turn.is_call and last is not None and last.role == "gpt":
+        if turn.thought is not None or weight != last.weight:
+            raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
+        calls = (*(json.loads(last.tool_calls) if last.tool_calls else ()), *calls)
+        messages[-1] = replace(last, tool_calls=_json(calls))
+        return
+    thought = None if turn.thought is None else turn.thought.replace(IMAGE_TOKEN, LITERAL_IMAGE)
+    messages.append(Message(turn.role, text, thought, _json(calls), weight, name=turn.name, call_id=turn.call_id))
 
 
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:
@@ -117,17 +187,17 @@ def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str
     choice, images = source.on_unmarked_image, bool(named["image"] or named["video"])
     if bool(marks) == images:
         return ""
-    if images and choice == "prepend":
+    if images and (choice == "prepend" or source.format in UNMARKED_FORMS):
         _prepend_marks(messages, marks, named)
         return IMAGE_PREPENDED
     if images and choice == "text":
         named |= {"image": [], "video": []}
         return IMAGE_LEFT_OUT
-    if choice == "text" and all(value is None for _, value in marks):
+    if choice == "text" and all(mark.value is None for mark in marks):
         messages[:] = [replace(each, text=each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
         marks.clear()
         return MARK_AS_TEXT
-    if images or all(value is None for _, value in marks):
+    if images or all(mark.value is None for mark in marks):
         _matched(marks, named, source)  # raises
     return ""
 
@@ -138,10 +208,12 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     if caption is None:
         raise DataError(f"has no caption under {either(columns.text)} ({keys_of(record)})")
     caption = checked_text(caption, f"has {short(caption)} under {name!r}, expected a text")
-    if IMAGE_TOKEN in caption:
-        raise DataError(f"has an {IMAGE_TOKEN} mark in its caption")
+    marks: list[Mark] = []
+    caption = with_marks(caption, marks, has_videos=False)
+    if marks:
+        raise DataError(f"has an {IMAGE_TOKEN} mark in its caption (\\{IMAGE_TOKEN} is the word)")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
-    messages, marks = [Message("human", ""), Message("gpt", caption)], []
+    messages = [Message("human", ""), Message("gpt", caption)]
     _prepend_marks(messages, marks, named)
     if not marks:
         raise DataError(f"has no image under {either(columns.image)} ({keys_of(record)})")
@@ -150,31 +222,51 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
 
 def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, list]) -> None:
     """Put a mark for every image and video at the start of the first question."""
-    marks += [("image", None)] * len(named["image"]) + [("video", None)] * len(named["video"])
+    marks += [Mark("image")] * len(named["image"]) + [Mark("video")] * len(named["video"])
     for i, message in enumerate(messages):
         if message.role == "human":
-            shown = "\n".join([IMAGE_TOKEN] * len(marks))
-            messages[i] = replace(message, text=f"{shown}\n{message.text}" if message.text else shown)
+            line = "" if message.keeps_spaces else "\n"
+            shown = line.join([IMAGE_TOKEN] * len(marks))
+            messages[i] = replace(message, text=f"{shown}{line}{message.text}" if message.text else shown)
             return
     raise DataError("has images, but no question that could show them")
 
 
 def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Iterator[Mark]:
     """The marks with their images and videos. Raises DataError if the numbers differ."""
-    if named["video"] and not named["image"] and not any(kind == "video" and value is None for kind, value in marks):
+    if named["video"] and not named["image"] and not any(m.kind == "video" and m.value is None for m in marks):
         # LLaVA-NeXT marks videos with <image> as well.
-        marks = [("video", None) if value is None else (kind, value) for kind, value in marks]
+        marks = [mark._replace(kind="video") if mark.value is None else mark for mark in marks]
     hint = "" if marks and (named["image"] or named["video"]) else _UNMARKED
+    rest: dict[str, Iterator] = {}
     for kind, token in (("image", IMAGE_TOKEN), ("video", VIDEO_TOKEN)):
-        wanted = sum(each == kind and value is None for each, value in marks)
-        if wanted != len(named[kind]):
+        asking = [mark for mark in marks if mark.kind == kind and mark.value is None]
+        if len(asking) != len(named[kind]):
             names = getattr(source.columns, kind)
+            words = f"\\{token}"
+            if kind == "video" and not named["image"]:
+                token, words = IMAGE_TOKEN, f"{words} or \\{IMAGE_TOKEN}"
+            hint += f"; {words} is the word alone" if len(asking) > len(named[kind]) else ""
             raise DataError(
-                f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {wanted} "
-                f"{token if kind == 'image' or named['image'] else IMAGE_TOKEN} marks{hint}"
+                f"names {len(named[kind])} {_SHOWN[kind]} under {either(names)}, but its text has {len(asking)} "
+                f"{token} marks{hint}"
             )
-    rest = {kind: iter(values) for kind, values in named.items()}
-    return iter([(kind, next(rest[kind]) if value is None else value) for kind, value in marks])
+        rest[kind] = iter(_in_order(named[kind], asking))
+    return iter([m if m.value is not None else Mark(m.kind, next(rest[m.kind]), m.settings) for m in marks])
+
+
+def _in_order(values: list, marks: list[Mark]) -> list:
+    """The record's images or videos in the order of the marks for them. Raises DataError for indices that don't name
+    each of them once."""
+    if all(mark.index is None for mark in marks):
+        return values
+    indices = [mark.index for mark in marks]
+    if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
+        raise DataError(
+            f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "
+            "number from 0 once, which names the image of the part: mend them, or leave 'index' out for their own order"
+        )
+    return [values[index] for index in indices]
 
 
 def _id(record: dict, source: Source, index: int) -> str:

@@ -14,13 +14,15 @@ from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, rea
 from llava_ds.data.sources.locate import KINDS
 from llava_ds.data.sources.options import Columns, RawRecord
 from llava_ds.data.sources.selection import Selection
-from llava_ds.data.sources.tables import num_parquet_rows, open_saved, other_splits, read_csv, read_parquet, read_saved
+from llava_ds.data.sources.tables import num_parquet_rows, open_saved, read_csv, read_parquet, read_saved
 from llava_ds.data.sources.tars import read_shard
 
 FORMATS = {
     "llava": "LLaVA records",
     "sharegpt": "ShareGPT records",
     "messages": "OpenAI messages",
+    "texts": "pairs of user and assistant",
+    "question_answer": "questions and answers",
     "caption": "captions",
     "preference": "preferences",
 }
@@ -34,7 +36,8 @@ class Source:
 
     files: all files whose contents count; spool: the folder for embedded images; slices_of: the spools and tars that
     references in records may name; seen: pairs of a field and its name in the first records; bbox_type: coordinates of
-    boxes, where a record doesn't say it.
+    boxes, where a record doesn't say it; note: on the choice of files, for a person; unread_columns: of a table, which
+    its records don't have.
     """
 
     path: str
@@ -50,6 +53,8 @@ class Source:
     marks_added: bool = False
     on_unmarked_image: str = "prepend"
     bbox_type: BboxType = "real"
+    note: str = ""
+    unread_columns: tuple[str, ...] = ()
     slices_of: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -86,8 +91,7 @@ class Source:
             line += f"; videos in {self.video_root}"
         if self.marks_added and self.on_unmarked_image == "prepend":
             line += "; images without a mark are shown at the start of the first question"
-        if others := other_splits(os.path.expanduser(self.path)) if self.kind == "datasets" else []:
-            line += f"; the split 'train', and not {', '.join(map(repr, others))}"
+        line += f"; {self.note}" if self.note else ""
         selected = self.selection.describe()
         return line + (f"; taken: {selected}" if selected else "")
 
@@ -138,8 +142,8 @@ class Source:
             return read_shard(path, self.columns)
         if self.kind == "json":
             return read_json_list(path)
-        if path.endswith(".csv"):
-            return read_csv(path)
+        if path.lower().endswith((".csv", ".tsv")):
+            return read_csv(path, self.columns)
         if path.endswith(".parquet"):
             store = store or ImageStore(_Nowhere(), "")  # a metadata.parquet names its images
             return ((line, text) for _, line, text in read_parquet((path,), self.columns, store))

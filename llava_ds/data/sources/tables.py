@@ -1,11 +1,12 @@
 """Reading of tables (parquet files, saved `datasets` folders and CSV) in small batches."""
 
+import contextlib
 import csv
 import datetime
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow
@@ -15,7 +16,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.objects import OBJECTS
-from llava_ds.data.sources.options import Columns
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
 
@@ -24,11 +25,32 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 32  # of images of some 100 kB each: a few MB at a time
 READ_BYTES = 1 << 20
+MAX_HEADER_CHARS = 1 << 20  # of the line with the names of a CSV's columns
+
+_TOO_MANY_CELLS = "has {} cells, and the header names {}: a text with the separator in it has to be in quotes"
 
 
 def parquet_columns(path: str) -> list[str]:
     """The column names of a parquet file. Raises DataError if it is none."""
-    return _open_parquet(path).schema_arrow.names
+    return parquet_schema(path).names
+
+
+def parquet_schema(path: str) -> pyarrow.Schema:
+    """Names and types of the columns of a parquet file. Raises DataError if it is none."""
+    return _open_parquet(path).schema_arrow
+
+
+def byte_columns(schema: pyarrow.Schema) -> list[str]:
+    """The columns of a table that hold files as bytes: images, sounds or videos, one or a list of them in a cell."""
+    return [field.name for field in schema if _holds_bytes(field.type)]
+
+
+def _holds_bytes(kind: pyarrow.DataType) -> bool:
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return _holds_bytes(kind.value_type)
+    if pyarrow.types.is_struct(kind):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+    return pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)
 
 
 def num_parquet_rows(path: str) -> int:
@@ -39,7 +61,7 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) ->
     """The rows of parquet files as records, with known columns only. Images go to the store."""
     for number, path in enumerate(files):
         table = _open_parquet(path)
-        names = _wanted(table.schema_arrow.names, columns)
+        names = read_columns(table.schema_arrow.names, columns)
         line = 0
         try:
             for batch in table.iter_batches(BATCH_ROWS, columns=names):
@@ -70,19 +92,22 @@ def open_saved(folder: str) -> "datasets.Dataset":
     return opened
 
 
-def other_splits(folder: str) -> list[str]:
-    """The splits besides "train" of a folder that `save_to_disk` wrote."""
+def saved_splits(folder: str) -> list[str]:
+    """The splits of a folder that `save_to_disk` wrote; none for one without splits."""
     path = os.path.join(folder, "dataset_dict.json")
     if not os.path.isfile(path):
         return []
-    with open(path, encoding="utf-8") as file:
-        return [name for name in json.load(file)["splits"] if name != "train"]
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [str(name) for name in json.load(file)["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
 
 
 def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row]:
     """The rows of a saved `datasets` folder as records. Images go to the store, undecoded."""
     saved = open_saved(folder)
-    saved = saved.select_columns(_wanted(saved.column_names, columns)).with_format("arrow")
+    saved = saved.select_columns(read_columns(saved.column_names, columns)).with_format("arrow")
     line = 0
     try:
         for table in saved.iter(batch_size=BATCH_ROWS):
@@ -96,16 +121,66 @@ def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row
         raise DataError(f"{folder}: can't be read behind row {line}: {error}") from error
 
 
-def read_csv(path: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every row of a CSV file with a header line."""
+def read_csv(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
+    """Line and text of every row of a CSV or TSV file with a header line. Cells without text are left out.
+
+    Images may be a JSON list. A row with more cells than the header is rejected: its text has a comma without quotes.
+    """
+    limit = csv.field_size_limit(MAX_RECORD_CHARS)
+    line = 1
+    try:
+        with _open_csv(path) as (names, reader):
+            for cells in reader:
+                line = 1 + reader.line_num
+                if len(cells) > len(names):
+                    yield line, rejected(_TOO_MANY_CELLS.format(len(cells), len(names)))
+                elif cells:
+                    record: dict[str, object] = {name: cell for name, cell in zip(names, cells) if cell}
+                    for name in (*columns.image, *columns.video):
+                        if name in record:
+                            record[name] = _listed(record[name])
+                    yield line, json.dumps(record)
+    except csv.Error as error:
+        raise DataError(f"{path}, behind line {line}: can't be read as CSV: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def csv_columns(path: str) -> list[str]:
+    """The column names of a CSV or TSV file. Raises DataError without any, or if one is there twice."""
+    with _open_csv(path) as (names, _):
+        return names
+
+
+@contextlib.contextmanager
+def _open_csv(path: str) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
+    """The names in the header line, and a reader of the other lines.
+
+    The separator is the comma, or in a header without commas a tab or a semicolon, as spreadsheets write them.
+    """
     with io.TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.DictReader(file)
-        try:
-            for row in reader:
-                row.pop(None, None)  # cells behind the last named column
-                yield reader.line_num, json.dumps({name: cell for name, cell in row.items() if cell})
-        except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: can't be read as CSV: {error}") from error
+        header = file.readline(MAX_HEADER_CHARS)
+        separator = next((each for each in (",", "\t", ";") if each in header), ",")
+        if path.lower().endswith(".tsv"):
+            separator = "\t"
+        names = [name.strip() for name in next(csv.reader([header], delimiter=separator), [])]
+        if not any(names):
+            raise DataError(f"{path} is empty, expected a line with the names of columns")
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise DataError(f"{path} has the column {twice[0]!r} twice: give each column a name of its own")
+        yield names, csv.reader(file, delimiter=separator)
+
+
+def _listed(cell: str) -> object:
+    """A JSON list of paths in a cell; any other cell unchanged."""
+    if not cell.startswith("["):
+        return cell
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell
+    return found if isinstance(found, list) else cell
 
 
 def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
@@ -117,15 +192,15 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
         raise DataError(f"{path} can't be read as parquet: {error}") from error
 
 
-def _wanted(names: list[str], columns: Columns) -> list[str]:
-    known = {*columns.all(), "kind", OBJECTS}
+def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
+    """The columns of a table that its records have."""
+    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS}
     return [name for name in names if name in known]
 
 
 def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
     try:
-        record = embed(record, columns, store.embed)
-        text = json.dumps({key: value for key, value in record.items() if value is not None}, default=_plain)
+        text = json.dumps(_without_nulls(embed(record, columns, store.embed)), default=_plain)
         return (
             text
             if len(text) <= MAX_RECORD_CHARS
@@ -133,6 +208,13 @@ def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
         )
     except (RecursionError, ValueError, TypeError) as error:
         return rejected(f"can't be written as JSON: {error}")
+
+
+def _without_nulls(value: object) -> object:
+    """The value without the keys of its objects whose value is null: a table gives every key of a struct."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _plain(value: object) -> str:

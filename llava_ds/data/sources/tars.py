@@ -1,5 +1,8 @@
 """WebDataset shards: tars whose members with the same key are one record. Images are read in place, as slices.
 
+A key ends at the first dot of a name, as in WebDataset. Where members with one key have several texts (img_0.5.txt and
+img_0.75.txt), and each image is named after one of them, every text is a record: its key ends at the last dot.
+
 Headers are read by hand, not by `tarfile`: with it, indexing a shard takes 1.9 times as long (2.7 times with pax
 headers), it ends silently at a damaged header, and it reads extended headers of any size into memory. The tests compare
 names, offsets and sizes with tarfile's.
@@ -7,13 +10,13 @@ names, offsets and sizes with tarfile's.
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.embedded import embed, reference, rejected
-from llava_ds.data.sources.options import Columns
+from llava_ds.data.sources.options import QUESTIONS, Columns
 from llava_ds.files.places import open_data
 
 BLOCK = 512
@@ -21,28 +24,34 @@ MAX_NAME_BYTES = 1 << 20  # of an extended header; real ones have a few hundred
 MAX_TEXT_BYTES = 32 << 20
 
 TEXT_SUFFIXES = ("json", "txt")
+CLASS_SUFFIX = "cls"
+NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields that the only text of a record can't be learned from
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
 VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv", "wmv", "ts")
+MEDIA_SUFFIXES = frozenset((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
 
-@dataclass(frozen=True)
-class Member:
-    """A file in a tar: its name, its number (from 1), and the place of its bytes."""
+class Member(NamedTuple):
+    """A file in a tar: its name, its number (from 1), and the place of its bytes.
+
+    key: the name up to the first dot behind the last slash, which members of one record share; stem: up to its last
+    dot; suffix: what is behind it, in lower case.
+    """
 
     name: str
     number: int
     offset: int
     num_bytes: int
+    key: str
+    stem: str
+    suffix: str
 
-    @property
-    def key(self) -> str:
-        """The name up to the first dot behind the last slash, which members of one record share."""
-        folder, slash, base = self.name.rpartition("/")
-        return folder + slash + base.partition(".")[0]
-
-    @property
-    def suffix(self) -> str:
-        return self.name.rpartition(".")[2].lower()
+    @classmethod
+    def of(cls, name: str, number: int, offset: int, num_bytes: int) -> "Member":
+        stem, _, suffix = name.rpartition(".")
+        slash = name.rfind("/") + 1
+        dot = name.find(".", slash)
+        return cls(name, number, offset, num_bytes, name if dot < 0 else name[:dot], stem, suffix.lower())
 
 
 def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
@@ -79,23 +88,47 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
             raise DataError(f"{path}: the member at byte {data - BLOCK} is sparse: pack it without --sparse")
         if kind in (b"0", b"\0", b"7"):
             number += 1
-            yield Member(extended.get("name") or _name(header), number, data, num_bytes)
+            yield Member.of(extended.get("name") or _name(header), number, data, num_bytes)
         extended = {}
 
 
 def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
-    """Member number and text of every record of a shard: consecutive members with the same key."""
+    """Member number and text of every record of a shard, in the order of their first members."""
     with open_data(path) as file:
-        group: list[Member] = []
+        groups: dict[str, list[Member]] = {}
         for member in read_members(file, path):
-            if not member.key.rpartition("/")[2]:
-                continue  # a hidden file, such as macOS adds
-            if group and group[0].key != member.key:
-                yield group[0].number, _as_text(group, columns, file, path)
-                group = []
-            group.append(member)
-        if group:
-            yield group[0].number, _as_text(group, columns, file, path)
+            if member.key and member.key[-1] != "/":  # a hidden file, such as macOS adds, has none
+                groups.setdefault(member.key, []).append(member)
+        for key, members in groups.items():
+            for own_key, group in records_of(key, members, columns):
+                yield group[0].number, _as_text(own_key, group, columns, file, path)
+
+
+def records_of(key: str, members: list[Member], columns: Columns) -> list[tuple[str, list[Member]]]:
+    """Key and members of the records that share a key up to the first dot: usually one."""
+    stem = members[0].stem
+    if all(member.stem == stem for member in members):
+        return [(key if stem == key or _field_in(stem, key, columns) else stem, members)]
+    texts = list(dict.fromkeys(member.stem for member in members if member.suffix in (*TEXT_SUFFIXES, CLASS_SUFFIX)))
+    nested = any(_is_under(one, other) for one in texts for other in texts if one != other)
+    if len(texts) < 2 or nested or all(_field_in(stem, key, columns) for stem in texts):
+        return [(key, members)]
+    owners = [next((text for text in texts if _is_under(member.stem, text)), None) for member in members]
+    if None in owners:
+        return [(key, members)]
+    return [(text, [each for each, owner in zip(members, owners) if owner == text]) for text in texts]
+
+
+def _is_under(stem: str, text: str) -> bool:
+    return stem == text or stem.startswith(f"{text}.")
+
+
+def _field_in(stem: str, key: str, columns: Columns) -> str:
+    """The field that a member's name has behind its key, as key.conversations.json; "" for none."""
+    if stem == key:
+        return ""
+    inner = stem[len(key) + 1 :]
+    return inner if inner in columns.known else ""
 
 
 def shard_contents(path: str) -> Iterator[bytes]:
@@ -107,40 +140,94 @@ def shard_contents(path: str) -> Iterator[bytes]:
                 yield _bytes_of(member, file)
 
 
-def _as_text(group: list[Member], columns: Columns, file: BinaryIO, path: str) -> str:
-    texts = {member.suffix: member for member in group if member.suffix in TEXT_SUFFIXES}
-    if len(texts) < sum(member.suffix in TEXT_SUFFIXES for member in group):
-        return rejected(f"the key {group[0].key!r} has several .json or .txt members")
-    if any(member.num_bytes > MAX_TEXT_BYTES for member in texts.values()):
-        return rejected(f"a .json or .txt member of the key {group[0].key!r} is larger than {MAX_TEXT_BYTES} bytes")
-    record: object = {}
+def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, path: str) -> str:
+    texts = [member for member in group if member.suffix in TEXT_SUFFIXES]
+    media = [member for member in group if member.suffix in MEDIA_SUFFIXES]
+    if len(media) > 1:
+        media.sort(key=_natural)
+    owned = [any(_is_under(member.stem, text.stem) for text in texts) for member in media]
+    if any(owned) and not all(owned):
+        other = media[owned.index(False)].name
+        return rejected(f"the key {key!r} has an image of another name than its text: {other!r}, not {texts[0].name!r}")
+    if any(member.num_bytes > MAX_TEXT_BYTES for member in texts):
+        return rejected(f"a .json or .txt member of the key {key!r} is larger than {MAX_TEXT_BYTES} bytes")
+    if not texts and any(member.suffix == CLASS_SUFFIX for member in group):
+        return rejected(f"the key {key!r} has a class (.cls) and no text to learn: add a .txt or .json")
     try:
-        if "json" in texts:
-            record = json.loads(_bytes_of(texts["json"], file))
-        if not isinstance(record, dict):
-            return rejected(f"its .json is a {type(record).__name__}, expected an object")
-        if "txt" in texts:
-            for name in columns.text:
-                record.pop(name, None)
-            record[columns.text[0]] = _bytes_of(texts["txt"], file).decode("utf-8").strip()
-        record.setdefault(columns.id[0], group[0].key)
-        for names, suffixes in ((columns.image, IMAGE_SUFFIXES), (columns.video, VIDEO_SUFFIXES)):
-            _name_members(record, names, [member for member in group if member.suffix in suffixes])
-        return json.dumps(embed(record, columns, _resolver(group, path)))
+        record = _record_of(key, texts, columns, file)
+        record.setdefault(columns.id[0], key)
+        for member in group:
+            if member.suffix not in TEXT_SUFFIXES and member.suffix not in MEDIA_SUFFIXES:
+                record[f".{member.suffix}"] = (
+                    True  # no member of a JSON is called so: named with the keys that are not read
+                )
+        videos = [member for member in media if member.suffix in VIDEO_SUFFIXES]
+        _name_members(record, columns.image, [member for member in media if member not in videos] if videos else media)
+        _name_members(record, columns.video, videos)
+        return json.dumps(embed(record, columns, _resolver(key, group, path)))
     except RecursionError:
         return rejected("its .json is nested too deeply")
+    except DataError as error:
+        return rejected(str(error))
     except ValueError as error:
         return rejected(f"its .json or .txt can't be read: {error}")
 
 
+def _record_of(key: str, texts: list[Member], columns: Columns, file: BinaryIO) -> dict:
+    """The record in the .json and .txt members of a key. Raises DataError, and ValueError for no JSON or UTF-8."""
+    fields = [_field_in(member.stem, key, columns) for member in texts]
+    if len(texts) == 1:
+        if texts[0].suffix == "txt" and fields[0] not in NO_CAPTIONS:
+            fields = [""]  # key.output.txt alone is a caption
+    elif len({field or member.suffix for member, field in zip(texts, fields)}) < len(texts):
+        raise DataError(f"the key {key!r} has several .json or .txt members")
+    record: dict[str, object] = {}
+    caption = None
+    for field, member in sorted(zip(fields, texts), key=lambda pair: bool(pair[0])):
+        data = _bytes_of(member, file)
+        value = json.loads(data) if member.suffix == "json" else data.decode("utf-8").strip()
+        if member.suffix == "txt" and not field:
+            caption = value
+        elif isinstance(value, dict) and (not field or field in value):
+            record.update(value)
+        elif field or (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
+            record[field or columns.turns[0]] = value  # the list of turns itself
+        else:
+            raise DataError(f"its .json is a {type(value).__name__}, expected an object or a list of turns")
+    if caption is not None:
+        _add_caption(record, caption, columns)
+    return record
+
+
+def _add_caption(record: dict, caption: str, columns: Columns) -> None:
+    """Give a record the text of its .txt member. Of two captions that differ the user has to name one."""
+    if "txt" in columns.text:
+        record["txt"] = caption
+        return
+    written = [value.strip() for name in columns.text if isinstance(value := record.get(name), str)]
+    if caption in written:
+        return
+    if "text" in record and "text" in columns.text:
+        raise DataError(
+            "its .txt and the 'text' of its .json differ: take the first with --data_columns text=txt, or leave it out"
+        )
+    record.setdefault("text", caption)
+
+
+def _natural(member: Member) -> tuple[list[object], str]:
+    """A key to sort names with numbers: img2 before img10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", member.stem)], member.name
+
+
 def _name_members(record: dict, names: tuple[str, ...], members: list[Member]) -> None:
     """Let a record name its image members if it names none, or as many by other names, from before the packing."""
-    bases = {member.name.rpartition("/")[2] for member in members}
+    bases = None
     for name in names:
         value = record.get(name)
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
+        bases = bases or {member.name.rpartition("/")[2] for member in members}
         known = any(isinstance(each, str) and each.rpartition("/")[2] in bases for each in values)
         if not known and len(values) == len(members):
             record[name] = [member.name for member in members]
@@ -149,12 +236,12 @@ def _name_members(record: dict, names: tuple[str, ...], members: list[Member]) -
         record[names[0]] = [member.name for member in members]
 
 
-def _resolver(group: list[Member], path: str) -> Callable[[object], object]:
+def _resolver(key: str, group: list[Member], path: str) -> Callable[[object], object]:
     """A function from the name of a member (in full, without folder or without key) to its slice."""
     known: dict[str, Member] = {}
     for member in group:
         base = member.name.rpartition("/")[2]
-        for name in (member.name, base, base.partition(".")[2]):
+        for name in (member.name, base, base.partition(".")[2], member.name[len(key) + 1 :]):
             known.setdefault(name, member)
 
     def resolve(value: object) -> object:

@@ -4,10 +4,14 @@ import re
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sources.fields import checked_text
+from llava_ds.data.sources.media_parts import INDEX, KINDS, SOUNDS, Mark, read_mark, refuse_unknown
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
+from llava_ds.data.sources.turn_fields import Turn, call_turn, with_fields
+from llava_ds.data.special_tokens import LITERAL_IMAGE, join_parts
 
 VIDEO_TOKEN = "<video>"
+TEXTS = ("text", "input_text", "output_text")  # types of parts
 ROLES = {
     "human": "human",
     "user": "human",
@@ -19,22 +23,31 @@ ROLES = {
     "model": "gpt",
     "system": "system",
     "developer": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+    "function_call": "call",
+    "tool_call": "call",
 }
-TOOL_ROLES = ("observation", "function", "function_call", "tool", "tool_call", "tool_response", "ipython")
+_TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA's and ShareGPT's, and OpenAI's
 
-# A mark is (kind, value). value: an image or video from the part of a message, or None for the record's next one.
-Mark = tuple[str, object]
+IMAGE_MARK = Mark("image")
+# A mark in a text, and the backslashes before it: an odd number makes it text, as each pair is one backslash.
+_MARK = re.compile(rf"(\\*)({IMAGE_TOKEN}|{VIDEO_TOKEN})")
 
-_MARK = re.compile(f"{IMAGE_TOKEN}|{VIDEO_TOKEN}")
 
-
-def read_turn(turn: object, i: int) -> tuple[str, object]:
-    """Role and content of a turn in the form of LLaVA and ShareGPT, or of OpenAI."""
+def read_turn(turn: object, i: int) -> Turn:
+    """A turn in the form of LLaVA and ShareGPT, or of OpenAI. Raises DataError for keys that are not read."""
     role = content = None
     if isinstance(turn, dict):
         role, content = turn.get("from"), turn.get("value")
         if role is None:
             role, content = turn.get("role"), turn.get("content")
+        if content is None and (turn.get("tool_calls") or turn.get("function_call")):
+            content = ""
     if isinstance(content, str):
         try:
             content.encode()
@@ -45,40 +58,86 @@ def read_turn(turn: object, i: int) -> tuple[str, object]:
         raise DataError(f"turn {i} is {short(turn)}, expected {expected}")
     known = ROLES.get(role) if isinstance(role, str) else None
     if known is None:
-        tool = isinstance(role, str) and role in TOOL_ROLES
-        why = "tools are not supported" if tool else "expected 'human' or 'gpt', or 'user' or 'assistant'"
-        raise DataError(f"turn {i} is from {short(role)}, {why}")
-    return known, content
+        expected = "expected 'human' or 'gpt', or 'user' or 'assistant', or 'tool'"
+        raise DataError(f"turn {i} is from {short(role)}, {expected}")
+    if known == "call":
+        if not isinstance(content, str):
+            raise DataError(f"turn {i}, from {short(role)}, has {short(content)}, expected the JSON of a call")
+        return call_turn(content, turn, i)
+    if len(turn) == 2 and isinstance(content, str) and "tool_calls" not in turn and "function_call" not in turn:
+        return Turn(known, content, is_plain=True)
+    _refuse_two_spellings(turn, i)
+    return with_fields(known, content, turn, i)
 
 
-def with_marks(text: str, marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """The text with every mark as <image>; adds the kinds of the marks to the list."""
-    # LLaVA has no <video>: without videos it is text, such as HTML. LLaMA-Factory would count it.
-    if VIDEO_TOKEN in text and (named["video"] or source.format != "llava"):
-        marks += [("video" if found == VIDEO_TOKEN else "image", None) for found in _MARK.findall(text)]
-        return text.replace(VIDEO_TOKEN, IMAGE_TOKEN)
-    if IMAGE_TOKEN in text:
-        marks += [("image", None)] * text.count(IMAGE_TOKEN)
-    return text
+def _refuse_two_spellings(turn: dict, i: int) -> None:
+    """Raise DataError for a turn that gives its role or its text twice, and not alike."""
+    both = [[turn.get(key) for key in pair] for pair in zip(*_TEXT_KEYS)]
+    (one, other), texts = both
+    roles_differ = None not in (one, other) and ROLES.get(one) != ROLES.get(other)
+    if roles_differ or (None not in texts and texts[0] != texts[1]):
+        raise DataError(f"turn {i} is {short(turn)}, which gives its role or its text twice, and not alike")
 
 
-def read_parts(parts: list, i: int, marks: list[Mark], named: dict[str, list], source: Source) -> str:
-    """The text of a message in parts: texts in order, and images as marks on separate lines."""
-    pieces: list[str] = []
-    after_mark = False
+def marks_videos(named: dict[str, list], source: Source) -> bool:
+    """True if <video> in a record's text is a mark. LLaVA has none: without videos it is text, such as HTML.
+    LLaMA-Factory would count it."""
+    return bool(named["video"]) or source.format != "llava"
+
+
+def with_marks(text: str, marks: list[Mark], has_videos: bool) -> str:
+    """The text with every mark as <image>, and without the backslash before a mark that is text; adds the marks to the
+    list. has_videos: <video> is a mark, too."""
+    has_videos = has_videos and VIDEO_TOKEN in text
+    if "\\<" not in text and not has_videos:
+        marks += [IMAGE_MARK] * text.count(IMAGE_TOKEN)
+        return text
+
+    def read(found: re.Match) -> str:
+        backslashes, mark = found.groups()
+        if mark == VIDEO_TOKEN and not has_videos:
+            return found[0]
+        half = backslashes[: len(backslashes) // 2]
+        if len(backslashes) % 2:
+            return half + (LITERAL_IMAGE if mark == IMAGE_TOKEN else mark)
+        marks.append(Mark("video") if mark == VIDEO_TOKEN else IMAGE_MARK)
+        return half + IMAGE_TOKEN
+
+    return _MARK.sub(read, text)
+
+
+def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tuple[str, bool]:
+    """The text of a message in parts, and Message.keeps_spaces: texts in order, and a mark for each image and video.
+
+    A text with marks of its own is written as LLaVA's are, with every image on a line of its own.
+    """
+    pieces: list[str | None] = []
+    has_marks = False
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("text", "input_text", "output_text"):
+        kind = kind if isinstance(kind, str) else None
+        where = f"turn {i} has a part of type {kind!r}"
+        if kind in TEXTS:
+            refuse_unknown(part, ("type", "text", INDEX), where)
             text = checked_text(part.get("text"), f"turn {i} has the part {short(part)}, expected a text under 'text'")
-            text = with_marks(text, marks, named, source)
-            pieces.append(f"\n{text}" if after_mark and text else text)
-            after_mark = after_mark and not text
-        elif kind in ("image", "image_url", "input_image", "video", "video_url", "input_video"):
-            kind = "video" if "video" in kind else "image"
-            keys = (kind, f"{kind}_url", "path", "url")
-            marks.append((kind, next((part[key] for key in keys if part.get(key) is not None), None)))
-            pieces.append(f"\n{IMAGE_TOKEN}" if pieces and any(pieces) else IMAGE_TOKEN)
-            after_mark = True
+            pieces.append(with_marks(text, marks, has_videos))
+            has_marks = has_marks or IMAGE_TOKEN in pieces[-1]
+        elif kind in KINDS:
+            marks.append(read_mark(part, where))
+            pieces.append(None)
+        elif kind in SOUNDS:
+            raise DataError(f"{where}: sounds are not supported, so take the record out")
         else:
             raise DataError(f"turn {i} has the part {short(part)}, expected the type 'text', 'image' or 'image_url'")
-    return "".join(pieces)
+    if not has_marks:
+        return join_parts(pieces)
+    return "\n".join(_runs(pieces)), False
+
+
+def _runs(pieces: list[str | None]) -> list[str]:
+    """The texts between images, and the images' marks; no empty text."""
+    runs = [""]
+    for piece in pieces:
+        runs += [IMAGE_TOKEN, ""] if piece is None else []
+        runs[-1] += piece or ""
+    return [run for run in runs if run]

@@ -15,6 +15,8 @@ from llava_ds.train.objectives.objective import MicroLoss
 class SFT:
     """Cross-entropy, averaged over the tokens of a step or over micro-batches.
 
+    A token's loss is multiplied by its weight, and counts as one token in the mean whatever its weight, as ms-swift's
+    loss_scale has it: half the weight is half the loss and half the gradient, and other tokens' stay as they are.
     reduction "token": the mean over all supervised tokens of the step, on all ranks. "micro_batch": LLaVA's mean over
     each micro-batch's tokens, then over the micro-batches of all ranks that have any. num_sources: of the data.
     """

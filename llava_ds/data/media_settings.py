@@ -1,0 +1,81 @@
+"""Settings of one image or video, such as max_pixels and fps: the options of a run with them in place."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from llava_ds.constants import DataError
+from llava_ds.data.sample import Media
+from llava_ds.geometry import ImageOptions, ReadyImageOptions
+from llava_ds.tilings import AskedSize, CellTiling, FrameCells
+from llava_ds.videos import Clip
+
+SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
+CHOICE = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # of the frames of a video file
+
+_MOST_OPTIONS = 1024  # in memory: most data sets have a handful of settings
+
+
+def options_for(media: Media, options: ImageOptions) -> ImageOptions:
+    """The options, with what the part of a message asks for this image or video.
+
+    Raises DataError for a setting that can't be honoured. Source: qwen-vl-utils, whose settings these are.
+    """
+    return options if not media.settings else _with_settings(options, media.kind, media.settings)
+
+
+@lru_cache(maxsize=_MOST_OPTIONS)
+def _with_settings(options: ImageOptions, kind: str, settings: tuple[tuple[str, float], ...]) -> ImageOptions:
+    asked = dict(settings)
+    if kind != "image":
+        options = replace(options, clip=_clip(kind, asked, options))
+    if not any(name in asked for name in SIZES):
+        return options
+    size = _size(asked)
+    if kind == "image" and isinstance(options.tiling, CellTiling):
+        return replace(options, tiling=replace(options.tiling, asked=size))
+    rule = options.video
+    if kind != "image" and rule is not None and isinstance(rule.frame, FrameCells):
+        return replace(options, video=replace(rule, frame=replace(rule.frame, asked=size)))
+    name = next(name for name in SIZES if name in asked)
+    why = "its processor alone decides sizes" if isinstance(options, ReadyImageOptions) else "a flag decides their size"
+    raise _refused(name, f"this model's {'images' if kind == 'image' else 'videos'}: {why}, so leave it out")
+
+
+def _clip(kind: str, asked: dict[str, float], options: ImageOptions) -> Clip:
+    """The frames that a video's settings ask for."""
+    rates = [asked[name] for name in ("fps", "sample_fps") if name in asked]
+    if kind == "frames":
+        if name := next((name for name in CHOICE if name in asked), None):
+            raise _refused(name, "a list of frames, all of which are used: it chooses frames of a video file")
+        if len(set(rates)) > 1:
+            raise _refused("fps", f"a list of frames of which 'sample_fps' says that {rates[1]:g} are a second")
+        return Clip(rate=rates[0] if rates else None)
+    if "sample_fps" in asked:
+        raise _refused("sample_fps", "a video file, which says its rate itself: 'fps' chooses frames of a second")
+    if "fps" in asked and "nframes" in asked:
+        raise _refused("nframes", "a video with 'fps': each says how many frames to use, so leave one out")
+    start, end = asked.get("video_start"), asked.get("video_end")
+    if start is not None and end is not None and start >= end:
+        raise _refused("video_end", f"a video that starts at {start:g} s: it ends at {end:g} s")
+    least, most = asked.get("min_frames"), asked.get("max_frames")
+    if least is not None and most is not None and least > most:
+        raise _refused("min_frames", f"a video of at most {most} frames: it is {least}")
+    if not any(name in asked for name in ("fps", *CHOICE)):
+        return Clip()
+    factor = 1 if options.video is None else options.video.moment
+    return Clip(None, asked.get("fps"), asked.get("nframes"), least, most, start, end, factor, chooses=True)
+
+
+def _size(asked: dict[str, float]) -> AskedSize:
+    given = [asked.get(name) for name in ("resized_width", "resized_height")]
+    if given.count(None) == 1:
+        name = ("resized_width", "resized_height")[given.index(None) - 1]
+        raise _refused(name, "an image without both 'resized_height' and 'resized_width'")
+    least, most = asked.get("min_pixels"), asked.get("max_pixels")
+    if least is not None and most is not None and least > most:
+        raise _refused("min_pixels", f"an image of at most {most} pixels: it is {least}")
+    return AskedSize(least, most, asked.get("total_pixels"), None if None in given else tuple(given))
+
+
+def _refused(name: str, why: str) -> DataError:
+    return DataError(f"part key {name!r} can't be honoured for {why}")

@@ -1,0 +1,314 @@
+"""The text that asks for an answer has to be the beginning of the text that the answer was learned in, token by token.
+
+Chat templates of reasoning models end the prompt inside an open thought, or behind an empty one, that they may not
+write in front of an answer that is there: what is learned then is never asked. The check renders a few conversations
+for each template and set of variables, never a record.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.chat_template import own_template
+from llava_ds.data.encode import Encoded, Encoder
+from llava_ds.data.sample import Message, Transcript
+from llava_ds.data.sources import Source, to_sample
+from llava_ds.data.turn_form import holds_thought
+from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.layouts import ImageText
+from llava_ds.template_variables import FLAG, default_values, read_variables
+from llava_ds.videos import Footage
+
+# Answers to try: tokens may join the end of a prompt with the beginning of an answer.
+ANSWERS = ("A circle.", "7 of them.")
+THOUGHT = "It is round."
+_QUESTION = "What is it?"
+NUM_RECORDS = 16  # of a source, looked at before all are encoded
+_SIZE, _FRAMES = (64, 64), 4  # of the image and the video in the conversations
+_SHOWN = 200  # characters of a text in a message
+
+Marks = Sequence[int | ImageText]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """asked, learned: what follows the question in the text that asks, and in the one that is learned; why: the way
+    in which the first is no beginning of the second."""
+
+    asked: str
+    learned: str
+    why: str
+
+    def lines(self) -> str:
+        """Both texts, for a person."""
+        return f"  asked:   {self.asked[:_SHOWN]!r}\n  learned: {self.learned[:_SHOWN]!r} ({self.why})"
+
+    def clause(self) -> str:
+        """Both texts in one line."""
+        return f"asked is {self.asked[:_SHOWN]!r}, learned {self.learned[:_SHOWN]!r} ({self.why})"
+
+
+@dataclass(frozen=True)
+class AnswerForms:
+    """The differences for plain answers and for answers with a thought, None where there is none; writes_plain,
+    writes_thought: True if the template writes such answers."""
+
+    plain: Difference | None
+    thought: Difference | None
+    writes_plain: bool
+    writes_thought: bool
+
+    def difference_for(self, answer: Message | None) -> Difference | None:
+        """The difference for an answer."""
+        if answer is None:
+            return None
+        return self.thought if has_thought(answer) and self.writes_thought else self.plain
+
+    def fits(self, with_thought: bool) -> bool:
+        """True if there is no difference for plain answers, or those with a thought, which the template writes."""
+        if with_thought:
+            return self.writes_thought and self.thought is None
+        return self.writes_plain and self.plain is None
+
+
+def last_answer(transcript: Transcript) -> Message | None:
+    """The last answer of a conversation; None without one, or where it is not learned."""
+    last = next((message for message in reversed(transcript.messages) if message.role == "gpt"), None)
+    return None if last is None or last.weight == 0 else last
+
+
+def has_thought(answer: Message) -> bool:
+    """True for an answer with a thought that has words in it."""
+    return bool(answer.thought and answer.thought.strip()) or holds_thought(answer)
+
+
+@dataclass(eq=False)
+class PromptCheck:
+    """The check for one encoder. Conversations are rendered once for each set of variables. Can be pickled."""
+
+    encoder: Encoder
+    images: ImageOptions
+    _found: dict[tuple[str, bool], AnswerForms] = field(default_factory=dict)
+    _remedies: dict[bool, str] = field(default_factory=dict)
+
+    def forms(self, variables: str = "", with_video: bool = False) -> AnswerForms:
+        """The differences under the variables of a JSON object, "" for none. with_video: in the template for videos."""
+        key = (variables, with_video)
+        if key not in self._found:
+            found = [list(self._differences(*key, thought)) for thought in (None, THOUGHT)]
+            first = [next(filter(None, each), None) for each in found]
+            self._found[key] = AnswerForms(*first, *map(bool, found))
+        return self._found[key]
+
+    def reason(self, transcript: Transcript, marks: Marks) -> str:
+        """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
+        with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
+        if self.encoder.options.answer_is_reference:
+            return ""
+        forms = self.forms(transcript.template_kwargs, with_video)
+        if forms.plain is None and forms.thought is None and self.encoder.template.write is not None:
+            return ""
+        answer = last_answer(transcript)
+        difference = forms.difference_for(answer)
+        if difference is None and self._may_join(transcript):
+            with contextlib.suppress(DataError):  # the encoder's, too
+                if (joined := self._compare(transcript, marks)) is not None:
+                    return f"its last answer begins with a line break: {joined.clause()}: take the line break away"
+        if difference is None:
+            return ""
+        has = "has a thought" if has_thought(answer) else "has no thought"
+        text = f"its last answer {has}, and would be learned behind another text than is asked: {difference.clause()}"
+        return text + ("" if transcript.template_kwargs else self._remedy(has_thought(answer)))
+
+    def note_on_earlier(self) -> str:
+        """A line about earlier answers of a conversation, which some templates write without the thought, empty or not,
+        that the last answer is asked for behind; "" where there is no difference."""
+        question, answer = Message("human", _QUESTION), Message("gpt", ANSWERS[0])
+        try:
+            asked = self.encoder.texts(Transcript((question, answer)), ())[0]
+            learned = self.encoder.texts(Transcript((question, answer) * 2), ())[1]
+        except DataError:
+            return ""
+        if self.encoder.options.supervise_last_turn_only or learned.startswith(asked):
+            return ""
+        place = asked.index(_QUESTION) + len(_QUESTION)
+        written = learned[place : learned.index(ANSWERS[0])]
+        return (
+            f"earlier answers of a conversation are learned behind {written!r}, as the chat template writes them, and "
+            f"would be asked for behind {asked[place:]!r}: --supervise_last_turn_only True learns the last ones alone"
+        )
+
+    def _remedy(self, with_thought: bool) -> str:
+        """What to do about a single record, as the end of a sentence: variables that it brings itself, if any help."""
+        if with_thought not in self._remedies:
+            without = "take the thought out" if with_thought else "write its thought into the record"
+            if self.encoder.template.write is not None:
+                without = "give another --version"
+            elif (variables := fitting_variables(self, {with_thought})) is not None:
+                without = f"give it {FLAG} {variables}"
+            self._remedies[with_thought] = f": {without}"
+        return self._remedies[with_thought]
+
+    def _may_join(self, transcript: Transcript) -> bool:
+        """True if the last answer begins with a line break, which a tokenizer may join with one before it. LLaVA's own
+        templates keep LLaVA's ids."""
+        last = transcript.messages[-1]
+        begins = (last.thought or last.text)[:1]
+        return self.encoder.template.write is None and last.role == "gpt" and begins in ("\n", "\r")
+
+    def _differences(self, variables: str, with_video: bool, thought: str | None) -> Iterator[Difference | None]:
+        """The difference of each conversation that the template writes, without and with an image, or with a video."""
+        shown = [[self._video()]] if with_video else [[], [media_layout("image", (_SIZE,), 1, self.images).mark]]
+        for marks in shown:
+            question = Message("human", f"{IMAGE_TOKEN}\n{_QUESTION}" if marks else _QUESTION)
+            for answer in ANSWERS:
+                messages = (question, Message("gpt", answer, thought=thought))
+                conversation = Transcript(messages, template_kwargs=variables)
+                with contextlib.suppress(DataError):  # which each such record says by itself
+                    if thought is None or thought in self.encoder.texts(conversation, marks)[1]:
+                        yield self._compare(conversation, marks) or self._empty_thought(conversation, marks)
+
+    def _empty_thought(self, conversation: Transcript, marks: Marks) -> Difference | None:
+        """The difference for a plain answer where the prompt ends inside an open thought, which is learned to be
+        empty; whether its end is then other tokens is up to the tokenizer."""
+        *before, answer = conversation.messages
+        if answer.thought:
+            return None
+        thinking = replace(conversation, messages=(*before, replace(answer, thought=THOUGHT)))
+        try:
+            asked, plain = self.encoder.texts(conversation, marks)
+            asked_too, thought = self.encoder.texts(thinking, marks)
+        except DataError:  # of a template without thoughts
+            return None
+        begin, thinks = plain[len(asked) :].lstrip(), thought[len(asked_too) :].lstrip()
+        if begin.startswith(answer.text) or not (thought.startswith(asked_too) and thinks.startswith(THOUGHT)):
+            return None
+        return _difference_of(asked, plain, "a thought is asked for, and an empty one learned")
+
+    def _video(self) -> ImageText:
+        layout = media_layout("frames", (_SIZE,) * _FRAMES, 1, self.images, Footage(_FRAMES, 1.0))
+        return layout.mark
+
+    def _compare(self, conversation: Transcript, marks: Marks) -> Difference | None:
+        encoder, asked = self.encoder, replace(conversation, messages=conversation.messages[:-1])
+        texts = encoder.texts(conversation, marks)
+        why = _why(encoder.prompt_ids(asked, marks), encoder.encode_whole(conversation, marks), texts)
+        return None if why is None else _difference_of(*texts, why)
+
+
+def _difference_of(asked: str, learned: str, why: str) -> Difference:
+    """The difference of two texts, from the end of the check's question on, or of the last words of a record's."""
+    known = asked.rfind(_QUESTION)
+    place = max(0, len(asked) - _SHOWN // 2) if known < 0 else known + len(_QUESTION)
+    return Difference(asked[place:], learned[place:], why)
+
+
+def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | None:
+    """The way in which a prompt is no beginning of what is learned; None if it is one, and all behind it is learned."""
+    if whole.input_ids[: len(prompt)].tolist() != prompt:
+        if texts[1].startswith(texts[0]):
+            return "the texts begin alike, and are other tokens where the first one ends"
+        return "they begin differently"
+    behind = whole.labels[len(prompt) :] != IGNORE_INDEX
+    if not behind.any():
+        return "no token behind what is asked is learned"
+    last = int(np.flatnonzero(behind)[-1])
+    return None if behind[:last].all() else "not all that comes behind what is asked is learned"
+
+
+def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
+    """An encoded conversation with the prompt that asks for its last answer, and that answer supervised.
+
+    coded: as it would be learned, of which all is kept that comes behind the prompt, if that is the answer alone.
+    """
+    *before, answer = conversation.messages
+    if answer.role != "gpt" or not coded.num_targets:
+        return coded
+    prompt = np.array(encoder.prompt_ids(replace(conversation, messages=tuple(before)), marks), np.int32)
+    ids, count = coded.input_ids, len(prompt)
+    if not np.array_equal(ids[:count], prompt[: len(ids)]) or not _is_next(encoder, conversation, marks):
+        ids = np.concatenate([prompt, encoder.text_ids(answer.text.strip())])
+    labels = np.where(np.arange(len(ids)) < count, np.int32(IGNORE_INDEX), ids)
+    weights = None if coded.weights is None else np.where(labels == IGNORE_INDEX, 1, answer.weight).astype(np.float32)
+    return Encoded(ids, labels, coded.truncated, weights).cut(encoder.options.max_length)
+
+
+def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:
+    """True if the last answer comes right behind the prompt, with only spaces between them."""
+    if encoder.template.write is not None:
+        return True
+    asked, learned = encoder.texts(conversation, marks)
+    return learned[len(asked) :].lstrip().startswith(conversation.messages[-1].text.strip())
+
+
+def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
+    """Raise ConfigError where none of the first records of any source could be asked for as it is learned.
+
+    Single records among others are for PromptCheck.reason.
+    """
+    if check.encoder.options.answer_is_reference:
+        return
+    forms = check.forms()
+    if forms.plain is None and forms.thought is None:
+        return
+    found = []
+    for source in sources:
+        for record in source.first(NUM_RECORDS):
+            try:
+                transcripts = to_sample(record.text, source, record.index).transcripts
+            except DataError:
+                continue
+            found += transcripts
+    answers = [last_answer(transcript) for transcript in found]
+    differences = [check.forms(each.template_kwargs).difference_for(answer) for each, answer in zip(found, answers)]
+    if not found or None in differences:
+        return
+    with_thoughts = {has_thought(answer) for answer in answers}
+    kinds = {frozenset({False}): "no thought", frozenset({True}): "a thought"}
+    have = kinds.get(frozenset(with_thoughts), "a thought or none")
+    raise ConfigError(
+        f"the answers of the first {len(found)} records have {have}, and would be learned behind another text than the "
+        f"model is asked for them with. Behind a question, the chat template writes\n{differences[0].lines()}\n"
+        f"What is asked has to be the beginning of what is learned: {_remedy(check, with_thoughts)}"
+    )
+
+
+def _remedy(check: PromptCheck, with_thoughts: set[bool]) -> str:
+    """What to do about answers, with a thought or without, that are not asked for as they are learned."""
+    template = check.encoder.options.template
+    if template not in ("chat_template", "processor"):
+        return "give another --version"
+    if (variables := fitting_variables(check, with_thoughts)) is not None:
+        return f"give --{FLAG} '{variables}', under which it is"
+    others = ["give --version one of LLaVA's templates"] if template == "chat_template" else []
+    if False in with_thoughts:
+        others.append("bring answers with thoughts (reasoning_content in a turn)")
+    else:
+        others.append("take the thoughts out of the answers")
+    tokenizer = check.encoder.tokenizer
+    if names := read_variables(own_template(tokenizer), tokenizer):
+        others.append(
+            f"give others than true and false to the template's variables ({', '.join(sorted(names))}) by --{FLAG}"
+        )
+    others.append("put another chat template into the model's folder (chat_template.jinja)")
+    return ", or ".join(others)
+
+
+def fitting_variables(check: PromptCheck, with_thoughts: set[bool]) -> str | None:
+    """A JSON object of variables, one of them changed to true or false, under which there is no difference for these
+    answers; None if there is none."""
+    tokenizer = check.encoder.tokenizer
+    source = own_template(tokenizer)
+    kept = default_values(source)
+    names = read_variables(source, tokenizer)
+    for name in sorted(names, key=lambda name: ("think" not in name, name)):
+        for value in (False, True):
+            variables = json.dumps({**kept, name: value})
+            forms = check.forms(variables)
+            if all(map(forms.fits, with_thoughts)):
+                return variables
+    return None

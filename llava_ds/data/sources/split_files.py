@@ -1,0 +1,286 @@
+"""Splits of a folder's data files, by the rules of `datasets`: README.md's configs, or names of files and folders.
+
+Where its rules leave a file out beside a split that they find, or take all files for "train" though some are named like
+another split (testmini, Val), such files are a split of their own here, so that none is trained on unasked.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llava_ds.constants import ConfigError
+from llava_ds.files.places import is_file, join, open_data, relative_to
+
+TRAIN = "train"
+MAX_README_BYTES = 4 << 20
+# Names of splits that datasets has no keyword for, and what people write before or behind its keywords.
+HELD_OUT = ("holdout", "heldout")
+AFFIXES = (
+    "",
+    "a",
+    "b",
+    "c",
+    "mini",
+    "small",
+    "tiny",
+    "full",
+    "set",
+    "split",
+    "std",
+    "public",
+    "private",
+    "hard",
+    "all",
+)
+
+_WORDS = re.compile(r"[A-Za-z]+")
+_MAYBE_OTHER = re.compile("val|test|dev|eval|h[oe]ld", re.IGNORECASE)  # in the name of an only file: look closer
+_SHARD = re.compile(r"^(.*?)[-._ ]*\d*(?:[-._ ]+of[-._ ]+\d+)?(?:\.[^.]*)?$")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The files of a split, and a note for the line about the source, "" if there is nothing to say."""
+
+    files: tuple[str, ...]
+    note: str = ""
+
+
+def choose_files(folder: str, files: list[str], split: str | None) -> Chosen:
+    """The files of the split, or of the only one. Raises ConfigError where one has to be named, or isn't there."""
+    names = {relative_to(file, folder): file for file in files}
+    splits, read_by = _splits(folder, list(names), split)
+    found = " and ".join(f"{each!r} ({_some(part)})" for each, part in splits.items())
+    if split is None and len(splits) > 1:
+        raise ConfigError(
+            f"{folder} holds the splits {found}: choose one with --data_split {next(iter(splits))} (--eval_data_split "
+            "for --eval_data_path, split: in a mixture, --split of run/evaluate.py), or name its files, like "
+            f"{join(folder, _like(next(iter(splits.values()))[0]))}"
+        )
+    split = _known_split(split, splits)
+    if split is not None and split not in splits:
+        raise ConfigError(f"{folder} has no split {split!r}: it holds {found}")
+    taken = next(iter(splits)) if split is None else split
+    others = [name for name in splits if name != taken]
+    notes = [f"the split {taken!r}" + (f", and not {', '.join(_quoted(others))}" if others else "")] if others else []
+    if not others and taken != TRAIN:
+        notes.append(f"its only split, {taken!r}")
+    subsets = sorted({name.partition("/")[0] for name in splits[taken] if name.count("/")})
+    if len(subsets) > 1:
+        some = ", ".join(map(repr, subsets[:8])) + (f" and {len(subsets) - 8} more" if len(subsets) > 8 else "")
+        notes.append(f"the folders {some} together")
+    return Chosen(tuple(names[name] for name in splits[taken]), "; ".join([*notes, *read_by]))
+
+
+def _known_split(split: str | None, splits: Iterable[str]) -> str | None:
+    """A split's name by one of its keywords, as val is validation."""
+    if split is None or split in splits:
+        return split
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    return next((str(name) for name, keywords in SPLIT_KEYWORDS.items() if split in keywords and name in splits), split)
+
+
+def _splits(folder: str, names: list[str], split: str | None) -> tuple[dict[str, list[str]], list[str]]:
+    """Sorted names of files by split, and notes on how they were found."""
+    configs = _configs(folder)
+    if configs is not None:
+        found = _splits_of_configs(folder, names, configs)
+        if found is not None:
+            return found
+    if len(names) < 2 and split is None and not any(map(_MAYBE_OTHER.search, names)):
+        return {TRAIN: sorted(names)}, []
+    return splits_of_names(names), []
+
+
+def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
+    """Relative names of files by the split that they are named after, "train" first."""
+    names = sorted(names)
+    from datasets.data_files import SPLIT_PATTERN_SHARDED  # imports pandas: only for folders of several files
+
+    shape = os.path.basename(SPLIT_PATTERN_SHARDED)
+    sharded = re.compile(_regex(shape.replace("{split}", "SPLIT")).replace("SPLIT", "(?P<split>.+)"))
+    shards = [sharded.match(os.path.basename(name)) for name in names]
+    if all(shards):  # train-00000-of-00002.parquet, in whatever folder
+        return _grouped(names, [shard["split"] for shard in shards])
+    lower = {name.lower(): name for name in names}  # Train and VAL are splits, too
+    known = lower if len(lower) == len(names) else {name: name for name in names}
+    found = _by_patterns(list(known))
+    if found is None:
+        return _grouped(names, _odd_splits(names))
+    split_of = {known[name]: split for split, part in found.items() for name in part}
+    others = [split_of.get(name) or _odd_split(name) for name in names]
+    return _grouped(names, _named_apart(names, others))
+
+
+def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
+    """Names by split, without those that no pattern of datasets matches; None where only "all" matches."""
+    from datasets.data_files import DEFAULT_PATTERNS_ALL, _get_data_files_patterns
+
+    def resolve(pattern: str) -> list[str]:
+        found = _matching(names, pattern)
+        if not found:
+            raise FileNotFoundError(pattern)
+        return found
+
+    try:
+        patterns = _get_data_files_patterns(resolve)
+    except ValueError:  # a split's name with a character that datasets refuses
+        return None
+    if patterns == DEFAULT_PATTERNS_ALL:
+        return None
+    found: dict[str, list[str]] = {}
+    taken: set[str] = set()
+    for split, each in patterns.items():
+        part = sorted({name for pattern in each for name in _matching(names, pattern)} - taken)
+        taken.update(part)
+        found[str(split)] = part
+    return found
+
+
+def _odd_splits(names: list[str]) -> list[str]:
+    """The split of each name, of names that no pattern of datasets tells apart: "train", if nothing speaks against it.
+
+    Beside names with a word such as mytrain all others are splits of their own; so are names that differ in a keyword
+    alone (myval, mytest), and those of _odd_split.
+    """
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    splits = [_odd_split(name) for name in names]
+    keywords = {str(split): "|".join(words) for split, words in SPLIT_KEYWORDS.items()}
+    at_edge = {
+        split: re.compile(rf"(?i)(?<![a-z])(?:{words})|(?:{words})(?![a-z])") for split, words in keywords.items()
+    }
+    has_train = [bool(at_edge[TRAIN].search(_no_ending(name))) for name in names]
+    if any(has_train) and not all(has_train):
+        return _named_apart(names, [split or (TRAIN if own else None) for split, own in zip(splits, has_train)])
+    seen: dict[str, set[str]] = {}
+    shapes = [
+        {s: re.sub(r"\d+", "#", at_edge[s].sub("*", name)) for s in at_edge if at_edge[s].search(name)}
+        for name in names
+    ]
+    for each in shapes:
+        for split, shape in each.items():
+            seen.setdefault(shape, set()).add(split)
+    differing = [next((s for s, shape in each.items() if len(seen[shape]) > 1), None) for each in shapes]
+    return [split or other or TRAIN for split, other in zip(splits, differing)]
+
+
+def _no_ending(name: str) -> str:
+    return os.path.splitext(name)[0]
+
+
+def _odd_split(name: str) -> str | None:
+    """The word in a file's name or folders that is a keyword of a split with an affix, such as testmini; else None."""
+    from datasets.data_files import SPLIT_KEYWORDS
+
+    keywords = [keyword for keywords in SPLIT_KEYWORDS.values() for keyword in keywords]
+    affixes = {*AFFIXES, *keywords}
+    for word in _WORDS.findall(_no_ending(name)):
+        lower = word.lower()
+        ends = (lower[len(key) :] for key in keywords if lower.startswith(key))
+        starts = (lower[: -len(key)] for key in keywords if lower.endswith(key))
+        if lower in HELD_OUT or any(rest in affixes for rest in (*ends, *starts)):
+            return word
+    return None
+
+
+def _named_apart(names: list[str], splits: list[str | None]) -> list[str]:
+    """The splits, with a name for those that are None: that of a file or folder which no file of a split has."""
+    taken = {_own_name(part) for name, split in zip(names, splits) if split is not None for part in name.split("/")}
+    parts = [[_own_name(part) for part in reversed(name.split("/"))] for name in names]
+    return [split or next((part for part in each if part not in taken), each[0]) for split, each in zip(splits, parts)]
+
+
+def _own_name(name: str) -> str:
+    """The name of a file or folder without its ending and number."""
+    base = os.path.basename(name)
+    return _SHARD.match(base)[1] or base
+
+
+def _grouped(names: list[str], splits: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, split in zip(names, splits):
+        found.setdefault(split, []).append(name)
+    return {split: found[split] for split in sorted(found, key=lambda split: (split != TRAIN, split))}
+
+
+def _configs(folder: str) -> dict[str, dict] | None:
+    """The configs of a hub's clone by name, of those that README.md says: the default one, or all; None without any."""
+    path = join(folder, "README.md")
+    if not is_file(path):
+        return None
+    with open_data(path) as file:
+        text = file.read(MAX_README_BYTES).decode("utf-8", "replace")
+    if not text.startswith("---") or "\nconfigs:" not in text:
+        return None
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    try:
+        configs = MetadataConfigs.from_dataset_card_data(DatasetCard(text, ignore_metadata_errors=True).data)
+        default = configs.get_default_config_name()
+    except Exception as error:  # YAML of any shape
+        raise ConfigError(
+            f"{path}: its configs can't be read, so name the data's files by a pattern: {error}"
+        ) from None
+    return dict(configs) if default is None else {default: configs[default], **configs}
+
+
+def _splits_of_configs(
+    folder: str, names: list[str], configs: dict[str, dict]
+) -> tuple[dict[str, list[str]], list[str]] | None:
+    """Names by split as README.md has them, and a note; None where its patterns match none of the files."""
+    from datasets.data_files import sanitize_patterns
+    from datasets.utils.metadata import MetadataConfigs
+
+    default = MetadataConfigs(configs).get_default_config_name()
+    found: dict[str, dict[str, None]] = {}
+    for config in [default] if default is not None else configs:
+        inside = str(configs[config].get("data_dir") or "").strip("/")
+        files = configs[config].get("data_files")
+        if files is None:
+            here = [name for name in names if not inside or name.startswith(f"{inside}/")]
+            parts = splits_of_names(here) if here else {}
+        else:
+            patterns = sanitize_patterns(files)
+            full = {split: [f"{inside}/{p}" if inside else p for p in each] for split, each in patterns.items()}
+            parts = {split: [n for p in each for n in _matching(names, p)] for split, each in full.items()}
+        for split, part in parts.items():
+            found.setdefault(split, {}).update(dict.fromkeys(part))
+    splits = {split: sorted(part) for split, part in found.items() if part}
+    if not splits:
+        return None
+    others = [config for config in configs if default is not None and config != default]
+    note = f"README.md's config {default!r}, and not {', '.join(map(repr, others))}"
+    return splits, [note] if others else []
+
+
+def _matching(names: Iterable[str], pattern: str) -> list[str]:
+    try:
+        matches = re.compile(_regex(pattern.removeprefix("./"))).match
+    except (ValueError, re.error) as error:
+        raise ConfigError(f"the pattern {pattern!r} in README.md can't be read: {error}") from None
+    return [name for name in names if matches(name)]
+
+
+def _regex(pattern: str) -> str:
+    from fsspec.utils import glob_translate
+
+    return glob_translate(pattern)
+
+
+def _like(name: str) -> str:
+    """A pattern for the files of a name's split."""
+    folder, _, base = name.rpartition("/")
+    base = f"{_own_name(base)}*{os.path.splitext(base)[1]}"
+    return f"{folder}/{base}" if folder else base
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names):,} files, like {names[0]}"
+
+
+def _quoted(names: Iterable[str]) -> list[str]:
+    return [repr(name) for name in names]

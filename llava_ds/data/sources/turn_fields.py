@@ -1,0 +1,247 @@
+"""Fields of a turn beside its role and content: a thought, tool calls, the weight of the loss."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llava_ds.constants import DataError
+from llava_ds.data.sources.fields import is_text
+from llava_ds.data.sources.options import WEIGHT_KEYS, nearest, short
+
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
+SWITCHES = ("train", "training", "trainable", "loss_mask")  # of those keys of weights that are no measures elsewhere
+CALL_KEYS = ("tool_calls", "function_call")
+MAX_WEIGHT = 1_000  # of the loss: more is a mistake, and float32 ends at 3e38
+# Keys that public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT's) have beside a turn's text, which say
+# where it comes from and can't change what is learned of it. kind: read where answers are scored.
+IGNORED_KEYS = (
+    "id", "index", "turn", "turn_id", "turn_identifier", "message_id", "uuid", "parent_id", "source", "timestamp",
+    "created_at", "language", "country", "hashed_ip", "header", "redacted", "toxic", "state", "model", "num_tokens",
+    "kind",
+)  # fmt: skip
+_READ_KEYS = (
+    "from", "value", "role", "content", *THOUGHT_KEYS, *CALL_KEYS, "name", "tool_call_id", *WEIGHT_KEYS,
+)  # fmt: skip
+_KNOWN = frozenset((*_READ_KEYS, *IGNORED_KEYS))
+_EMPTY = (None, "", [], {})  # values of a key that is as good as absent: a table gives every key of a struct
+_CALL = '{"name": text, "arguments": an object, or one as JSON text}'
+_LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+
+
+class Turn(NamedTuple):
+    """One turn as its record gives it. weight: None where it says none; is_call: its content was the calls, which
+    belong to the answer before them; is_plain: it has a role and a content alone."""
+
+    role: str
+    content: str | list
+    thought: str | None = None
+    tool_calls: tuple[dict, ...] = ()
+    weight: float | None = None
+    name: str = ""
+    call_id: str = ""
+    is_call: bool = False
+    is_plain: bool = False
+
+
+def refuse_unknown_keys(turn: dict, i: int) -> None:
+    """Raise DataError for a key that is not read, with the nearest known one."""
+    unknown = next((key for key, value in turn.items() if key not in _KNOWN and value not in _EMPTY), None)
+    if unknown is not None:
+        raise DataError(f"turn {i} has the key {short(unknown)}, which is not read: {nearest(unknown, _READ_KEYS)}")
+
+
+def with_fields(role: str, content: str | list, turn: dict, i: int) -> Turn:
+    """A turn with all that its fields say. role: a value of turns.ROLES. Raises DataError."""
+    refuse_unknown_keys(turn, i)
+    thought, content = _thought(turn, content, i)
+    calls = tuple(call for key in CALL_KEYS if turn.get(key) not in _EMPTY for call in read_calls(turn[key], i))
+    if role != "gpt" and (thought is not None or calls):
+        what = "a thought" if thought is not None else "tool calls"
+        raise DataError(f"turn {i} has {what}, which belong to answers, but is from {short(_speaker(turn))}")
+    name, call_id = (_short_text(turn, key, i) for key in ("name", "tool_call_id"))
+    weight = _one([_weight(turn[key], f"turn {i} has", key) for key in WEIGHT_KEYS if turn.get(key) not in _EMPTY], i)
+    return Turn(role, content, thought, calls, weight, name, call_id)
+
+
+def call_turn(text: str, turn: dict, i: int) -> Turn:
+    """The turn of a role whose content is the JSON of one call or a list of calls, perhaps with a thought before it."""
+    found = _LEADING_THOUGHT.match(text)
+    thought, text = (found[1].strip("\n"), found[2]) if found else (None, text)
+    rest = with_fields("gpt", "", {key: value for key, value in turn.items() if key not in ("value", "content")}, i)
+    if thought is not None and rest.thought is not None:
+        raise DataError(f"turn {i} has two thoughts, one of them in its text: give it once")
+    thought = rest.thought if thought is None else thought
+    return rest._replace(thought=thought, tool_calls=(*rest.tool_calls, *read_calls(text, i)), is_call=True)
+
+
+def read_calls(value: object, i: int) -> list[dict]:
+    """Calls in OpenAI's form, with arguments as an object. value: one call or a list, or either as JSON text."""
+    if isinstance(value, str):
+        value = _from_json(value, f"turn {i} has {short(value)} for its tool calls")
+    calls = value if isinstance(value, list) else [value]
+    return [_call(_from_json(call, f"turn {i} has {short(call)} for a tool call"), i) for call in calls]
+
+
+def _call(call: object, i: int) -> dict:
+    outer = {k: v for k, v in call.items() if v not in _EMPTY} if isinstance(call, dict) else {}
+    inner = outer.get("function", {k: v for k, v in outer.items() if k in ("name", "arguments")})
+    allowed = ("type", "id", "index", "function") if "function" in outer else ("type", "id", "index", *inner)
+    inner_keys = ("name", "arguments")
+    if (
+        not isinstance(inner, dict)
+        or not is_text(inner.get("name"))
+        or any(key not in allowed for key in outer)
+        or any(key not in inner_keys for key, value in inner.items() if value not in _EMPTY)
+        or outer.get("type", "function") != "function"
+    ):
+        raise DataError(f"turn {i} has the tool call {short(call)}, expected {_CALL}, alone or under 'function'")
+    arguments = inner.get("arguments")
+    if arguments in _EMPTY:
+        arguments = {}
+    arguments = _from_json(arguments, f"turn {i} has the arguments {short(arguments)} in a tool call")
+    if not isinstance(arguments, dict):
+        raise DataError(f"turn {i} has the arguments {short(arguments)} in a tool call, expected an object")
+    more = {"id": str(outer["id"])} if "id" in outer else {}
+    return {"type": "function", **more, "function": {"name": inner["name"], "arguments": arguments}}
+
+
+def read_tools(value: object) -> list[dict]:
+    """The tools that a record offers, in OpenAI's form. value: None, a list, or one as JSON text; an item may be JSON
+    text as well, and may leave out {"type": "function", "function": …} around it."""
+    if value in _EMPTY:
+        return []
+    found = _from_json(value, f"has {short(value)} under 'tools'")
+    tools = []
+    for tool in found if isinstance(found, list) else [None]:
+        tool = _from_json(tool, f"has the tool {short(tool)}")
+        own = tool if not isinstance(tool, dict) or isinstance(tool.get("function"), dict) else _wrapped(tool)
+        if not isinstance(own, dict) or not is_text(own["function"].get("name")):
+            raise DataError(
+                f"has {short(tool if isinstance(found, list) else value)} under 'tools', expected a list of "
+                '{"type": "function", "function": {"name": text, "description": text, "parameters": schema}}'
+            )
+        tools.append(own)
+    return tools
+
+
+def _wrapped(tool: dict) -> dict:
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
+    """The weight of each turn by the fields of its record, None where they say none; [] for a record without them.
+
+    A list has an entry for each turn, or for each answer; true or false is for all answers. Raises DataError for a list
+    of another length.
+    """
+    if record.keys().isdisjoint(WEIGHT_KEYS):
+        return []
+    found: list[float | None] = [None] * len(turns)
+    answers = [i for i, turn in enumerate(turns) if turn.role == "gpt"]
+    for key in WEIGHT_KEYS:
+        values = record.get(key)
+        if not gives_weights(key, values):
+            continue
+        if isinstance(values, str):
+            values = _from_json(values, f"has {short(values)} under {key!r}")
+        if not isinstance(values, list):
+            values = [values] * len(answers)
+        if len(values) not in (len(turns), len(answers)):
+            raise DataError(
+                f"has {len(values)} values under {key!r} for {len(turns)} turns with {len(answers)} answers, expected "
+                "one for each turn, or for each answer"
+            )
+        for i, value in zip(range(len(turns)) if len(values) == len(turns) else answers, values):
+            own = None if value is None else _weight(value, "has", key)
+            found[i] = _one([each for each in (found[i], own) if each is not None], i)
+    return found
+
+
+def gives_weights(key: str, value: object) -> bool:
+    """True for a value under a key of WEIGHT_KEYS in a record that is read: a list, perhaps as JSON text, or a switch
+    for all answers. Another number under a name such as "loss" may be anything, and is listed as not read."""
+    if isinstance(value, str):
+        return value.startswith("[")
+    if isinstance(value, list):
+        return bool(value)
+    return isinstance(value, bool) or (key in SWITCHES and isinstance(value, (int, float)))
+
+
+def weight_of(turn: Turn, listed: Sequence[float | None], i: int) -> float:
+    """The weight of a turn, by its own fields and what list_weights gives. Raises DataError for one on a question."""
+    if turn.weight is None and not listed:
+        return 1.0
+    weight = _one([each for each in (turn.weight, listed[i] if listed else None) if each is not None], i)
+    if weight is None:
+        return 1.0
+    if weight and turn.role != "gpt":
+        raise DataError(
+            f"turn {i} is no answer and has the weight {weight:g}, but only answers are learned: give it 0, or none"
+        )
+    return weight if turn.role == "gpt" else 1.0
+
+
+def _one(weights: list[float], i: int) -> float | None:
+    """The weight that all of them say."""
+    if len(set(weights)) > 1:
+        raise DataError(
+            f"turn {i} has the weights {' and '.join(f'{each:g}' for each in weights)}, which contradict each other"
+        )
+    return weights[0] if weights else None
+
+
+def _weight(value: object, where: str, key: str) -> float:
+    if not isinstance(value, (bool, int, float)) or not 0 <= value <= MAX_WEIGHT:
+        raise DataError(
+            f"{where} {short(value)} under {key!r}, expected true, false or a weight from 0 to {MAX_WEIGHT:,}"
+        )
+    return float(value)
+
+
+def _thought(turn: dict, content: str | list, i: int) -> tuple[str | None, str | list]:
+    """The thought of a turn's fields and of its parts, and the content without these parts."""
+    found = [turn[key] for key in THOUGHT_KEYS if turn.get(key) not in _EMPTY]
+    if isinstance(content, list):
+        thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in THOUGHT_PARTS]
+        if thoughts and (len(thoughts) > 1 or content[0] is not thoughts[0]):
+            raise DataError(f"turn {i} has thoughts between its parts, expected one, before the answer")
+        found += [_text_of_part(part, i) for part in thoughts]
+        content = content[len(thoughts) :]
+    for each in found:
+        if not is_text(each):
+            raise DataError(f"turn {i} has {short(each)} for a thought, expected a text")
+    if len(set(found)) > 1:
+        raise DataError(f"turn {i} has two thoughts, {short(found[0])} and {short(found[1])}: give it once")
+    return (found[0] if found else None), content
+
+
+def _text_of_part(part: dict, i: int) -> object:
+    texts = [part[key] for key in (*THOUGHT_KEYS, "text", "content") if part.get(key) not in _EMPTY]
+    if len(texts) != 1:
+        raise DataError(f"turn {i} has the part {short(part)}, expected a text under {part['type']!r}")
+    return texts[0]
+
+
+def _short_text(turn: dict, key: str, i: int) -> str:
+    value = turn.get(key)
+    if value in _EMPTY:
+        return ""
+    if not is_text(value):
+        raise DataError(f"turn {i} has {short(value)} under {key!r}, expected a text")
+    return value
+
+
+def _speaker(turn: dict) -> object:
+    return turn.get("from") if turn.get("from") is not None else turn.get("role")
+
+
+def _from_json(value: object, what: str) -> object:
+    """The value, read as JSON if it is a text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what}, which is no JSON: {error}") from None

@@ -1,0 +1,189 @@
+"""The form in which a Jinja chat template reads thoughts, tool calls and results, found by rendering small examples."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llava_ds.constants import DataError
+from llava_ds.data.sample import Message
+
+# Begin and end of a thought inside an answer's text; a template's own ones are found by rendering.
+THINK = ("<think>", "</think>")
+# Ends of thoughts in published templates (Qwen, DeepSeek and GLM; Gemma 4; Magistral; Kimi): a text with one of them
+# is looked at.
+_ENDS = (THINK[1], "<channel|>", "[/THINK]", "◁/think▷")
+
+Turns = list[dict[str, object]]
+Render = Callable[[Turns, bool, list | None], str]  # of turns, whether a prompt is added, and tools
+
+
+@dataclass(frozen=True)
+class TurnForm:
+    """The form of a template's turns.
+
+    as_parts: contents are lists of parts; thought: how it reads a thought, "" where it writes none; tags: begins and
+    ends of thoughts inside texts; calls: how it reads a call's arguments, "" where it writes no calls; flat_calls:
+    without "function" around them; results, tools: True if it writes a tool's result, and the tools that are offered;
+    result_as_text: a result is a text also where contents are lists; prompt: the text before an answer that is to
+    come; header: its part that comes before every answer.
+    """
+
+    as_parts: bool
+    thought: Literal["field", "part", ""] = ""
+    tags: tuple[tuple[str, str], ...] = (THINK,)
+    calls: Literal["mapping", "text", ""] = ""
+    flat_calls: bool = False
+    results: bool = False
+    result_as_text: bool = False
+    tools: bool = False
+    prompt: str = ""
+    header: str = ""
+
+    def content(self, text: str) -> str | list[dict[str, str]]:
+        """The content of a turn with a text alone."""
+        return [{"type": "text", "text": text}] if self.as_parts else text
+
+    def answer(self, content: str | list, thought: str | None, calls: Sequence[dict]) -> dict[str, object]:
+        """The turn of an answer."""
+        turn: dict[str, object] = {"role": "assistant", "content": content}
+        if thought is not None and self.thought == "field":
+            # transformers copies only some of these names to others; templates read any of them.
+            turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
+        elif thought is not None and self.thought == "part":
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            turn["content"] = [{"type": "thinking", "thinking": thought}, *parts]
+        if calls:
+            turn["tool_calls"] = [self._call(call) for call in calls]
+        return turn
+
+    def _call(self, call: dict) -> dict[str, object]:
+        function = dict(call["function"])
+        if self.calls == "text":
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, **function} if self.flat_calls else {**call, "function": function}
+
+
+def needs_form(messages: Sequence[Message], tools: str) -> bool:
+    """True for a conversation that a template may read in a form of its own: it has thoughts, calls or tools."""
+    return bool(tools) or any(
+        message.role == "tool" or message.thought is not None or message.tool_calls != "" or holds_thought(message)
+        for message in messages
+    )
+
+
+def holds_thought(message: Message) -> bool:
+    """True for an answer whose text may hold a thought."""
+    return message.role == "gpt" and any(end in message.text for end in _ENDS)
+
+
+_THOUGHT, _TEXT, _NAME, _RESULT = "Qthoughtq", "Qanswerq", "Qnameq", "Qresultq"
+_QUESTION = "Qquestionq"
+_ID = "abcdefghi"  # Mistral's templates take ids of nine letters and digits
+_SCHEMA = {"type": "object", "properties": {"Qkeyq": {"type": "string", "description": "x"}}, "required": ["Qkeyq"]}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": _SCHEMA}}
+_ARGUMENTS = {"Qkeyq": "Qvalueq", "Qlistq": [5]}
+
+
+def find_form(render: Render, as_parts: bool) -> TurnForm:
+    """Render examples with each form until the template writes all of it. as_parts: as of TurnForm."""
+    form = TurnForm(as_parts)
+    question = {"role": "user", "content": form.content(_QUESTION)}
+    plain = form.answer(form.content(_TEXT), None, ())
+    before = _rendered(render, [question])
+    asked = _rendered(render, [question], prompt=True)
+    earlier = _rendered(render, [question, plain, question, plain]) or _rendered(render, [question, plain])
+    prompt = asked[len(before) :] if asked.startswith(before) else ""
+    header = common_beginning(prompt, earlier[len(before) :]) if earlier.startswith(before) else ""
+    form = replace(form, prompt=prompt, header=header)
+    form = _find_thought(form, render, question, before)
+    form = _find_calls(form, render, question)
+    found = _rendered(render, [question, plain], tools=[_TOOL])
+    return replace(form, tools=_NAME in found and "Qkeyq" in found)
+
+
+def _find_thought(form: TurnForm, render: Render, question: dict, before: str) -> TurnForm:
+    for way in ("field", "part"):
+        tried = replace(form, thought=way)
+        text = _rendered(render, [question, tried.answer(form.content(_TEXT), _THOUGHT, ())])
+        start, end = text.find(_THOUGHT), text.find(_TEXT)
+        if 0 <= start < end and "'thinking'" not in text and text.count(_THOUGHT) == 1:
+            opened = text[len(before) : start].removeprefix(form.header) if text.startswith(before) else ""
+            own = (opened.strip(), text[start + len(_THOUGHT) : end].strip())
+            tags = (THINK, own) if all(own) and own != THINK else (THINK,)
+            return replace(tried, tags=tags)
+    return form
+
+
+def _find_calls(form: TurnForm, render: Render, question: dict) -> TurnForm:
+    call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
+    for flat in (False, True):
+        for way in ("mapping", "text"):
+            tried = replace(form, calls=way, flat_calls=flat)
+            turns = [question, tried.answer(form.content(""), None, [call])]
+            text = _rendered(render, turns)
+            # A mapping that is written by Python, or a text whose quotes are escaped, is not what is meant.
+            wrong = "{'Qkeyq'" in text or '\\"Qkeyq' in text
+            if not wrong and all(part in text for part in (_NAME, "Qkeyq", "Qvalueq")):
+                return _find_results(tried, render, turns)
+    return _find_results(form, render, [question, form.answer(form.content(_TEXT), None, ())])
+
+
+def _find_results(form: TurnForm, render: Render, turns: Turns) -> TurnForm:
+    for content in (form.content(_RESULT), _RESULT):
+        result = {"role": "tool", "content": content, "name": _NAME, "tool_call_id": _ID}
+        text = _rendered(render, [*turns, result, form.answer(form.content(_TEXT), None, ())])
+        if _RESULT in text and "{'type'" not in text:
+            return replace(form, results=True, result_as_text=isinstance(content, str))
+    return form
+
+
+def _rendered(render: Render, turns: Turns, prompt: bool = False, tools: list | None = None) -> str:
+    """The text; "" where the template refuses the turns."""
+    try:
+        return render(turns, prompt, tools)
+    except DataError:
+        return ""
+
+
+def common_beginning(one: str, other: str) -> str:
+    """The beginning that both have."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def with_thought_apart(message: Message, form: TurnForm) -> Message:
+    """The answer with a thought that its text begins with as Message.thought. A thought that was opened by the prompt
+    has no begin. Raises DataError for several thoughts, or one behind a text."""
+    if message.role != "gpt" or not form.thought:
+        return message
+    for begin, end in form.tags:
+        if end not in message.text:
+            continue
+        head, _, text = message.text.partition(end)
+        if begin in head:
+            first, _, head = head.partition(begin)
+            if first.strip():
+                raise DataError(f"an answer has a text before its thought, {begin}, which the chat template would drop")
+        if any(tag in head or tag in text for tag in (begin, end)):
+            raise DataError(f"an answer has several thoughts between {begin} and {end}, expected one, at its beginning")
+        if message.thought is not None:
+            raise DataError(f"an answer has a thought, and another one in its text, between {begin} and {end}")
+        return replace(message, thought=head.strip("\n"), text=text.lstrip("\n"))
+    return message
+
+
+_BRING = "bring a chat template that does (chat_template.jinja), or take them out"
+
+
+def refuse_unwritten(messages: Sequence[Message], tools: str, form: TurnForm) -> None:
+    """Raise DataError for what the template has no place for."""
+    for i, message in enumerate(messages):
+        if message.thought is not None and not form.thought:
+            raise DataError(f"message {i} has a thought, which the chat template does not write: {_BRING}")
+        if message.tool_calls and not form.calls:
+            raise DataError(f"message {i} has tool calls, which the chat template does not write: {_BRING}")
+        if message.role == "tool" and not form.results:
+            raise DataError(f"message {i} is the result of a tool, which the chat template does not write: {_BRING}")
+    if tools and not form.tools:
+        raise DataError(f"offers tools, which the chat template does not write: {_BRING}")
