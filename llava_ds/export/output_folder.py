@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from llava_ds.model.loading import return_freed_memory
 from llava_ds.model.open.merged_adapters import ADAPTER_FILES, NON_LORA
 from llava_ds.model.value_head import FILE as VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.scratch import scratch_folder
 
 # Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
 MODEL_FILES = (
@@ -110,12 +110,12 @@ def staged(output_dir: Path) -> Iterator[Path]:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         # Within it, so that it is on the same disk.
-        scratch = tempfile.TemporaryDirectory(dir=output_dir, prefix=".export-")
+        scratch = contextlib.ExitStack()
+        stage = scratch.enter_context(scratch_folder(".export-", output_dir)) / output_dir.resolve().name
     except OSError as error:
         raise ConfigError(f"--output_dir {output_dir} can't be made ({error.strerror}): name another folder") from error
     try:
         with scratch:
-            stage = Path(scratch.name) / output_dir.resolve().name
             stage.mkdir()
             yield stage
             _replace(output_dir, stage)

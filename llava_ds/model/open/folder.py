@@ -456,7 +456,7 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     given_projector = args.model.pretrain_mm_mlp_adapter is not None or non_lora_file(args.model) is not None
     lines = []
     if folder is not None:
-        if folder.ready is not None and (problems := _ready_problems(args, folder)):
+        if folder.ready is not None and (problems := ready_problems(args, folder)):
             raise ConfigError("\n".join(problems))
         lines += _files_passed_over(args, folder)
         values = _defaults(args, folder, brings_projector and not given_projector)
@@ -486,16 +486,11 @@ def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
     return lines
 
 
-def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
+def ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
     """Lines about flags that a ready model has no use for, and about what it can't be trained with yet."""
     given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
     given += ["version"] * ("version" in args.given and args.model.version != "processor")
     kind, training, problems = f"{FLAG} {folder.path} is {folder.kind}", args.training, []
-    if given:
-        problems.append(
-            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
-            "prepared: leave them out"
-        )
     if training.objective != "sft":
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
     problems += sharing_problems(args, kind)
@@ -505,6 +500,11 @@ def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
         problems.append(
             f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
             f"adapter's folder to {FLAG}, which merges it"
+        )
+    if given:
+        problems.append(
+            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
+            "prepared: leave them out"
         )
     return problems
 
