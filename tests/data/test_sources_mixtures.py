@@ -282,12 +282,13 @@ def test_columns_are_parsed_or_every_mistake_named():
         ("image", "a picture"),
     )
     with pytest.raises(ConfigError) as caught:
-        parse_columns("imge=x,image,id=a,id=b,system=")
+        parse_columns("imge=x,image,id=a,id=b,system=,question=q,answer=q")
     assert str(caught.value).removeprefix("--data_columns: ").split("; ") == [
         "there is no field 'imge': did you mean image?",
         "'image' is no field=column, like image=picture",
         "the field 'id' is named twice",
         "'system=' is no field=column, like image=picture",
+        "the name 'q' is given for two fields",
     ]
 
 
