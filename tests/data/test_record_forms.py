@@ -318,6 +318,17 @@ def test_an_unknown_layout_is_refused_with_what_is_wrong_with_its_value(data, re
     assert says in message
 
 
+def test_names_of_a_table_that_are_nearly_known_are_suggested(data):
+    """Whose cells are not read yet."""
+    talk = {"images": [{"bytes": png(4), "path": None}], "conversation": [ASKED, SAID]}
+    message = refused(lambda: data.parquet(talk))
+    assert "give --data_columns image=images,conversations=conversation, if that is what they are" in message
+    assert said(data.parquet(talk, columns="image=images,conversations=conversation")) == TALK
+    assert "give --data_columns image=Image,text=Caption, if" in refused(
+        lambda: data.parquet({"Image": "", "Caption": ""})
+    )
+
+
 def test_a_question_beside_a_caption_is_not_dropped(data):
     """The caption might be its answer, or a caption."""
     record = {"image": "0.png", "question": "What is it?", "caption": "A boat."}

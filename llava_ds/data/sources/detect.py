@@ -123,7 +123,7 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
     """The message about records that no format fits: it says what is wrong with the first one."""
     if not first.records and first.reasons:
         return f"{path}: none of its first records can be used; the first: {first.reasons[0]}"
-    why = next(filter(None, (_wrong_with(record, columns) for record in first.records)), None)
+    why = next(filter(None, (_wrong_with(record, first.keys, columns) for record in first.records)), None)
     found = f"the first {why}" if why else "no key of them is known"
     return (
         f"{path}: its records are of no known format: {found} ({_shown(first.keys)}); known are {FORMATS_HELP}. Name "
@@ -131,8 +131,8 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
     )
 
 
-def _wrong_with(record: dict, columns: Columns) -> str | None:
-    """What is wrong with the values of a record that has no known format."""
+def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
+    """What is wrong with the values of a record that has no known format. keys: of all records and columns."""
     for fields in (("turns",), ("texts",)):
         for _, name in present(record, columns, fields):
             try:
@@ -148,7 +148,7 @@ def _wrong_with(record: dict, columns: Columns) -> str | None:
         example = texts[0][1] if texts else "NAME"
         caption = f", or learn {example!r} alone with --data_format caption" if texts else ""
         return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
-    named = _likely_columns(record, columns)
+    named = _likely_columns(record, keys, columns)
     if named:
         return f"has names that are not read: give --data_columns {','.join(named)}, if that is what they are"
     texts = present(record, columns, ("text",))
@@ -161,11 +161,13 @@ def _wrong_with(record: dict, columns: Columns) -> str | None:
     return None
 
 
-def _likely_columns(record: dict, columns: Columns) -> list[str]:
-    """Pairs for --data_columns: of names in other capitals, or of the only list of turns under another name."""
+def _likely_columns(record: dict, keys: list[str], columns: Columns) -> list[str]:
+    """Pairs for --data_columns: of names in other capitals or without their s, or of the only list of turns under
+    another name."""
     field_of_name = {name: field for field, names in columns.by_field().items() for name in names}
-    pairs = {field_of_name[name.lower()]: name for name in record if name.lower() in field_of_name}
-    if any(name != name.lower() for name in pairs.values()):
+    field_of_name |= {name.removesuffix("s"): "turns" for name in columns.turns}
+    pairs = {field_of_name[name.lower()]: name for name in keys if name.lower() in field_of_name}
+    if any(name not in columns.all() for name in pairs.values()):
         return [f"{'conversations' if field == 'turns' else field}={name}" for field, name in pairs.items()]
     lists = [name for name, value in record.items() if name not in field_of_name and _begins_with_turn(value, name)]
     return [f"conversations={lists[0]}"] if len(lists) == 1 else []
