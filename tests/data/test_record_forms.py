@@ -409,6 +409,25 @@ def test_answers_that_are_numbers_of_choices_are_refused(data, key):
     assert len(samples(data.json(*({**row, "answer": "a dog"} for row in rows)))) == 2
 
 
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASKED, SAID]},
+        {"conversations": [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A boat."}]},
+        {"texts": [{"user": "What is it?", "assistant": "A boat."}]},
+        {"prompt": "What is it?", "chosen": "A boat.", "rejected": "A cat."},
+    ],
+)
+def test_no_form_is_learned_blindly(data, record, kind):
+    """Of conversations without marks nothing else would tell that images are missing."""
+    pairs = "chosen" in record
+    message = refused(lambda: getattr(data, kind)({**record, "image_path": "0.png"}, are_preferences=pairs))
+    assert "something like one under 'image_path': name it with --data_columns image=image_path" in message
+    source = getattr(data, kind)({**record, "image_path": "0.png"}, are_preferences=pairs, columns="image=image_path")
+    assert samples(source)[0].messages[0].text == "<image>\nWhat is it?"
+
+
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_columns_of_tables_that_name_images_are_asked_about(data, is_saved):
     """GQA has its images in another table; a column of paths is as easily missed as one of bytes."""

@@ -105,7 +105,7 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
     if "answer" in used:
         _refuse_several(first.records, columns, path)
     sees = any(field in ("image", "video") for field, _ in seen)
-    if found in WITHOUT_TURNS and not sees and options.on_unmarked_image != "text":
+    if found != "caption" and not sees and options.on_unmarked_image != "text":
         _refuse_unread_images(first, columns, path)
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
     has_marks = found in ("sharegpt", "messages", *WITHOUT_TURNS)
