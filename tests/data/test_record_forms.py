@@ -322,8 +322,8 @@ def test_names_of_a_table_that_are_nearly_known_are_suggested(data):
     """Whose cells are not read yet."""
     talk = {"images": [{"bytes": png(4), "path": None}], "conversation": [ASKED, SAID]}
     message = refused(lambda: data.parquet(talk))
-    assert "give --data_columns image=images,conversations=conversation, if that is what they are" in message
-    assert said(data.parquet(talk, columns="image=images,conversations=conversation")) == TALK
+    assert "give --data_columns conversations=conversation, if that is what they are" in message
+    assert said(data.parquet(talk, columns="conversations=conversation")) == TALK
     assert "give --data_columns image=Image,text=Caption, if" in refused(
         lambda: data.parquet({"Image": "", "Caption": ""})
     )

@@ -166,8 +166,9 @@ def _likely_columns(record: dict, keys: list[str], columns: Columns) -> list[str
     another name."""
     field_of_name = {name: field for field, names in columns.by_field().items() for name in names}
     field_of_name |= {name.removesuffix("s"): "turns" for name in columns.turns}
-    pairs = {field_of_name[name.lower()]: name for name in keys if name.lower() in field_of_name}
-    if any(name not in columns.all() for name in pairs.values()):
+    odd = [name for name in keys if name not in columns.all()]
+    pairs = {field_of_name[name.lower()]: name for name in odd if name.lower() in field_of_name}
+    if pairs:
         return [f"{'conversations' if field == 'turns' else field}={name}" for field, name in pairs.items()]
     lists = [name for name, value in record.items() if name not in field_of_name and _begins_with_turn(value, name)]
     return [f"conversations={lists[0]}"] if len(lists) == 1 else []
