@@ -156,12 +156,16 @@ def return_freed_memory() -> Iterator[None]:
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of a tensor's numbers as integers of the same size, (numel,)."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(-1).view(width)
+
+
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's bit patterns, on its device: exact, in any order, and additive over partitions."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.contiguous().view(width).flatten()
     # In pieces, because the sum first converts its input to 64 bits.
-    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits.split(SUM_NUMBERS)]).sum()
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in bits_of(tensor).split(SUM_NUMBERS)]).sum()
 
 
 def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, ranks: Ranks, what: str) -> None:

@@ -27,7 +27,7 @@ from llava_ds.data.step_plan import Packing
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.loading import bit_sum
+from llava_ds.model.loading import SUM_NUMBERS, bits_of
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.quantize import is_packed, scales_of
 from llava_ds.runtime.mesh import Mesh, sum_over
@@ -36,7 +36,7 @@ from llava_ds.runtime.tf32 import tf32_allowed
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.train.objectives.dpo import sum_by_sample
 
-VERSION = 2  # raise it when the same data and weights would give other numbers
+VERSION = 3  # raise it when the same data and weights would give other numbers
 
 # Flags that only name folders: of these the weights, the configurations and the tokenized data count.
 FOLDER_FLAGS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
@@ -143,22 +143,36 @@ def log_probs(
 
 
 def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
-    """A text that changes with any bit of the weights, and is the same on any mesh and at any ZeRO stage.
+    """A text that changes with any bit of the weights and its place, and is the same at any ZeRO stage and on any
+    number of ranks that share no matrix.
 
-    Numbers that change places within a tensor don't show. From the sums of the bits of every parameter, of the scales
-    of quantized ones, and of every buffer; ZeRO-3's shards end with zeros.
+    From every parameter, the scales of quantized ones, and every buffer; ZeRO-3's shards end with zeros.
     """
     names, sums = [], []
     for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
         shard = getattr(tensor, "ds_tensor", None)
+        is_cut = part_of(tensor) is not None
         counts = shard is not None or mesh.dp_rank == mesh.sp_rank == 0  # of copies one
-        counts = counts and (mesh.tp_rank == 0 or part_of(tensor) is not None)
-        own = bit_sum(tensor.detach() if shard is None else shard)
+        counts = counts and (mesh.tp_rank == 0 or is_cut)
+        held = tensor.detach() if shard is None else shard
+        part = (mesh.tp_rank if is_cut else 0) if shard is None else torch.distributed.get_rank(tensor.ds_process_group)
+        own = _place_sum(held, part * held.numel())
         names.append(f"{name} {tensor.dtype}")
         sums.append(own if counts else torch.zeros_like(own))
     with waiting("sums of the weights"):
         total = sum_over(None, torch.stack(sums)).tolist()
     return digest_of(f"{name} {value}" for name, value in zip(names, total))
+
+
+def _place_sum(tensor: torch.Tensor, first: int) -> torch.Tensor:
+    """The sum of every number's bits times an odd factor of its place, which begins at first: additive over shards, and
+    another one where two numbers change places."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in bits_of(tensor).split(SUM_NUMBERS):  # 64 bits each while it is summed
+        places = torch.arange(first, first + len(piece), dtype=torch.int64, device=tensor.device)
+        total += (piece.long() * (2 * places + 1)).sum()
+        first += len(piece)
+    return total
 
 
 def _scales(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

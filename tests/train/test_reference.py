@@ -160,3 +160,11 @@ def test_buffers_and_the_scales_of_packed_weights_belong_to_the_weights():
     # Twice the weights are the same integers of twice the scale.
     assert len({digest(weight, 0.0), digest(weight * 2, 0.0), digest(weight, 1.0)}) == 3
     assert digest(weight, 0.0, double=False) != digest(weight * 2, 0.0, double=False)
+
+
+def test_numbers_that_change_places_are_other_weights():
+    model = torch.nn.Conv2d(3, 2, 2)
+    before = weights_digest(model, Mesh(dp=1, dp_rank=0))
+    with torch.no_grad():
+        model.weight.copy_(model.weight.flip(1))  # red and blue
+    assert weights_digest(model, Mesh(dp=1, dp_rank=0)) != before
