@@ -8,7 +8,7 @@ import pytest
 from thinking_templates import DEEPSEEK, GEMMA4, MAGISTRAL, PLAIN, QWEN3, QWEN35, TOKENS
 
 from llava_ds.constants import DataError
-from llava_ds.data.chat_template import answer_prompt, render_own, render_own_prompt, render_ready
+from llava_ds.data.chat_template import answer_end, answer_prompt, render_own, render_own_prompt, render_ready
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.sample import Message, Transcript
 
@@ -136,6 +136,21 @@ def test_several_calls_at_once_are_learned(own):
     assert text.count("<tool_call>") == 2 and text.endswith(
         '{"name": "count", "arguments": {}}\n</tool_call><|im_end|>'
     )
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_calls_before_a_later_question_are_learned_from_their_first_token(own, as_parts):
+    talk = (ASKED, answer("", None, CALL), Message("tool", "3"), answer(), AGAIN, answer("Yes.", THOUGHT))
+    first, *_ = learned(own(QWEN35), talk, as_parts)
+    assert first == QWEN35_CALL + END
+
+
+def test_a_template_may_mark_the_line_break_behind_an_answer(own):
+    source = MARKED.replace(
+        "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}", "{{ '<|im_end|>\\n' }}{% endgeneration %}"
+    )
+    assert source != MARKED and answer_end(own(source)) == END
+    assert learned(own(source), (ASKED, answer()), as_parts=True)[0].endswith("A triangle.<|im_end|>\n")
 
 
 def test_an_empty_thought_in_a_text_is_learned(own):
