@@ -1,6 +1,7 @@
 """The form in which a Jinja chat template reads thoughts, tool calls and results, found by rendering small examples."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -82,6 +83,8 @@ _QUESTION = "Qquestionq"
 _ID = "abcdefghi"  # Mistral's templates take ids of nine letters and digits
 _SCHEMA = {"type": "object", "properties": {"Qkeyq": {"type": "string", "description": "x"}}, "required": ["Qkeyq"]}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": _SCHEMA}}
+# A list of parts that a template writes by itself, and not the texts in it.
+_DUMPED = re.compile(r"""['"]type['"]: *['"](?:text|thinking)['"]""")
 _ARGUMENTS = {"Qkeyq": "Qvalueq", "Qlistq": [5]}
 
 
@@ -107,7 +110,7 @@ def _find_thought(form: TurnForm, render: Render, question: dict, before: str) -
         tried = replace(form, thought=way)
         text = _rendered(render, [question, tried.answer(form.content(_TEXT), _THOUGHT, ())])
         start, end = text.find(_THOUGHT), text.find(_TEXT)
-        if 0 <= start < end and "'thinking'" not in text and text.count(_THOUGHT) == 1:
+        if 0 <= start < end and not _DUMPED.search(text) and text.count(_THOUGHT) == 1:
             opened = text[len(before) : start].removeprefix(form.header) if text.startswith(before) else ""
             own = (opened.strip(), text[start + len(_THOUGHT) : end].strip())
             tags = (THINK, own) if all(own) and own != THINK else (THINK,)
@@ -133,7 +136,7 @@ def _find_results(form: TurnForm, render: Render, turns: Turns) -> TurnForm:
     for content in (form.content(_RESULT), _RESULT):
         result = {"role": "tool", "content": content, "name": _NAME, "tool_call_id": _ID}
         text = _rendered(render, [*turns, result, form.answer(form.content(_TEXT), None, ())])
-        if _RESULT in text and "{'type'" not in text:
+        if _RESULT in text and not _DUMPED.search(text):
             return replace(form, results=True, result_as_text=isinstance(content, str))
     return form
 

@@ -153,6 +153,37 @@ def test_a_template_may_mark_the_line_break_behind_an_answer(own):
     assert learned(own(source), (ASKED, answer()), as_parts=True)[0].endswith("A triangle.<|im_end|>\n")
 
 
+def test_a_result_may_repeat_the_name_of_its_call(own):
+    called = "messages[loop.index0 - 1]['tool_calls'][0]['function']['name']"
+    source = GEMMA4.replace("'<|tool_response>' +", f"'<|tool_response>response:' + {called} +", 1)
+    talk = (ASKED, answer("", None, CALL), Message("tool", "3"), answer())
+    found = segments(own(source), talk, True)
+    assert [s.text for s in found if s.supervised] == [GEMMA4_CALL + "<|tool_response>", "A triangle.<turn|>"]
+    assert found[2].text == "response:zoom3<tool_response|>"
+
+
+DUMPS = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{{- m['content'] if m['content'] is string else m['content'] | tojson }}{{- '<|im_end|>\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+def test_parts_that_a_template_writes_as_json_are_no_form(own):
+    with pytest.raises(DataError, match="message 1 has a thought, which the chat template does not write"):
+        render_own((ASKED, answer("A triangle.", THOUGHT)), own(DUMPS))
+    results = QWEN3.replace(
+        "{%- set content = words(m['content']) -%}",
+        "{%- set content = m['content'] -%}"
+        + (
+            "{%- if m['role'] == 'tool' and content is not string -%}{%- set content = content | tojson -%}"
+            "{%- else -%}{%- set content = words(content) -%}{%- endif -%}"
+        ),
+    )
+    found = segments(own(results), (ASKED, answer("", None, CALL), Message("tool", "3"), answer()), True)
+    assert "<tool_response>\n3\n</tool_response>" in "".join(s.text for s in found)
+
+
 def test_an_empty_thought_in_a_text_is_learned(own):
     [text] = learned(own(QWEN3), (ASKED, answer("<think>\n\n</think>\n\nA triangle.")))
     assert text == "<think>\n\n</think>\n\nA triangle.<|im_end|>"
