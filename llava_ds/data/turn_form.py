@@ -1,5 +1,6 @@
 """The form in which a Jinja chat template reads thoughts, tool calls and results, found by rendering small examples."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ class TurnForm:
 
     as_parts: contents are lists of parts; thought: how it reads a thought, "" where it writes none; tags: begins and
     ends of thoughts inside texts; calls: how it reads a call's arguments, "" where it writes no calls; flat_calls:
-    without "function" around them; results, tools: True if it writes a tool's result, and the tools that are offered;
+    without "function" around them; bare_calls: calls without a text have no part, where one with an empty text would be
+    written otherwise; results, tools: True if it writes a tool's result, and the tools that are offered;
     result_as_text: a result is a text also where contents are lists; prompt: the text before an answer that is to
     come; header: its part that comes before every answer.
     """
@@ -35,6 +37,7 @@ class TurnForm:
     tags: tuple[tuple[str, str], ...] = (THINK,)
     calls: Literal["mapping", "text", ""] = ""
     flat_calls: bool = False
+    bare_calls: bool = False
     results: bool = False
     result_as_text: bool = False
     tools: bool = False
@@ -47,6 +50,8 @@ class TurnForm:
 
     def answer(self, content: str | list, thought: str | None, calls: Sequence[dict]) -> dict[str, object]:
         """The turn of an answer."""
+        if calls and self.bare_calls and content == self.content(""):
+            content = []
         turn: dict[str, object] = {"role": "assistant", "content": content}
         if thought is not None and self.thought == "field":
             # transformers copies only some of these names to others; templates read any of them.
@@ -120,15 +125,15 @@ def _find_thought(form: TurnForm, render: Render, question: dict, before: str) -
 
 def _find_calls(form: TurnForm, render: Render, question: dict) -> TurnForm:
     call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
-    for flat in (False, True):
-        for way in ("mapping", "text"):
-            tried = replace(form, calls=way, flat_calls=flat)
-            turns = [question, tried.answer(form.content(""), None, [call])]
-            text = _rendered(render, turns)
-            # A mapping that is written by Python, or a text whose quotes are escaped, is not what is meant.
-            wrong = "{'Qkeyq'" in text or '\\"Qkeyq' in text
-            if not wrong and all(part in text for part in (_NAME, "Qkeyq", "Qvalueq")):
-                return _find_results(tried, render, turns)
+    ways = itertools.product((True, False) if form.as_parts else (False,), (False, True), ("mapping", "text"))
+    for bare, flat, way in ways:
+        tried = replace(form, calls=way, flat_calls=flat, bare_calls=bare)
+        turns = [question, tried.answer(form.content(""), None, [call])]
+        text = _rendered(render, turns)
+        # A mapping that is written by Python, or a text whose quotes are escaped, is not what is meant.
+        wrong = "{'Qkeyq'" in text or '\\"Qkeyq' in text
+        if not wrong and all(part in text for part in (_NAME, "Qkeyq", "Qvalueq")):
+            return _find_results(tried, render, turns)
     return _find_results(form, render, [question, form.answer(form.content(_TEXT), None, ())])
 
 
