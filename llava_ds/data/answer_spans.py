@@ -13,10 +13,16 @@ from llava_ds.data.special_tokens import PART_END
 
 UNSTABLE = (
     "the tokenizer's chat template writes something else around an answer when its text is another, so what is "
-    "learned can't be told: give --version one of LLaVA's templates, or mark answers in it by {% generation %}"
+    "learned can't be told: mark answers in it by {% generation %}, or, for a model in LLaVA's layout, give --version "
+    "one of LLaVA's templates"
 )
-LEFT_OUT = "the tokenizer's chat template leaves answers out: give --version one of LLaVA's templates"
-UNWRITTEN_CALLS = "the tokenizer's chat template leaves tool calls out, or writes something else between them"
+LEFT_OUT = (
+    "the tokenizer's chat template leaves answers out: bring another one (chat_template.jinja), or, for a model in "
+    "LLaVA's layout, give --version one of LLaVA's templates"
+)
+UNWRITTEN_CALLS = (
+    "the tokenizer's chat template leaves tool calls or the text beside them out, or writes something else between them"
+)
 MARKER = re.compile("\ue000([0-9]+)([a-z][0-9]*)\ue001")
 
 
@@ -58,12 +64,12 @@ def find_answers(
     """Find every answer in a text. marked: the same with markers; marked_up_to: the same of the first turns alone, by
     the number of the last; special: spaces and the special token that may end an answer. Raises DataError where they
     don't agree."""
-    around, found = _split(marked)
+    values = {answer.turn: answer.values for answer in answers}
+    around, found = _split(marked, values)
     ends: list[tuple[int, int]] = []  # start and end of every part
     place = len(around[0])
     if not text.startswith(around[0]):
         raise DataError(UNSTABLE)
-    values = {answer.turn: answer.values for answer in answers}
     for (turn, part), after in zip(found, around[1:]):
         written = _written(text, place, values.get(turn, {}).get(part), after)
         ends.append((place, place + len(written)))
@@ -78,7 +84,7 @@ def find_answers(
             raise DataError(UNWRITTEN_CALLS if answer.has_calls else LEFT_OUT)
         last = k + len(own) - 1
         if answer.has_calls:
-            length = _length_behind(marked_up_to(answer.turn), answer, around, (k, last))
+            length = _length_behind(_split(marked_up_to(answer.turn), values), answer, around, (k, last))
         else:
             end = special.match(around[last + 1])
             length = end.end() if end else 0
@@ -89,9 +95,19 @@ def find_answers(
     return spans
 
 
-def _split(marked: str) -> tuple[list[str], list[tuple[int, str]]]:
-    """The texts around markers, and the turn and part of each."""
-    pieces = MARKER.split(marked)
+def _split(marked: str, values: dict[int, dict[str, str]]) -> tuple[list[str], list[tuple[int, str]]]:
+    """The texts around markers, and the turn and part of each. A name that is written again, such as in front of its
+    call's result, is text. values: of the parts by the number of their turn."""
+    seen = set()
+
+    def name_again(marker: re.Match) -> str:
+        turn, part = int(marker[1]), marker[2]
+        if part.startswith("n") and (turn, part) in seen:
+            return values.get(turn, {}).get(part, marker[0])
+        seen.add((turn, part))
+        return marker[0]
+
+    pieces = MARKER.split(MARKER.sub(name_again, marked))
     return pieces[::3], [(int(turn), part) for turn, part in zip(pieces[1::3], pieces[2::3])]
 
 
@@ -107,13 +123,15 @@ def _written(text: str, place: int, value: str | None, after: str) -> str:
     raise DataError(UNSTABLE)
 
 
-def _length_behind(alone: str, answer: AnswerParts, around: list[str], parts: tuple[int, int]) -> int:
+def _length_behind(
+    alone: tuple[list[str], list[tuple[int, str]]], answer: AnswerParts, around: list[str], parts: tuple[int, int]
+) -> int:
     """The number of characters behind the last marker of an answer with calls that are still the answer's.
 
-    alone: the conversation that ends with it, whose rest is all its own: what follows there as here. parts: numbers of
-    its first and last marker. Raises DataError where something else is between its parts, such as a result.
+    alone: the conversation that ends with it, split, whose rest is all its own: what follows there as here. parts:
+    numbers of its first and last marker. Raises DataError where something else is between its parts, such as a result.
     """
-    alone_around, alone_found = _split(alone)
+    alone_around, alone_found = alone
     first, last = parts
     numbers = [i for i, (turn, _) in enumerate(alone_found) if turn == answer.turn]
     if not numbers or len(numbers) != last - first + 1 or numbers[-1] + 2 != len(alone_around):

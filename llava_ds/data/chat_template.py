@@ -17,7 +17,6 @@ from llava_ds.data.special_tokens import split_parts
 from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
 from llava_ds.data.turn_form import (
     TurnForm,
-    common_beginning,
     find_form,
     holds_thought,
     needs_form,
@@ -259,7 +258,7 @@ def _answers(chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source:
 def _behind_header(
     text: str, between: tuple[int, int], chat: _Chat, turn: int, template: tuple[PreTrainedTokenizerBase, str]
 ) -> int:
-    """The place where an answer with a thought or calls begins: behind as much of the prompt as is before it.
+    """The place where an answer with a thought or calls begins: behind the prompt, or what every answer has of it.
 
     between: the end of the answer before it, and its own first part. Raises DataError where the place can't be told.
     """
@@ -267,7 +266,8 @@ def _behind_header(
     header = chat.form.header
     at = text.rfind(header, floor, first) if header.strip() else -1
     if at >= 0:
-        return at + len(common_beginning(chat.form.prompt, text[at:first]))
+        asked = chat.form.prompt if text.startswith(chat.form.prompt, at, first) else header
+        return at + len(asked)
     # The answer goes on with a turn that is open, as Gemma 4's behind a tool's result.
     asked = _rendered(replace(chat, turns=chat.turns[:turn]), *template, prompt=True)[0]
     if not text.startswith(asked) or not floor <= len(asked) <= first:
@@ -337,7 +337,7 @@ _ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
 def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The special token that ends an answer in a ready model's template; None if there is none."""
     answer = [Message("human", "x"), Message("gpt", "y")]
-    text = "".join(segment.text for segment in render_ready(answer, tokenizer) if segment.supervised)
+    text = "".join(segment.text for segment in render_ready(answer, tokenizer) if segment.supervised).rstrip()
     return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
 
 

@@ -1,6 +1,8 @@
 """The form in which a Jinja chat template reads thoughts, tool calls and results, found by rendering small examples."""
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,7 +26,8 @@ class TurnForm:
 
     as_parts: contents are lists of parts; thought: how it reads a thought, "" where it writes none; tags: begins and
     ends of thoughts inside texts; calls: how it reads a call's arguments, "" where it writes no calls; flat_calls:
-    without "function" around them; results, tools: True if it writes a tool's result, and the tools that are offered;
+    without "function" around them; bare_calls: calls without a text have no part, where one with an empty text would be
+    written otherwise; results, tools: True if it writes a tool's result, and the tools that are offered;
     result_as_text: a result is a text also where contents are lists; prompt: the text before an answer that is to
     come; header: its part that comes before every answer.
     """
@@ -34,6 +37,7 @@ class TurnForm:
     tags: tuple[tuple[str, str], ...] = (THINK,)
     calls: Literal["mapping", "text", ""] = ""
     flat_calls: bool = False
+    bare_calls: bool = False
     results: bool = False
     result_as_text: bool = False
     tools: bool = False
@@ -46,6 +50,8 @@ class TurnForm:
 
     def answer(self, content: str | list, thought: str | None, calls: Sequence[dict]) -> dict[str, object]:
         """The turn of an answer."""
+        if calls and self.bare_calls and content == self.content(""):
+            content = []
         turn: dict[str, object] = {"role": "assistant", "content": content}
         if thought is not None and self.thought == "field":
             # transformers copies only some of these names to others; templates read any of them.
@@ -82,6 +88,8 @@ _QUESTION = "Qquestionq"
 _ID = "abcdefghi"  # Mistral's templates take ids of nine letters and digits
 _SCHEMA = {"type": "object", "properties": {"Qkeyq": {"type": "string", "description": "x"}}, "required": ["Qkeyq"]}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": _SCHEMA}}
+# A list of parts that a template writes by itself, and not the texts in it.
+_DUMPED = re.compile(r"""['"]type['"]: *['"](?:text|thinking)['"]""")
 _ARGUMENTS = {"Qkeyq": "Qvalueq", "Qlistq": [5]}
 
 
@@ -107,7 +115,7 @@ def _find_thought(form: TurnForm, render: Render, question: dict, before: str) -
         tried = replace(form, thought=way)
         text = _rendered(render, [question, tried.answer(form.content(_TEXT), _THOUGHT, ())])
         start, end = text.find(_THOUGHT), text.find(_TEXT)
-        if 0 <= start < end and "'thinking'" not in text and text.count(_THOUGHT) == 1:
+        if 0 <= start < end and not _DUMPED.search(text) and text.count(_THOUGHT) == 1:
             opened = text[len(before) : start].removeprefix(form.header) if text.startswith(before) else ""
             own = (opened.strip(), text[start + len(_THOUGHT) : end].strip())
             tags = (THINK, own) if all(own) and own != THINK else (THINK,)
@@ -117,15 +125,15 @@ def _find_thought(form: TurnForm, render: Render, question: dict, before: str) -
 
 def _find_calls(form: TurnForm, render: Render, question: dict) -> TurnForm:
     call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
-    for flat in (False, True):
-        for way in ("mapping", "text"):
-            tried = replace(form, calls=way, flat_calls=flat)
-            turns = [question, tried.answer(form.content(""), None, [call])]
-            text = _rendered(render, turns)
-            # A mapping that is written by Python, or a text whose quotes are escaped, is not what is meant.
-            wrong = "{'Qkeyq'" in text or '\\"Qkeyq' in text
-            if not wrong and all(part in text for part in (_NAME, "Qkeyq", "Qvalueq")):
-                return _find_results(tried, render, turns)
+    ways = itertools.product((True, False) if form.as_parts else (False,), (False, True), ("mapping", "text"))
+    for bare, flat, way in ways:
+        tried = replace(form, calls=way, flat_calls=flat, bare_calls=bare)
+        turns = [question, tried.answer(form.content(""), None, [call])]
+        text = _rendered(render, turns)
+        # A mapping that is written by Python, or a text whose quotes are escaped, is not what is meant.
+        wrong = "{'Qkeyq'" in text or '\\"Qkeyq' in text
+        if not wrong and all(part in text for part in (_NAME, "Qkeyq", "Qvalueq")):
+            return _find_results(tried, render, turns)
     return _find_results(form, render, [question, form.answer(form.content(_TEXT), None, ())])
 
 
@@ -133,7 +141,7 @@ def _find_results(form: TurnForm, render: Render, turns: Turns) -> TurnForm:
     for content in (form.content(_RESULT), _RESULT):
         result = {"role": "tool", "content": content, "name": _NAME, "tool_call_id": _ID}
         text = _rendered(render, [*turns, result, form.answer(form.content(_TEXT), None, ())])
-        if _RESULT in text and "{'type'" not in text:
+        if _RESULT in text and not _DUMPED.search(text):
             return replace(form, results=True, result_as_text=isinstance(content, str))
     return form
 

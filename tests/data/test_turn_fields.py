@@ -170,6 +170,10 @@ def with_turn(**fields) -> dict:
         (with_turn(train=True), "turn 0 is no answer and has the weight 1, but only answers are learned"),
         (chat("a", loss_mask=[1, 1]), "turn 0 is no answer and has the weight 1"),
         (chat({"reasoning": "a", "thinking": "b"}), "turn 1 has two thoughts, 'a' and 'b'"),
+        (
+            chat({"content": [{"type": "thinking", "thinking": "a", "train": False}, {"type": "text", "text": "b"}]}),
+            "turn 1 has a part of type 'thinking' with the key 'train', which is not read",
+        ),
         (chat({"reasoning": {"effort": "low"}}), "turn 1 has {'effort': 'low'} for a thought, expected a text"),
         (
             chat({"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}),

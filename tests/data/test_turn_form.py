@@ -8,7 +8,7 @@ import pytest
 from thinking_templates import DEEPSEEK, GEMMA4, MAGISTRAL, PLAIN, QWEN3, QWEN35, TOKENS
 
 from llava_ds.constants import DataError
-from llava_ds.data.chat_template import answer_prompt, render_own, render_own_prompt, render_ready
+from llava_ds.data.chat_template import answer_end, answer_prompt, render_own, render_own_prompt, render_ready
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.sample import Message, Transcript
 
@@ -136,6 +136,63 @@ def test_several_calls_at_once_are_learned(own):
     assert text.count("<tool_call>") == 2 and text.endswith(
         '{"name": "count", "arguments": {}}\n</tool_call><|im_end|>'
     )
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_calls_before_a_later_question_are_learned_from_their_first_token(own, as_parts):
+    talk = (ASKED, answer("", None, CALL), Message("tool", "3"), answer(), AGAIN, answer("Yes.", THOUGHT))
+    first, *_ = learned(own(QWEN35), talk, as_parts)
+    assert first == QWEN35_CALL + END
+
+
+def test_a_template_may_mark_the_line_break_behind_an_answer(own):
+    source = MARKED.replace(
+        "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}", "{{ '<|im_end|>\\n' }}{% endgeneration %}"
+    )
+    assert source != MARKED and answer_end(own(source)) == END
+    assert learned(own(source), (ASKED, answer()), as_parts=True)[0].endswith("A triangle.<|im_end|>\n")
+
+
+def test_calls_alone_are_written_as_without_a_text_also_in_parts(own):
+    source = QWEN3.replace("(loop.first and content)", "(loop.first and m['content'])")
+    assert learned(own(source), (ASKED, answer("", None, CALL)), as_parts=True)[0].endswith(
+        f"</think>\n\n{QWEN3_CALL}{END}"
+    )
+    indexed = source.replace("words(m['content'])", "m['content'][0]['text']")
+    assert learned(own(indexed), (ASKED, answer("", None, CALL)), as_parts=True)[0].endswith(
+        f"</think>\n\n\n{QWEN3_CALL}{END}"
+    )
+
+
+def test_a_result_may_repeat_the_name_of_its_call(own):
+    called = "messages[loop.index0 - 1]['tool_calls'][0]['function']['name']"
+    source = GEMMA4.replace("'<|tool_response>' +", f"'<|tool_response>response:' + {called} +", 1)
+    talk = (ASKED, answer("", None, CALL), Message("tool", "3"), answer())
+    found = segments(own(source), talk, True)
+    assert [s.text for s in found if s.supervised] == [GEMMA4_CALL + "<|tool_response>", "A triangle.<turn|>"]
+    assert found[2].text == "response:zoom3<tool_response|>"
+
+
+DUMPS = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{{- m['content'] if m['content'] is string else m['content'] | tojson }}{{- '<|im_end|>\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+
+
+def test_parts_that_a_template_writes_as_json_are_no_form(own):
+    with pytest.raises(DataError, match="message 1 has a thought, which the chat template does not write"):
+        render_own((ASKED, answer("A triangle.", THOUGHT)), own(DUMPS))
+    results = QWEN3.replace(
+        "{%- set content = words(m['content']) -%}",
+        "{%- set content = m['content'] -%}"
+        + (
+            "{%- if m['role'] == 'tool' and content is not string -%}{%- set content = content | tojson -%}"
+            "{%- else -%}{%- set content = words(content) -%}{%- endif -%}"
+        ),
+    )
+    found = segments(own(results), (ASKED, answer("", None, CALL), Message("tool", "3"), answer()), True)
+    assert "<tool_response>\n3\n</tool_response>" in "".join(s.text for s in found)
 
 
 def test_an_empty_thought_in_a_text_is_learned(own):

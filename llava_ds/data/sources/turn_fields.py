@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import is_text
+from llava_ds.data.sources.media_parts import refuse_unknown
 from llava_ds.data.sources.options import WEIGHT_KEYS, nearest, short
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -218,7 +219,9 @@ def _thought(turn: dict, content: str | list, i: int) -> tuple[str | None, str |
 
 
 def _text_of_part(part: dict, i: int) -> object:
-    texts = [part[key] for key in (*THOUGHT_KEYS, "text", "content") if part.get(key) not in _EMPTY]
+    names = (*THOUGHT_KEYS, "text", "content")
+    refuse_unknown(part, ("type", *names, "signature"), f"turn {i} has a part of type {part['type']!r}")
+    texts = [part[key] for key in names if part.get(key) not in _EMPTY]
     if len(texts) != 1:
         raise DataError(f"turn {i} has the part {short(part)}, expected a text under {part['type']!r}")
     return texts[0]
