@@ -33,11 +33,15 @@ _NAMES_OF_KINDS = (
     "feature_extractor_type",
     "auto_map",
 )
+_COLOURS = ("image_mean", "image_std")
 _HERE = {"local_files_only": True}
 
 
 def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
-    """Settings of a folder's image processor, and the file that they are in. Raises ConfigError without any."""
+    """Settings of a folder's image processor, and the file that they are in. Raises ConfigError without any.
+
+    Mean and deviation are there: those of transformers' class where no file says them.
+    """
     folder = Path(folder)
     found = _seen(folder, where)
     nested = found.get(PROCESSOR_NAME, {}).get("image_processor")
@@ -48,6 +52,10 @@ def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
     file = PROCESSOR_NAME if settings == nested else IMAGE_PROCESSOR_NAME
     if not isinstance(settings, dict):
         raise ConfigError(f"{where}: {file} can't be used: image_processor is no object: copy it again")
+    if missing := [name for name in _COLOURS if name not in settings]:
+        with library_errors(where, f"{file} says no {' and no '.join(missing)}, and its class can't be opened"):
+            kind = _image_processor(folder)
+            settings = {**settings, **{name: list(getattr(kind, name)) for name in missing}}
     return settings, file
 
 
@@ -134,14 +142,18 @@ def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tupl
     names = set(other)
     if what == "images":
         try:
-            opened = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, **_HERE)
-            kind = type(opened)
+            kind = type(_image_processor(folder))
             taken, other = (json.loads(json.dumps(kind.from_dict(each).to_dict())) for each in (taken, other))
             names = set(kind.valid_kwargs.__annotations__)
         except Exception:  # of any type, as each class has its own checks
             pass
     names -= set(_NAMES_OF_KINDS)
     return {name: (taken.get(name), other.get(name)) for name in sorted(names) if taken.get(name) != other.get(name)}
+
+
+def _image_processor(folder: Path):
+    """The image processor that transformers opens from a folder, without torchvision."""
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, **_HERE)
 
 
 def templates_passed_over(folder: str | Path, where: str, template: str) -> list[str]:
