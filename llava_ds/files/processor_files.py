@@ -14,6 +14,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import (
+    TEMPLATES_FOLDER,
     check_folder,
     is_there,
     library_errors,
@@ -160,10 +161,10 @@ def templates_passed_over(folder: str | Path, where: str, template: str) -> list
     """A clause about files with another chat template than the one that is taken, or none."""
     folder = Path(folder)
     texts: dict[str, object] = {TEMPLATE_FILES[0]: _old_template(folder, where)}
-    jinja = folder / TEMPLATE_FILES[1]
-    if is_there(jinja):
-        with library_errors(where):
-            texts[jinja.name] = own_file(jinja).read_text(encoding="utf-8")
+    for name in (TEMPLATE_FILES[1], f"{TEMPLATES_FOLDER}/default.jinja"):
+        if is_there(folder / name):
+            with library_errors(where):
+                texts[name] = own_file(folder / name).read_text(encoding="utf-8")
     for name in (PROCESSOR_NAME, "tokenizer_config.json"):
         texts[name] = _default(read_json_if_there(folder / name, where).get("chat_template"))
     same = {name: _as_rendered(text) == _as_rendered(template) for name, text in texts.items() if isinstance(text, str)}

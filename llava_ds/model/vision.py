@@ -224,8 +224,9 @@ def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, ar
 
 
 def _colours(processor: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation, per channel."""
-    return tuple(processor["image_mean"]), tuple(processor["image_std"])
+    """Mean and deviation, per channel; some for a tower whose sizes alone are asked for."""
+    mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
+    return mean, std
 
 
 def _uneven(kind: str, side: int, where: str) -> str:

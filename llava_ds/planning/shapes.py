@@ -238,8 +238,7 @@ def shape_named(name: str, args: Arguments) -> ModelShape:
     """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError with the names."""
     if name in NAMED:
         text = AutoConfig.for_model(**NAMED[name])
-        colours = dict.fromkeys(("image_mean", "image_std"), [0.5] * 3)
-        return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), colours, "--model", args.model), args)
+        return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "--model", args.model), args)
     try:
         count = int(float(name))
     except (ValueError, OverflowError):

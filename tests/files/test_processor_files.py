@@ -309,6 +309,20 @@ def test_of_two_files_of_an_adapter_pefts_is_taken_and_the_other_named(tmp_path)
     assert adapter_file(adapter).name == "adapter_model.safetensors"
 
 
+def test_a_default_template_among_additional_ones_is_named_where_it_is_passed_over(tmp_path):
+    write_ready(tmp_path, "smolvlm")
+    text = (tmp_path / "chat_template.jinja").read_text()
+    other = tmp_path / "additional_chat_templates" / "default.jinja"
+    other.parent.mkdir()
+    other.write_text(text)
+    assert line_of(tmp_path) == ""
+    other.write_text(text.replace("Assistant:", "Model:"))
+    assert "is that of chat_template.jinja: additional_chat_templates/default.jinja, with another" in line_of(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    change(tmp_path / "tokenizer_config.json", chat_template=text)
+    assert "is that of additional_chat_templates/default.jinja: tokenizer_config.json, with" in line_of(tmp_path)
+
+
 @pytest.mark.parametrize("file", [FIRST, WHOLE])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "internvl", "smolvlm", "clip"])
 def test_a_mean_that_no_file_says_is_that_of_the_image_processors_class(tmp_path, family, file):
