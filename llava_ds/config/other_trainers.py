@@ -47,11 +47,12 @@ ELSEWHERE = {
         "--frames_upbound": "--video_max_frames --video_maxlen --fps_max_frames --max_frames --num_frames",
         "--force_sample True --frames_upbound (a number of frames for every video)": "--video_min_frames --nframes",
         "--video_fps (frames of a second)": "--base_interval",
-        "--data_path with a mixture of several files": "--sft_only_data_path",
+        "--data_path with a mixture of several files": "--meta_path --sft_only_data_path",
         "--data_split": "--dataset_split --dataset_train_split",
         "--eval_data_split": "--dataset_test_split --eval_split",
         "--image_folder": "--media_dir --image_dir --image_root --images",
-        "--mm_vision_tower_lr": "--vision_tower_lr",
+        "--mm_vision_tower_lr": "--vision_tower_lr --vit_lr",
+        "--mm_projector_lr": "--aligner_lr --merger_lr",
         "--vision_tower": "--image_tower --vision_encoder --mm_vision_encoder",
         "--mm_projector_type": "--image_projector_type",
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
@@ -60,8 +61,8 @@ ELSEWHERE = {
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size --val_split",
         "--model_max_length": "--cutoff_len --max_len --max_length --max_seq_len --max_seq_length --seq_len",
-        "--version": "--template --conv_type --conversation_template --chat_template",
-        "--lora_enable": "--finetuning_type --use_peft --use_lora",
+        "--version": "--template --conv_style --conv_type --conversation_template --chat_template",
+        "--lora_enable": "--finetuning_type --train_type --tuner_type --use_llm_lora --use_lora --use_peft",
         "--lora_r": "--lora_dim --lora_rank",
         "--lora_target_modules": "--lora_module_name --lora_target --target_modules --target_regex",
         "--lora_modules language,vision": "--vision_lora",
@@ -80,7 +81,7 @@ ELSEWHERE = {
         "--eval_steps": "--eval_interval",
         "--save_steps": "--save_interval",
         "--logging_steps": "--log_interval",
-        "--num_train_epochs": "--epochs --num_epochs",
+        "--num_train_epochs": "--epoch --epochs --num_epochs",
         "--max_grad_norm": "--grad_clip --gradient_clipping",
         "--dataloader_num_workers": "--num_workers",
         "--freeze_backbone": "--freeze_llm",
@@ -112,7 +113,10 @@ ELSEWHERE = {
         "--gradient_checkpointing": (
             "--actor_gradient_checkpointing --critic_gradient_checkpointing --activation_checkpointing --recompute"
         ),
-        "--per_device_train_batch_size": "--batch_size --per_device_training_batch_size",
+        "--per_device_train_batch_size": (
+            "--batch_size --micro_batch_size --per_device_training_batch_size --per_gpu_train_batch_size"
+        ),
+        "--train_batch_size": "--global_batch_size",
         "--train_batch_size (which counts prompts)": "--generation_batches",
         "--num_iterations": "--ppo_epochs --num_ppo_epochs",
         "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
@@ -178,7 +182,7 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
     after_flag = False
     for token, after in zip(unknown, [*unknown[1:], "--"]):
         flag, has_value, value = token.partition("=")
-        if not flag.startswith("-"):
+        if not flag.startswith("-") or (after_flag and _is_number(flag)):
             if not after_flag:
                 yield f"unexpected argument {flag!r}: every value belongs behind a --flag"
             continue
@@ -192,3 +196,11 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         nearest = ELSEWHERE.get(flag) or nearest_name(flag, fitting)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"
         yield f"unknown flag {flag}{hint}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

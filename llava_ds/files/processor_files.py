@@ -14,6 +14,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import (
+    TEMPLATES_FOLDER,
     check_folder,
     is_there,
     library_errors,
@@ -33,11 +34,15 @@ _NAMES_OF_KINDS = (
     "feature_extractor_type",
     "auto_map",
 )
+_COLOURS = ("image_mean", "image_std")
 _HERE = {"local_files_only": True}
 
 
 def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
-    """Settings of a folder's image processor, and the file that they are in. Raises ConfigError without any."""
+    """Settings of a folder's image processor, and the file that they are in. Raises ConfigError without any.
+
+    Mean and deviation are there: those of transformers' class where no file says them.
+    """
     folder = Path(folder)
     found = _seen(folder, where)
     nested = found.get(PROCESSOR_NAME, {}).get("image_processor")
@@ -48,6 +53,10 @@ def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
     file = PROCESSOR_NAME if settings == nested else IMAGE_PROCESSOR_NAME
     if not isinstance(settings, dict):
         raise ConfigError(f"{where}: {file} can't be used: image_processor is no object: copy it again")
+    if missing := [name for name in _COLOURS if name not in settings]:
+        with library_errors(where, f"{file} says no {' and no '.join(missing)}, and its class can't be opened"):
+            kind = _image_processor(folder)
+            settings = {**settings, **{name: list(getattr(kind, name)) for name in missing}}
     return settings, file
 
 
@@ -134,8 +143,7 @@ def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tupl
     names = set(other)
     if what == "images":
         try:
-            opened = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, **_HERE)
-            kind = type(opened)
+            kind = type(_image_processor(folder))
             taken, other = (json.loads(json.dumps(kind.from_dict(each).to_dict())) for each in (taken, other))
             names = set(kind.valid_kwargs.__annotations__)
         except Exception:  # of any type, as each class has its own checks
@@ -144,14 +152,19 @@ def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tupl
     return {name: (taken.get(name), other.get(name)) for name in sorted(names) if taken.get(name) != other.get(name)}
 
 
+def _image_processor(folder: Path):
+    """The image processor that transformers opens from a folder, without torchvision."""
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, **_HERE)
+
+
 def templates_passed_over(folder: str | Path, where: str, template: str) -> list[str]:
     """A clause about files with another chat template than the one that is taken, or none."""
     folder = Path(folder)
     texts: dict[str, object] = {TEMPLATE_FILES[0]: _old_template(folder, where)}
-    jinja = folder / TEMPLATE_FILES[1]
-    if is_there(jinja):
-        with library_errors(where):
-            texts[jinja.name] = own_file(jinja).read_text(encoding="utf-8")
+    for name in (TEMPLATE_FILES[1], f"{TEMPLATES_FOLDER}/default.jinja"):
+        if is_there(folder / name):
+            with library_errors(where):
+                texts[name] = own_file(folder / name).read_text(encoding="utf-8")
     for name in (PROCESSOR_NAME, "tokenizer_config.json"):
         texts[name] = _default(read_json_if_there(folder / name, where).get("chat_template"))
     same = {name: _as_rendered(text) == _as_rendered(template) for name, text in texts.items() if isinstance(text, str)}

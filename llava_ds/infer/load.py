@@ -181,7 +181,7 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     unloaded = replace(unloaded, notes=(*unloaded.notes, *tokens_without_rows(unloaded.tokenizer)))
     # Not AutoProcessor: transformers 5 needs torchvision for LlavaOnevision's.
     processor = read_processor(unloaded.folder, str(unloaded.path))
-    mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
+    mean, std = (tuple(processor[name]) for name in ("image_mean", "image_std"))
     exported = getattr(model.config, "llava_ds_version", None)
     notes = unloaded.notes
     if (family := READY.get(model.config.model_type)) is not None:

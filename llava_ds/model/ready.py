@@ -200,7 +200,7 @@ def plan_vision(
         tiles = ready.family.tiles(ready.config, images, processor, tokenizer)
     except ValueError as error:
         raise ConfigError(f"{where}: {ready.config.model_type} in this form can't be trained here: {error}") from error
-    mean, std = (tuple(images.get(name) or [0.5] * 3) for name in ("image_mean", "image_std"))
+    mean, std = (tuple(images[name]) for name in ("image_mean", "image_std"))
     resample = images.get("resample", ready.family.resample)
     if type(resample) is not int or not 0 <= resample <= 5:
         raise ConfigError(f"{where}: its image processor says resample {resample!r}, expected one of Pillow's filters")

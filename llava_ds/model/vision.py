@@ -150,7 +150,7 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
         )
     where, config = f"--vision_tower {second}", read_vision_config(second)
     side, processor = first.images.size, read_processor(second, where)
-    seen = {name: processor[name] for name in ("image_mean", "image_std") if name in processor}
+    seen = {name: processor[name] for name in ("image_mean", "image_std")}
     if tower_family(config).any_size(config):
         seen["size"] = {"height": side, "width": side}
     plan = plan_tower(config, {**seen, "do_center_crop": False}, where, args)
@@ -224,7 +224,7 @@ def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, ar
 
 
 def _colours(processor: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation, per channel."""
+    """Mean and deviation, per channel; some for a tower whose sizes alone are asked for."""
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
     return mean, std
 
@@ -284,6 +284,8 @@ def side_of(sides: object) -> object:
 def read_processor(path: str | Path, where: str) -> dict:
     """The settings of a folder's image processor, from the file that transformers takes them from."""
     settings, file = image_settings(path, where)
+    if settings.get("do_normalize") is False:
+        settings |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     if problem := _processor_problem(settings):
         raise ConfigError(f"{where}: {file} can't be used: {problem}: copy it again")
     return settings
@@ -297,8 +299,13 @@ def read_whole_processor(path: str | Path, where: str) -> dict:
 
 
 def _processor_problem(settings: dict) -> str | None:
+    if off := [name for name in ("do_resize", "do_rescale") if settings.get(name) is False]:
+        return f"it says {', '.join(off)} false, expected true"
+    factor = settings.get("rescale_factor", 1 / 255)
+    if type(factor) not in (int, float) or not abs(factor * 255 - 1) < 1e-6:
+        return f"rescale_factor is {shown(factor)}, expected 1 / 255"
     for name in ("image_mean", "image_std"):
-        values = settings.get(name, [0.5] * 3)
+        values = settings[name]
         numbers = isinstance(values, list) and len(values) == 3 and all(type(v) in (int, float) for v in values)
         if not numbers or (name == "image_std" and 0 in values):
             return f"{name} is {shown(values)}, expected three numbers" + ", none of them 0" * (name == "image_std")

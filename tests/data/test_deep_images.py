@@ -144,6 +144,7 @@ def test_unsigned_integers_of_32_bits_are_taken_as_such(tmp_path):
     (tmp_path / "a.tif").write_bytes(content.replace(signed, unsigned))
     row = np.asarray(load_image(tmp_path / "a.tif", value_range="0,4294967295"))[0, :, 0]
     assert np.abs(row.astype(int) - np.linspace(0, 255, 48)).max() <= 1
+    assert "integers from 0 to 4.29497e+09, black to white 0 to 65535" in str(notes_of(tmp_path / "a.tif"))
 
 
 def test_colours_of_16_bits_that_pillow_reads_with_8_are_named(tmp_path):

@@ -1,6 +1,7 @@
 """Of several files that say the same thing, the one that transformers reads is taken, and the others are named."""
 
 import json
+import shutil
 from pathlib import Path
 
 import llavas
@@ -20,7 +21,8 @@ from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.merged_adapters import adapter_file
 from llava_ds.model.open.weights import WeightFiles, weight_files, weights_passed_over
 from llava_ds.model.plan import plan_model, read_parts
-from llava_ds.model.vision import read_processor
+from llava_ds.model.vision import plan_tower, read_processor, read_vision_config
+from llava_ds.tiny import CLIP_PATH
 
 FIRST, WHOLE, VIDEO = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
 PIL = {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
@@ -305,3 +307,62 @@ def test_of_two_files_of_an_adapter_pefts_is_taken_and_the_other_named(tmp_path)
     line = line_of(adapter, images=False, template=False)
     assert "weights are those of adapter_model.safetensors: adapter_model.bin, in which 1 of 1 tensors differ" in line
     assert adapter_file(adapter).name == "adapter_model.safetensors"
+
+
+def test_a_default_template_among_additional_ones_is_named_where_it_is_passed_over(tmp_path):
+    write_ready(tmp_path, "smolvlm")
+    text = (tmp_path / "chat_template.jinja").read_text()
+    other = tmp_path / "additional_chat_templates" / "default.jinja"
+    other.parent.mkdir()
+    other.write_text(text)
+    assert line_of(tmp_path) == ""
+    other.write_text(text.replace("Assistant:", "Model:"))
+    assert "is that of chat_template.jinja: additional_chat_templates/default.jinja, with another" in line_of(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    change(tmp_path / "tokenizer_config.json", chat_template=text)
+    assert "is that of additional_chat_templates/default.jinja: tokenizer_config.json, with" in line_of(tmp_path)
+
+
+@pytest.mark.parametrize("file", [FIRST, WHOLE])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5", "internvl", "smolvlm", "clip"])
+def test_a_mean_that_no_file_says_is_that_of_the_image_processors_class(tmp_path, family, file):
+    folder = tmp_path / "model"
+    if family == "clip":
+        shutil.copytree(CLIP_PATH, folder)
+    else:
+        write_ready(folder, family)
+    settings = json.loads((folder / FIRST).read_text())
+    del settings["image_mean"], settings["image_std"]
+    for name in (FIRST, WHOLE):
+        (folder / name).unlink(missing_ok=True)
+    (folder / file).write_text(json.dumps(settings if file == FIRST else {"image_processor": settings}))
+    opened = AutoImageProcessor.from_pretrained(folder, **PIL)
+    read = read_processor(folder, "--flag")
+    assert (read["image_mean"], read["image_std"]) == (list(opened.image_mean), list(opened.image_std))
+    spec = plan_tower(read_vision_config(folder), read, "--flag", ModelArguments()).images if family == "clip" else None
+    spec = spec or read_parts(ModelArguments(model_name_or_path=str(folder))).tower.images
+    assert (list(spec.mean), list(spec.std)) == (read["image_mean"], read["image_std"])
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"rescale_factor": 1 / 127.5}, "rescale_factor is 0.00784313725490196, expected 1 / 255"),
+        ({"do_rescale": False}, "do_rescale false, expected true"),
+        ({"do_resize": False, "do_rescale": False}, "do_resize, do_rescale false, expected true"),
+        ({"image_mean": None}, "image_mean is None, expected three numbers"),
+    ],
+)
+def test_settings_of_a_tower_that_make_other_pixels_are_refused(tmp_path, values, problem):
+    shutil.copytree(CLIP_PATH, tmp_path / "clip")
+    change(tmp_path / "clip" / FIRST, **values)
+    with pytest.raises(ConfigError) as caught:
+        read_processor(tmp_path / "clip", "--vision_tower clip")
+    assert problem in str(caught.value)
+
+
+def test_a_tower_whose_processor_does_not_normalise_sees_pixels_from_0_to_1(tmp_path):
+    shutil.copytree(CLIP_PATH, tmp_path / "clip")
+    change(tmp_path / "clip" / FIRST, do_normalize=False)
+    read = read_processor(tmp_path / "clip", "--flag")
+    assert read["image_mean"] == [0.0] * 3 and read["image_std"] == [1.0] * 3

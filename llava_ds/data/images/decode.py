@@ -229,7 +229,8 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise DataError(
-            f"{ref.path} can't be read as an image (its header is none of {known}): replace it or leave it out"
+            f"{ref.path} can't be read as an image (its header is none of {known}, or of a kind of "
+            "these that is not read, as of 5 channels or of colours in floats): replace it or leave it out"
         ) from error
     except Exception as error:  # Pillow's decoders raise almost any type on broken files
         raise DataError(

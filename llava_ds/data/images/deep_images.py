@@ -54,7 +54,7 @@ def described(image: Image.Image, value_range: str | None = None) -> str:
         bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
         most = max(high for _, high in bands[: 1 if image.mode == "LA" else 3])
         return f"16 bits a channel, up to {256 * most + 255} of 65535, read with 8" if most < 256 * PART else ""
-    values = _values(image, value_range is not None)
+    values = _values(image, True)
     least, most = _least_and_most(values)
     if value_range is None:
         low, high = FLOAT_RANGE if values.dtype.kind == "f" or (image.mode == "I" and most <= 255) else INTEGER_RANGE

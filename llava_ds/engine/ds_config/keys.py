@@ -208,7 +208,7 @@ def _validate(draft: Draft, model: type[BaseModel]) -> None:
     else:
         return
     for problem in problems:
-        key = ".".join(map(str, problem["loc"]))
+        key = ".".join(as_json(part) if "." in str(part) else str(part) for part in problem["loc"])
         if key in draft.wrong:
             continue
         draft.wrong.add(key)
@@ -279,7 +279,7 @@ def _unknown(parent: str, name: str, value: object) -> str:
         hint = f"nest it, as {nested}"
     elif len(homes) == 1:
         hint = _at_home(homes[0], name)
-    elif not parent and name in FLAGS:
+    elif not parent and name in FLAGS and not isinstance(value, (dict, list)):
         hint = f"it is a flag, give --{name} {in_short(value)}"
     else:
         otherwise = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"

@@ -41,6 +41,7 @@ IGNORED = "DeepSpeed would ignore it, remove it"
         ("master_port", 29500, IGNORED),
         ("tensorboard_dir", "logs", IGNORED),
         ("comm", 3, IGNORED),
+        ("deepspeed_config", {"zero_stage": 3}, IGNORED),
         ("quantization", 8, IGNORED),
         ("optimizers", 1, IGNORED),
         # Slips
@@ -72,6 +73,17 @@ def test_all_unknown_keys_are_in_one_message():
         assert all(any(line.startswith(name) for line in lines) for name in names), lines
     advice = [line.rpartition("write ")[2] for line in lines if line.startswith(("tensor_parallel", "pipeline"))]
     assert advice == ['{"autotp_size": 2} alone'] * 2 + ['{"stages": 3} alone']
+
+
+@pytest.mark.parametrize("section", [{}, {"zero_optimization": {"stage": 9}}, {"zero_optimization": {}}])
+def test_a_dotted_key_is_no_key_of_a_section(section):
+    lines = refused({"zero_optimization.stage": 3, "bf16.enabled": True, **section})
+    (stage,) = (line for line in lines if line.startswith('"zero_optimization.stage" in the DeepSpeed JSON is no key'))
+    assert stage.endswith('nest it, as {"zero_optimization": {"stage": ...}}')
+    assert any('{"bf16": {"enabled": ...}}' in line for line in lines)
+    assert any("zero_optimization.stage is 9" in line for line in lines) == (
+        "stage" in section.get("zero_optimization", {})
+    )
 
 
 def test_axes_that_can_be_used_are_taken_before_ranks_meet():
