@@ -48,7 +48,7 @@ class EncodingOptions:
     answer_is_reference: bool = False  # the last answer is compared with those that a model draws, and not learned
 
 
-@dataclass(frozen=True)
+@dataclass
 class Encoded:
     """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32).
 
@@ -87,8 +87,7 @@ class Span(NamedTuple):
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A text to tokenize by itself. before: ids in front of it; base: its place in the whole text."""
 
     text: str

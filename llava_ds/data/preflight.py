@@ -204,9 +204,10 @@ class Checker:
             targets += own
             if own == 0:
                 return _rejected(sample.id, DataError(f"nothing to learn from: {self._why_nothing(sample, coded)}"))
-        words = 0
+        words = turns = 0
         for message in sample.messages:
             words += len(message.text.split())
+            turns += message.role == "gpt"
             if message.thought is not None or message.tool_calls:
                 words += len(f"{message.thought or ''} {message.tool_calls}".split())
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
@@ -222,12 +223,12 @@ class Checker:
             "num_targets": targets,
             "chosen_length": len(answers[0].input_ids),
             "margin": sample.margin,
-            "num_turns": sum(message.role == "gpt" for message in sample.messages),
+            "num_turns": turns,
             "num_pictures": sum(len(sized.sizes) for sized in one.media),
             "words": words if has_field else -words,
             "truncated": any(coded.truncated for coded in answers),
             "unmarked": sample.unmarked,
-            "unread": "\n".join(map(printable, sample.unread)),
+            "unread": "\n".join(map(printable, sample.unread)) if sample.unread else "",
             "left_out": sum(coded.left_out for coded in answers),
             "seen": one.seen,
         }
@@ -243,7 +244,7 @@ class Checker:
         return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Checked:
     """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
 

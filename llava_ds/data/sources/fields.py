@@ -188,19 +188,18 @@ def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
     return found, value
 
 
-def json_of(value: object, name: str, kind: type) -> str:
-    """JSON of a record's list or object, which may be given as JSON text; "" for none or an empty one."""
+def json_of(value: object, name: str) -> str:
+    """JSON of a record's object, which may be given as JSON text; "" for none or an empty one."""
     found = value
     if isinstance(value, str) and value.strip():
         try:
             found = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise DataError(f"has {short(value)} under {name!r}, which is no JSON: {error}") from None
-    if found is None or found == "" or found == [] or found == {}:
+    if found in (None, "", [], {}):
         return ""
-    if not isinstance(found, kind):
-        expected = "a list" if kind is list else "an object"
-        raise DataError(f"has {short(value)} under {name!r}, expected {expected}, or {expected} as JSON text")
+    if not isinstance(found, dict):
+        raise DataError(f"has {short(value)} under {name!r}, expected an object, or an object as JSON text")
     text = json.dumps(found, ensure_ascii=False)
     return checked_text(text, f"has {short(value)} under {name!r}, which is not valid Unicode")
 

@@ -4,14 +4,21 @@ These functions run for every record, in worker processes. They raise DataError 
 make system calls for images and videos only.
 """
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.sample import IMAGE_LEFT_OUT, IMAGE_PREPENDED, MARK_AS_TEXT, Message, Sample
+from llava_ds.data.sample import (
+    BOX_MARK,
+    IMAGE_LEFT_OUT,
+    IMAGE_PREPENDED,
+    MARK_AS_TEXT,
+    REF_MARK,
+    Message,
+    Sample,
+)
 from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.fields import (
     MAX_FILES_PER_RECORD,
@@ -27,11 +34,12 @@ from llava_ds.data.sources.fields import (
 )
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
-from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
-from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
+from llava_ds.data.sources.record_forms import EMPTY, UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
+from llava_ds.data.sources.turn_lists import is_turn_list
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
@@ -69,14 +77,16 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     if source.format == "caption":
         messages, marks, named = _caption(record, source)
     else:
-        messages, marks, named = _conversation(as_conversation(record, source.columns), source)
+        messages, marks, named = _conversation(record, source)
         unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(mark, source) for mark in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
         raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} images")
-    refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
-    if not refs and not boxes and any("\\<" in each.text for each in messages):
-        messages = [replace(each, text=fill_marks(each.text, str)) for each in messages]
+    refs, boxes = (), ()
+    if any([BOX_MARK in each.text or REF_MARK in each.text for each in messages]):
+        refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
+        if not refs and not boxes:  # all of them are words
+            messages = [replace(each, text=fill_marks(each.text, str)) for each in messages]
     kind = record.get("kind")
     return Sample(
         _id(record, source, index),
@@ -86,8 +96,8 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         unmarked,
         refs=refs,
         boxes=boxes,
-        tools=_json(read_tools(record.get(TOOLS))),
-        template_kwargs=json_of(record.get(TEMPLATE_KWARGS), TEMPLATE_KWARGS, dict),
+        tools=_json(read_tools(record[TOOLS])) if TOOLS in record else "",
+        template_kwargs=json_of(record[TEMPLATE_KWARGS], TEMPLATE_KWARGS) if TEMPLATE_KWARGS in record else "",
         unread=unread_keys(record, source),
     )
 
@@ -102,28 +112,22 @@ def _json(values: Sequence[object]) -> str:
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
     """The keys of a record, and columns of its table, that have a value and are not read."""
-    known = _known_keys(source.columns, source.format)
-    found = [key for key in record if key not in known and record[key] not in (None, "", [], {})]
+    known, found = source.read_keys, source.unread_columns
+    if not record.keys() <= known:
+        found += tuple(key for key in record if key not in known and record[key] not in EMPTY)
     if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
-        empty = (None, "", [])
-        found += [key for key in WEIGHT_KEYS if record.get(key) not in empty and not gives_weights(key, record[key])]
-    return (*source.unread_columns, *found)
-
-
-@functools.lru_cache(maxsize=64)
-def _known_keys(columns: Columns, format: str) -> frozenset[str]:
-    """All keys that are read of a record."""
-    names = (*columns.all(), OBJECTS, "kind")
-    if format == "caption":
-        return frozenset(names) - {*columns.turns}
-    more = (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
-    return frozenset((*names, *more))
+        values = [(key, record.get(key)) for key in WEIGHT_KEYS]
+        found += tuple(key for key, value in values if value not in (None, "", []) and not gives_weights(key, value))
+    return found
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
     """Messages, their marks, and the images and videos that the record lists."""
     columns = source.columns
     _, turns = field_of(record, columns.turns)
+    if not is_turn_list(turns):
+        record = as_conversation(record, columns)
+        _, turns = field_of(record, columns.turns)
     if not isinstance(turns, list) or not turns:
         raise DataError(f"has no list under {either(columns.turns)} ({keys_of(record)})")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
