@@ -150,9 +150,13 @@ class Checker:
         return pa.table([columns[field.name] for field in self.schema], schema=self.schema)
 
     def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
-        for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
-            is_asked = self.encoder.options.answer_is_reference and isinstance(one, Encoded)
-            yield with_asked_prompt(self.encoder, *conversation, one) if is_asked else one
+        coded = self.encoder.encode_batch(conversations)
+        if not self.encoder.options.answer_is_reference:
+            return iter(coded)
+        return (
+            with_asked_prompt(self.encoder, *conversation, one) if isinstance(one, Encoded) else one
+            for conversation, one in zip(conversations, coded, strict=True)
+        )
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
@@ -219,17 +223,17 @@ class Checker:
             "labels": _joined([coded.labels for coded in answers]),
             "weights": _joined_weights(answers),
             "media": media_to_text(one.media),
-            "length": sum(len(coded.input_ids) for coded in answers),
+            "length": sum([len(coded.input_ids) for coded in answers]),
             "num_targets": targets,
             "chosen_length": len(answers[0].input_ids),
             "margin": sample.margin,
             "num_turns": turns,
-            "num_pictures": sum(len(sized.sizes) for sized in one.media),
+            "num_pictures": sum([len(sized.sizes) for sized in one.media]),
             "words": words if has_field else -words,
-            "truncated": any(coded.truncated for coded in answers),
+            "truncated": any([coded.truncated for coded in answers]),
             "unmarked": sample.unmarked,
             "unread": "\n".join(map(printable, sample.unread)) if sample.unread else "",
-            "left_out": sum(coded.left_out for coded in answers),
+            "left_out": sum([coded.left_out for coded in answers]),
             "seen": one.seen,
         }
 
@@ -260,7 +264,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
-    if all(coded.weights is None for coded in answers):
+    if all([coded.weights is None for coded in answers]):
         return None
     weights = [np.ones(len(coded.labels), np.float32) if coded.weights is None else coded.weights for coded in answers]
     return _joined(weights)
