@@ -32,6 +32,11 @@ class Message:
     name: str = ""
     call_id: str = ""
 
+    def with_text(self, text: str) -> "Message":
+        """The message with another text. dataclasses.replace takes ten times as long."""
+        rest = (self.thought, self.tool_calls, self.weight, self.keeps_spaces, self.name, self.call_id)
+        return Message(self.role, text, *rest)
+
 
 @dataclass
 class Transcript:

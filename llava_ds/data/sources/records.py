@@ -86,7 +86,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     if any([BOX_MARK in each.text or REF_MARK in each.text for each in messages]):
         refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
         if not refs and not boxes:  # all of them are words
-            messages = [replace(each, text=fill_marks(each.text, str)) for each in messages]
+            messages = [each.with_text(fill_marks(each.text, str)) for each in messages]
     kind = record.get("kind")
     return Sample(
         _id(record, source, index),
@@ -153,8 +153,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         if turn.is_plain and not weights:
             messages.append(Message(turn.role, content, keeps_spaces=keeps_spaces))
         else:
-            _add_message(messages, turn, content, weight_of(turn, weights, i), i)
-            messages[-1] = replace(messages[-1], keeps_spaces=keeps_spaces or messages[-1].keeps_spaces)
+            _add_message(messages, turn._replace(content=content, weight=weight_of(turn, weights, i)), keeps_spaces, i)
     if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
         raise DataError(
             f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
@@ -169,18 +168,20 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     return messages, marks, named
 
 
-def _add_message(messages: list[Message], turn: Turn, text: str, weight: float, i: int) -> None:
-    """Add a turn as a message. A turn of calls alone belongs to the answer before it, as ms-swift joins them."""
+def _add_message(messages: list[Message], turn: Turn, keeps_spaces: bool, i: int) -> None:
+    """Append a turn, its content a text and its weight known. Calls alone belong to the answer before them, as in
+    ms-swift."""
     calls = turn.tool_calls
     last = messages[-1] if messages else None
     if turn.is_call and last is not None and last.role == "gpt":
-        if turn.thought is not None or weight != last.weight:
+        if turn.thought is not None or turn.weight != last.weight:
             raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
         calls = (*(json.loads(last.tool_calls) if last.tool_calls else ()), *calls)
         messages[-1] = replace(last, tool_calls=_json(calls))
         return
     thought = None if turn.thought is None else turn.thought.replace(IMAGE_TOKEN, LITERAL_IMAGE)
-    messages.append(Message(turn.role, text, thought, _json(calls), weight, name=turn.name, call_id=turn.call_id))
+    more = (keeps_spaces, turn.name, turn.call_id)
+    messages.append(Message(turn.role, turn.content, thought, _json(calls), turn.weight, *more))
 
 
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:
@@ -198,7 +199,7 @@ def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str
         named |= {"image": [], "video": []}
         return IMAGE_LEFT_OUT
     if choice == "text" and all(mark.value is None for mark in marks):
-        messages[:] = [replace(each, text=each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
+        messages[:] = [each.with_text(each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
         marks.clear()
         return MARK_AS_TEXT
     if images or all(mark.value is None for mark in marks):
@@ -231,7 +232,7 @@ def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, 
         if message.role == "human":
             line = "" if message.keeps_spaces else "\n"
             shown = line.join([IMAGE_TOKEN] * len(marks))
-            messages[i] = replace(message, text=f"{shown}{line}{message.text}" if message.text else shown)
+            messages[i] = message.with_text(f"{shown}{line}{message.text}" if message.text else shown)
             return
     raise DataError("has images, but no question that could show them")
 
@@ -262,9 +263,9 @@ def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Itera
 def _in_order(values: list, marks: list[Mark]) -> list:
     """The record's images or videos in the order of the marks for them. Raises DataError for indices that don't name
     each of them once."""
-    if all(mark.index is None for mark in marks):
-        return values
     indices = [mark.index for mark in marks]
+    if not any([index is not None for index in indices]):
+        return values
     if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
         raise DataError(
             f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "
