@@ -1,6 +1,7 @@
 """Values with one meaning in the whole package, and the two errors that a user may see."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 IGNORE_INDEX = -100  # label of a position that is not supervised (torch's cross-entropy default)
@@ -26,6 +27,14 @@ class ConfigError(ValueError):
     """The flags, the recipe or the DeepSpeed JSON can't be used as given. The text tells what to do."""
 
 
+class FlagProblems(ConfigError):
+    """Flags that are known and can't be used as given. arguments: config.arguments.Arguments, as parsed."""
+
+    def __init__(self, message: str, arguments: object) -> None:
+        super().__init__(message)
+        self.arguments = arguments
+
+
 class DataError(ValueError):
     """A data set, image or weight file can't be used as given. The text tells where and what to do."""
 
@@ -38,9 +47,58 @@ class FileChanged(DataError):
     """A file has changed since its record was checked: the data have to be checked again."""
 
 
+def nearest_names(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that a name may be a slip of, the most similar first.
+
+    Names are compared word by word (words end at _ - . or a space), because whole names that share their last words
+    are similar as strings and mean different things: a name counts if each word has a counterpart that is spelled much
+    like it, or if it is a known name with a word too many or too few. Opposites (freeze, unfreeze) and other numbers
+    (beta1, beta3) are never slips; a word's first letters may stand for it.
+    """
+    scores = {each: _similarity(name, each) for each in known}
+    return sorted((each for each, score in scores.items() if score), key=lambda each: -scores[each])
+
+
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The most similar of the known names, to suggest in a message; None where none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)), None)
+    """The first of nearest_names; None if there is none."""
+    return next(iter(nearest_names(name, known)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of a message about an unknown name: "did you mean X?", or what to say where no known one is similar."""
+    nearest = nearest_name(name, known)
+    return otherwise if nearest is None else f"did you mean {nearest}?"
+
+
+def _similarity(name: str, known: str) -> float:
+    """A number up to 1; 0 for names that don't count as similar."""
+    words, others = _words(name), _words(known)
+    if (joined := "".join(words)) == (other := "".join(others)):
+        return 1.0
+    ratio = difflib.SequenceMatcher(None, joined, other).ratio()
+    if len(words) != len(others) and ratio >= 0.9 and _same_word(joined, other):  # written as one word
+        return ratio
+    pairs = [(word, each) for word in words for each in others if _same_word(word, each)]
+    paired = min(len({word for word, _ in pairs}), len({each for _, each in pairs}))
+    if paired < min(len(words), len(others)):
+        return 0.0
+    missing, extra = max(0, len(others) - len(words)), max(0, len(words) - len(others))
+    return ratio if 2 * missing <= len(others) and 3 * extra <= len(words) else 0.0
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
+
+
+def _same_word(word: str, known: str) -> bool:
+    if any({word, known} == {each, f"{prefix}{each}"} for each in (word, known) for prefix in ("un", "no", "dis")):
+        return False
+    number = re.sub(r"\D", "", word)
+    if number and number != re.sub(r"\D", "", known):
+        return False
+    is_beginning = len(word) >= 3 and known.startswith(word)
+    is_swapped = sorted(word) == sorted(known)
+    return is_beginning or is_swapped or difflib.SequenceMatcher(None, word, known).ratio() > 0.75
 
 
 def in_short(value: object) -> str:

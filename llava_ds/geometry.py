@@ -64,8 +64,9 @@ class ImageOptions:
     stretch: the tower's own processor stretches an image to the square, instead of cropping its centre; class_token:
     the first feature of a tile is of the whole tile; short_side: pixels that a square image's shorter side is scaled to
     before its centre is cropped, None for size; square_resample: Pillow's number of the filter for images that
-    become one tile; clip: settings of one video from its part of a message; the others are the flags of similar
-    names.
+    become one tile; value_range: values of images of more than 8 bits that become black and white, LOW,HIGH, or "image"
+    for each image's own, None for those of its type; clip: settings of one video from its part of a message; the others
+    are the flags of similar names.
     """
 
     size: int
@@ -86,6 +87,7 @@ class ImageOptions:
     class_token: bool = False
     short_side: int | None = None
     square_resample: int = BICUBIC
+    value_range: str | None = None
     clip: Clip | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -214,7 +216,13 @@ def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> Nati
         )
     tiling = dataclasses.replace(tiling, most=most)
     return NativeImageOptions(
-        spec.size, spec.patch_size, spec.mean, max_pixels=data.max_image_pixels, tiling=tiling, resample=spec.resample
+        spec.size,
+        spec.patch_size,
+        spec.mean,
+        max_pixels=data.max_image_pixels,
+        value_range=data.image_value_range,
+        tiling=tiling,
+        resample=spec.resample,
     )
 
 
@@ -252,6 +260,7 @@ def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -
         class_token=spec.class_token,
         short_side=spec.short_side,
         square_resample=spec.resample,
+        value_range=data.image_value_range,
     )
 
 

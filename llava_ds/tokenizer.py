@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import import_protobuf
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_config, read_json_if_there, shown
+from llava_ds.files.processor_files import processor_template
 
 SPACE = "▁"  # sentencepiece's space
 MAX_NAMED = 4  # tokens named in one line
@@ -57,7 +58,9 @@ def open_ready_tokenizer(path: str, where: str) -> PreTrainedTokenizerBase:
     tokenizer = read_tokenizer(path, where)
     if not tokenizer.is_fast:
         raise ConfigError(f"{where}: the tokenizer is a slow one, without character offsets: add its tokenizer.json")
-    template = _processor_template(Path(path), where) or tokenizer.chat_template
+    template = processor_template(path, where) or tokenizer.chat_template
+    if isinstance(template, dict):  # by names
+        template = template.get("default")
     if not isinstance(template, str):
         raise ConfigError(
             f"{where} has no chat template (chat_template.jinja, chat_template.json or in processor_config.json): a "
@@ -74,19 +77,6 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     Gemma's <end_of_turn>."""
     marked = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *marked]))
-
-
-def _processor_template(folder: Path, where: str) -> object:
-    """The chat template in a processor's files, newest format first."""
-    if (template := read_template(folder, where)) is not None:
-        return template
-    for name in ("chat_template.json", "processor_config.json"):
-        template = read_json_if_there(folder / name, where).get("chat_template")
-        if template is not None:
-            if not isinstance(template, str):
-                raise ConfigError(f"{where}: {name} says chat_template {shown(template)}, expected a text")
-            return template
-    return None
 
 
 def read_template(folder: Path, where: str) -> str | None:

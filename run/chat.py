@@ -85,6 +85,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
     if args.max_concurrent_requests is not None and not args.serve:
         raise ConfigError("--max_concurrent_requests goes with --serve: give that, or leave it out")
+    if args.port is not None and not (args.web or args.serve):
+        raise ConfigError("--port goes with --web or --serve: give one of them, or leave it out")
     if args.serve and given:
         raise ConfigError(f"{', '.join(given)}: with --serve requests bring it, leave it out")
 

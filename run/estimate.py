@@ -24,8 +24,8 @@ from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Posit
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR, with_axes
-from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR
+from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
 from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
 from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
 from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_folders
@@ -170,7 +170,7 @@ def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tupl
     raw = None
     if args.training.deepspeed_config != CHOOSE_DS_CONFIG:
         raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
-    args = with_axes(args, raw)
+    args = axes_from(raw or {}, args)
     training = args.training
     sp, tp, pp = training.sequence_parallel_size, training.tensor_parallel_size, training.pipeline_parallel_size
     check_sizes(own.num_gpus, sp, tp, pp)

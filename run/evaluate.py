@@ -51,6 +51,9 @@ from llava_ds.tiny.default import heldout_data
 from llava_ds.tracking.mistakes import mistake_lines
 from llava_ds.tracking.page import report_at_end
 
+MOST_NEW_TOKENS = 64
+WITH_ANSWERS = ("llava", "caption", "preference")  # tasks whose questions come with their answers
+
 
 def main() -> None:
     args = parse()
@@ -242,7 +245,7 @@ def parse() -> argparse.Namespace:
         help="print N wrong answers with reference and images, the most confident first (default: %(default)s)",
     )
     add("--batch_size", type=number(Count), default=48, help="questions at a time on a device (default: %(default)s)")
-    add("--max_new_tokens", type=number(Count), default=64, help="longest answer (default: %(default)s)")
+    add("--max_new_tokens", type=number(Count), help=f"longest answer in tokens (default: {MOST_NEW_TOKENS})")
     add(
         "--best_of",
         type=number(Count),
@@ -277,6 +280,23 @@ def refuse_contradictions(args: argparse.Namespace) -> None:
         raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one of them out")
     if args.data_path is None and args.task != "llava":
         raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
+    for name in ("image_folder", "annotations"):
+        if args.data_path is None and (value := getattr(args, name)) is not None:
+            raise ConfigError(
+                f"--{name} {value} goes with --data_path: the generated questions have their own images and answers, "
+                "give that, or leave it out"
+            )
+    if args.image_folder is not None and not os.path.isdir(args.image_folder):
+        raise ConfigError(f"--image_folder {args.image_folder}: there is no such folder")
+    if args.annotations is not None and args.task in WITH_ANSWERS:
+        raise ConfigError(
+            f"--annotations {args.annotations}: --task {args.task} reads the answers in --data_path: leave it out"
+        )
+    if args.max_new_tokens is not None and args.task == "preference":
+        raise ConfigError(
+            "--max_new_tokens is for drawn answers, and --task preference compares given ones: leave it out"
+        )
+    args.max_new_tokens = args.max_new_tokens or MOST_NEW_TOKENS
     if ":" not in args.metric and args.metric not in CHOSEN_METRICS:
         raise ConfigError(f"--metric {args.metric}: give one of {', '.join(CHOSEN_METRICS)}, or file.py:function")
     if args.metric != "exact" and args.task != "llava":

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import argparse
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.config.bounds import Count, Number, number
 from llava_ds.constants import ConfigError
 from llava_ds.export.adapter import write_restored_adapter
+from llava_ds.export.bit_check import check_written
 from llava_ds.export.blending import open_adapters
 from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.export_plan import ExportPlan, hf_kind
@@ -31,6 +33,7 @@ from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.from_folder import open_folder
 from llava_ds.export.gguf_folder import with_gguf_type
 from llava_ds.export.output_folder import staged, write_folder
+from llava_ds.export.reload_check import describe_bits
 from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.tokenizer_files import refuse_lost_tokens
 from llava_ds.runtime.ranks import quiet_libraries
@@ -86,15 +89,16 @@ def main() -> None:
     _check_is_not_read(output_dir, source, export)
     with staged(output_dir) as stage:
         if form == "adapter":
-            write_restored_adapter(export, restored.trained, restored.lora_start, restored.base, stage)
+            written = write_restored_adapter(export, restored.trained, restored.lora_start, restored.base, stage)
         else:
-            write_folder(export, entries, stage)
+            written = write_folder(export, entries, stage)
+        checked = f" ({describe_bits('full', partial(check_written, written))})" if written else ""
         if restored is not None:
             step = commit.step_of(source.resolve())
             write_card(stage, form, restored.run, restored.run_dir, restored.record, step)
         else:
             write_conversion_card(stage, form, source)
-    print(f"{form}: {output_dir}")
+    print(f"{form}: {output_dir}{checked}")
 
 
 def parse() -> argparse.Namespace:

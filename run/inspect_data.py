@@ -45,6 +45,8 @@ from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 from llava_ds.tracking.data_page import in_terminal, page, supervised_text
 
+HTML_SAMPLES = 30
+
 
 def main(argv: list[str]) -> None:
     parser = Parser(description=__doc__)
@@ -52,8 +54,11 @@ def main(argv: list[str]) -> None:
     add("--num_samples", type=number(NotNegative), default=3, help="samples to print (default: %(default)s)")
     add("--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file")
     add("--html", type=given_path, help="write a page with samples, their images and the mask to this file")
-    add("--html_samples", type=number(NotNegative), default=30, help="samples on the page (default: %(default)s)")
+    add("--html_samples", type=number(NotNegative), help=f"samples on the page (default: {HTML_SAMPLES})")
     own, rest = parser.parse_known_args(argv)
+    if own.html_samples is not None and own.html is None:
+        raise ConfigError("--html_samples goes with --html: give that, or leave it out")
+    most = HTML_SAMPLES if own.html_samples is None else own.html_samples
     if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
         raise ConfigError("\n".join(problems))
     args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
@@ -72,7 +77,7 @@ def main(argv: list[str]) -> None:
     if own.jsonl is not None:
         write_output(Path(own.jsonl), partial(_write_rows, dataset, tokenizer), "--jsonl")
     if own.html is not None:
-        samples = (shown_sample(dataset, i, tokenizer, True) for i in range(min(own.html_samples, len(dataset))))
+        samples = (shown_sample(dataset, i, tokenizer, True) for i in range(min(most, len(dataset))))
         text = page(args.data.data_path, dataset.summary(), samples, dataset.rejections())
         write_output(Path(own.html), text, "--html")
 

@@ -6,11 +6,11 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 import sys
 from functools import partial
 
-from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.command import begin, exit_with
+from llava_ds.train.early_flags import read_flags
 
 if __name__ == "__main__":
-    begin("run/train.py", reads=read_training_flags)
+    begin("run/train.py", reads=read_flags)
 
 import torch
 
@@ -23,7 +23,7 @@ from llava_ds.train.hooks import Average, Evaluate, Health, Log, Save, Stop
 from llava_ds.train.loop import train
 from llava_ds.train.plan import make_plan, show_dry_run
 from llava_ds.train.session import build, finish
-from llava_ds.train.start import start
+from llava_ds.train.start import name_sources, start
 
 
 def main(argv: list[str]) -> int:
@@ -58,4 +58,4 @@ def train_and_leave_group(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py")
+    exit_with(partial(train_and_leave_group, sys.argv[1:]), "run/train.py", explain=partial(name_sources, sys.argv[1:]))

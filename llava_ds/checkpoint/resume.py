@@ -1,7 +1,6 @@
 """The checkpoint that a run resumes from: found, compared with the run, or refused."""
 
 import dataclasses
-import difflib
 import functools
 import time
 from collections.abc import Callable, Collection
@@ -14,8 +13,8 @@ from llava_ds.checkpoint.base_weights import Hashes
 from llava_ds.checkpoint.run_identity import RunIdentity, data_ranks, saved_identity
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.config.arguments import Arguments, flags_free_on_resume
-from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.optimizer import SHARDED, optimizer_name
+from llava_ds.constants import ConfigError, did_you_mean
+from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
 from llava_ds.engine.pieces import has_layout
 from llava_ds.files.writing import Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
@@ -228,8 +227,7 @@ def _permitted(allowed: str | None, known: Collection[str], free: Collection[str
     if names == {"all"}:
         return set(known)
     for name in sorted(names - set(known)):
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "give names of flags with commas between, or all"
+        hint = did_you_mean(name, known, "give names of flags with commas between, or all")
         if name in free:
             hint = "another value changes no result, so leave it out"
         raise ConfigError(f"--allow_changed_flags {name} is nothing that a resume compares: {hint}")
@@ -266,8 +264,10 @@ def _unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict 
     """
     where = f"start {saved['world_size']} ranks at ZeRO-{saved['zero_stage']}, or give --resume never to start again"
     name = optimizer and optimizer_name(optimizer)
-    if name in SHARDED or name == "Muon":
+    if name in SHARDED or name == "Muon" or name in BITSANDBYTES:
         why = f"{name} sees shards instead of {SHARDED[name]}" if name in SHARDED else "Muon keeps whole matrices"
+        if name in BITSANDBYTES:
+            why = f"{name}'s 8-bit states have scales of blocks of what a rank holds"
         return f"{path} can't be resumed: {'; '.join(reshaped)}, but {why}, so its states can't be re-sharded: {where}"
     if not has_layout(path):
         return (

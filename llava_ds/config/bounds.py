@@ -1,6 +1,7 @@
 """Numbers and lengths of time that people write: bounds, declared beside the field or flag and checked in one place."""
 
 import argparse
+import json
 import math
 import re
 import typing
@@ -51,6 +52,28 @@ class Bounds:
             return f"a value above {self.least:g}" if self.above else f"{self.least:,.10g} or more"
         first = f"above {self.least:g}" if self.above else f"from {self.least:g}"
         return f"a value {first} to {'below ' * self.below}{self.most:g}"
+
+
+OWN_RANGE = "image"  # of --image_value_range: each image's least and largest value
+
+
+def range_of_values(text: object) -> tuple[float, float] | None:
+    """The values of --image_value_range that become black and white; None for each image's own.
+
+    Raises ConfigError for other texts than image, or two finite numbers like 0,4095.
+    """
+    if text == OWN_RANGE:
+        return None
+    try:
+        low, high = (float(number) for number in str(text).split(","))
+    except ValueError:
+        low = high = math.nan
+    if not (low < high and math.isfinite(low) and math.isfinite(high - low)):
+        raise ConfigError(
+            f"{in_short(repr(text))} is no range of values: give the ones that become black and white, the lower one "
+            f"first, like 0,4095, or {OWN_RANGE} for each image's own"
+        )
+    return low, high
 
 
 Whole = Annotated[int, Bounds(-MOST, MOST)]
@@ -104,21 +127,64 @@ def number(kind: type) -> Callable[[str], float]:
 
 def seconds_of(text: str) -> int:
     """The seconds in 3h50m, 90s, 1d or a plain number of seconds. Raises ConfigError for anything else, and for 0."""
-    if text.isdecimal():
+    if text.isdecimal() and len(text) < 20:
         total = int(text)
     else:
         found = _UNITS.fullmatch(text)
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
         total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise ConfigError(f"{text!r} is no length of time: write it like 3h50m, 45m, 90s or 5400 (seconds)")
+        raise ConfigError(
+            f"{in_short(repr(text))} is no length of time: write it like 3h50m, 45m, 90s or 5400 (seconds)"
+        )
     return total
+
+
+def json_object(text: str) -> dict:
+    """The object in a flag's JSON. Raises ValueError, also where a key comes twice or a number is not finite."""
+    try:
+        found = json.loads(text, object_pairs_hook=_each_once, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("expected an object")
+    return found
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict:
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{in_short(twice[0])} stands there twice")
+    return dict(pairs)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{in_short(text)} is no finite number")
+    return value
 
 
 def in_a_line(message: str) -> str:
     """Rewrite argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and its own words behind a colon."""
     pattern = r"^argument ([^\s:/]+)[^\s:]*:( (?:invalid|expected|ignored|not allowed) )?"
     return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
+
+
+def takes(action: argparse.Action, value: str) -> bool:
+    """True if a flag may have been meant by a misspelled one that stands before this value ("" for none)."""
+    if not value or value.startswith("--"):
+        return True
+    if action.nargs == 0 or (value in ("True", "False") and not _is_switch(action)):
+        return False
+    try:
+        converted = value if action.type is None else action.type(value)
+    except (argparse.ArgumentTypeError, ValueError):
+        return False
+    return action.choices is None or converted in action.choices
+
+
+def _is_switch(action: argparse.Action) -> bool:
+    return action.const is not None or getattr(action.type, "__name__", "") == "string_to_bool"
 
 
 def _bounds_in(kind: object) -> Bounds | None:

@@ -99,6 +99,12 @@ class DataArguments:
         "Resize images with torch in place of Pillow: about 3 times as many of LLaVA's images a second, and no value "
         "differs by more than 2 of 255.",
     )
+    image_value_range: str | None = _images(
+        None,
+        "Values of images with more than 8 bits (16 or 32 bits, floats) that become black and white: LOW,HIGH, like "
+        "0,4095, or image for each image's own least and largest. Absent: 0 to 65,535 for 16 bits, 0 to 255 for "
+        "floats; the first lines say which images that leaves nearly black.",
+    )
     video_fps: Count = _images(1, "Frames taken from each second of a video file.")
     frames_upbound: NotNegative = _images(
         32,

@@ -152,8 +152,8 @@ class ModelArguments:
     lora_target_modules: str | None = _lora(
         None,
         "Layers of these parts that get LoRA: ends of their names, like q_proj v_proj, or one regular expression for "
-        "whole names, as peft's target_modules; names are those in adapter_config.json. Absent: every linear layer but "
-        "the output layer. The experts of a mixture get it only by name: gate_up_proj down_proj.",
+        "whole names, as peft's target_modules; names are those in adapter_config.json. Absent, or all-linear: every "
+        "linear layer but the output layer. The experts of a mixture get it only by name: gate_up_proj down_proj.",
         argparse={"nargs": "*"},
     )
     lora_r: Count = _lora(64, "Rank of LoRA's matrices.")

@@ -4,8 +4,10 @@ LLaVA's and LLaVA-NeXT's scripts run as they are; the names of qwen-vl-finetune,
 DeepSpeed-Chat lead to ours.
 """
 
-from collections.abc import Collection, Iterator
+import argparse
+from collections.abc import Iterator, Mapping
 
+from llava_ds.config.bounds import takes
 from llava_ds.constants import nearest_name
 
 NO = ("False", "false", "0")
@@ -37,27 +39,29 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 ELSEWHERE = {
     theirs: ours
     for ours, names in {
-        "--data_path": "--dataset --dataset_config --dataset_dir --dataset_name --dataset_use",
+        "--data_path": (
+            "--dataset --dataset_config --dataset_dir --dataset_name --dataset_path --dataset_use --train_data"
+        ),
         "--max_pixels": "--image_max_pixels",
         "--min_pixels": "--image_min_pixels",
-        "--frames_upbound": "--video_max_frames --video_maxlen --fps_max_frames",
+        "--frames_upbound": "--video_max_frames --video_maxlen --fps_max_frames --max_frames --num_frames",
         "--force_sample True --frames_upbound (a number of frames for every video)": "--video_min_frames --nframes",
         "--video_fps (frames of a second)": "--base_interval",
         "--data_path with a mixture of several files": "--sft_only_data_path",
         "--data_split": "--dataset_split --dataset_train_split",
         "--eval_data_split": "--dataset_test_split --eval_split",
-        "--image_folder": "--media_dir",
+        "--image_folder": "--media_dir --image_dir --image_root --images",
         "--mm_vision_tower_lr": "--vision_tower_lr",
-        "--vision_tower": "--image_tower",
+        "--vision_tower": "--image_tower --vision_encoder --mm_vision_encoder",
         "--mm_projector_type": "--image_projector_type",
         "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
         "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
         "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",
         "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
-        "--eval_fraction": "--val_size",
-        "--model_max_length": "--cutoff_len --max_length --max_seq_len --max_seq_length",
-        "--version": "--template",
-        "--lora_enable": "--finetuning_type --use_peft",
+        "--eval_fraction": "--val_size --val_split",
+        "--model_max_length": "--cutoff_len --max_len --max_length --max_seq_len --max_seq_length --seq_len",
+        "--version": "--template --conv_type --conversation_template --chat_template",
+        "--lora_enable": "--finetuning_type --use_peft --use_lora",
         "--lora_r": "--lora_dim --lora_rank",
         "--lora_target_modules": "--lora_module_name --lora_target --target_modules --target_regex",
         "--lora_modules language,vision": "--vision_lora",
@@ -74,13 +78,26 @@ ELSEWHERE = {
         "--resize_token_embeddings True --pad_embeddings_to_multiple_of 32": "--resize_token_embeddings_to_32x",
         "--pad_embeddings_to_multiple_of": "--pad_vocab_size_to_multiple_of --make_vocab_size_divisible_by",
         "--eval_steps": "--eval_interval",
-        "--output_dir (its folder tensorboard)": "--tensorboard_path",
-        "--bits": "--quantization_bit",
+        "--save_steps": "--save_interval",
+        "--logging_steps": "--log_interval",
+        "--num_train_epochs": "--epochs --num_epochs",
+        "--max_grad_norm": "--grad_clip --gradient_clipping",
+        "--dataloader_num_workers": "--num_workers",
+        "--freeze_backbone": "--freeze_llm",
+        "--lr_scheduler_type": "--scheduler",
+        "--loss_type": "--pref_loss",
+        "--beta": "--dpo_beta --pref_beta",
+        "the variable WANDB_PROJECT": "--wandb_project",
+        "--output_dir": "--output_path --checkpoint_dir",
+        "--output_dir (its folder tensorboard)": "--tensorboard_path --logging_dir",
+        "--bits": "--quantization --quantization_bit",
+        "--bits 4": "--load_in_4bit",
+        "--bits 8": "--load_in_8bit",
         "--resume": "--resume_from_checkpoint",
         "--stream": "--streaming",
         "--shuffle_buffer_size": "--buffer_size --streaming_buffer_size",
         "--resume never": "--overwrite_output_dir",
-        "an optimizer in the DeepSpeed JSON": "--optim",
+        "--optim (or an optimizer in the DeepSpeed JSON)": "--optimizer",
         '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",
         '"stage" in the DeepSpeed JSON, which actor and critic share (--deepspeed_config ds_configs/zero2.json)': (
             "--actor_zero_stage --critic_zero_stage"
@@ -89,21 +106,23 @@ ELSEWHERE = {
             "--offload_reference_model --reference_zero_stage"
         ),
         "--deepspeed_config ds_configs/zero2_offload.json": "--offload",
-        "--model_name_or_path": "--actor_model_name_or_path --sft_model_path",
-        "--learning_rate": "--actor_learning_rate --lora_learning_rate",
+        "--model_name_or_path": "--actor_model_name_or_path --model --model_path --sft_model_path",
+        "--learning_rate": "--actor_learning_rate --lora_learning_rate --lr",
         "--weight_decay": "--actor_weight_decay --critic_weight_decay",
-        "--gradient_checkpointing": "--actor_gradient_checkpointing --critic_gradient_checkpointing",
-        "--per_device_train_batch_size": "--per_device_training_batch_size",
+        "--gradient_checkpointing": (
+            "--actor_gradient_checkpointing --critic_gradient_checkpointing --activation_checkpointing --recompute"
+        ),
+        "--per_device_train_batch_size": "--batch_size --per_device_training_batch_size",
         "--train_batch_size (which counts prompts)": "--generation_batches",
         "--num_iterations": "--ppo_epochs --num_ppo_epochs",
         "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
         "--model_max_length (of prompt and answer)": "--max_prompt_seq_len --max_prompt_length",
-        "--kl_ctl": "--kl_coef --init_kl_coef",
+        "--kl_ctl": "--kl_coef --kl_coeff --init_kl_coef",
         "--lora_enable True --lora_r (of actor and critic)": "--actor_lora_dim --critic_lora_dim",
         "--max_resample_times": "--max_num_gen_batches",
         "--num_generations": "--num_return_sequences",
         "--warmup_steps": "--num_warmup_steps",
-        "--bf16 True or --fp16 True": "--dtype",
+        "--bf16 True or --fp16 True": "--dtype --mixed_precision --precision --torch_dtype",
         "--cache_dir": "--data_output_path",
         "--report_to tensorboard": "--enable_tensorboard",
         "the variable DEEPSPEED_TIMEOUT (minutes)": "--ddp_timeout",
@@ -120,8 +139,13 @@ NOT_HERE = {
             "--unpin_actor_parameters"
         ),
         "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
+        "the tower trains with --unfreeze_mm_vision_tower alone": "--freeze_vision_tower --freeze_vit",
         "nothing is padded": "--num_padding_at_beginning",
-        "samples are always laid end to end": "--data_flatten --data_packing",
+        "samples are always laid end to end": "--data_flatten --data_packing --packing --packing_length",
+        "the fastest attention that this machine has is chosen": "--flash_attn --use_flash_attn --attn",
+        "DeepSpeed places the model, as its JSON says": "--device_map --fsdp --fsdp_config",
+        "columns that a layout does not have are never read": "--remove_unused_columns",
+        "run/train.py trains, and run/evaluate.py evaluates": "--do_train --do_eval --do_predict",
         "losses are always computed in float32": "--compute_fp32_loss",
         "eval and answers drop no token": "--eval_capacity_factor",
         "the template of --version ends every answer": "--add_eot_token",
@@ -148,11 +172,12 @@ def without_effect(values: object) -> tuple[list[str], list[str]]:
     return problems, notes
 
 
-def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
-    """A line for every flag that the parser left over, with our name for it. known: all options."""
+def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None]) -> Iterator[str]:
+    """A line for every flag that the parser left over, with our name for it. known: all options, and what reads them;
+    None for those of another parser."""
     after_flag = False
-    for token in unknown:
-        flag = token.split("=", 1)[0]
+    for token, after in zip(unknown, [*unknown[1:], "--"]):
+        flag, has_value, value = token.partition("=")
         if not flag.startswith("-"):
             if not after_flag:
                 yield f"unexpected argument {flag!r}: every value belongs behind a --flag"
@@ -161,6 +186,9 @@ def unknown_flags(unknown: list[str], known: Collection[str]) -> Iterator[str]:
         if flag in NOT_HERE:
             yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"
             continue
-        nearest = ELSEWHERE.get(flag) or nearest_name(flag, known)
+        value = value if has_value else after
+        useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}
+        fitting = [name for name, action in useful.items() if action is None or takes(action, value)]
+        nearest = ELSEWHERE.get(flag) or nearest_name(flag, fitting)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"
         yield f"unknown flag {flag}{hint}"

@@ -1,10 +1,11 @@
 """From a command line and a recipe to checked flags: every problem is found before anything is built."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from transformers import HfArgumentParser
@@ -16,12 +17,13 @@ from llava_ds.config.flags import GROUPS, Flag
 from llava_ds.config.model_flags import is_pattern, tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of
-from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, unused_lora_flags
+from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off, unused_lora_flags
 from llava_ds.config.shipped import DS_CONFIGS, found
-from llava_ds.config.training_flags import TRACKERS
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, in_short
+from llava_ds.config.training_flags import OPTIMS, TRACKERS
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, FlagProblems, in_short
 
 FEW_CHOICES = 5  # that stand beside a flag in --help
+ALL_LINEAR = ("all-linear", "all")  # peft's word, and LLaMA-Factory's, for what leaving out --lora_target_modules means
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
 
 
@@ -65,11 +67,23 @@ class _Parser(HfArgumentParser):
         return formatter.format_help()
 
     def parse_known_args(self, args=None, namespace=None):
-        """Accepts --deepspeed without a value beside --deepspeed_config, as the switch of add_config_arguments."""
+        """Accepts --deepspeed without a value beside --deepspeed_config, as the switch of add_config_arguments, and a
+        range of values that begins with a minus."""
         if args is not None and any(token.split("=", 1)[0] == "--deepspeed_config" for token in args):
             pairs = zip(args, [*args[1:], "--"])
             args = [token for token, after in pairs if token != "--deepspeed" or not after.startswith("--")]
-        return super().parse_known_args(args, namespace)
+        return super().parse_known_args(args and _joined_ranges(args), namespace)
+
+
+def _joined_ranges(args: list[str]) -> list[str]:
+    """The arguments with --image_value_range and a value like -1000,3000, which looks like an option, in one."""
+    names, joined = ("--image_value_range", "--image-value-range"), []
+    for token in args:
+        if joined and joined[-1] in names:
+            joined[-1] += f"={token}"
+        else:
+            joined.append(token)
+    return joined
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -123,8 +137,42 @@ def parse_arguments(
 
     argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
     count as given; to_train: whether to check what only training needs; own_flags: the script's other flags, for the
-    hint at a misspelled one. Raises ConfigError, which lists every problem found.
+    hint at a misspelled one. Raises ConfigError, which lists every problem found, and which of the flags that it names
+    are a recipe's.
     """
+    try:
+        return _parsed(argv, defaults, to_train, own_flags)
+    except ConfigError as error:
+        message = str(error)
+        with contextlib.suppress(ConfigError):  # the recipe is what the message is about
+            message = explained(message, recipe_values(argv, defaults))
+        if isinstance(error, FlagProblems):
+            raise FlagProblems(message, error.arguments) from None
+        raise ConfigError(message) from None
+
+
+def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) -> dict[str, str]:
+    """A sentence for each flag that a recipe gives, and not the command line: its value, and the recipe.
+
+    defaults: of the tiny model's recipe. Raises ConfigError for a recipe that can't be read.
+    """
+    path, written = recipe_of(argv), _written(argv)
+    recipe, defaults = _without_contradictions({} if path is None else read_recipe(path), defaults or {}, written)
+    found = {name: f"--{name} {value} is from the tiny model's recipe" for name, value in defaults.items()}
+    found |= {name.replace("-", "_"): f"--{name} {value} is from --recipe {path}" for name, value in recipe.items()}
+    return {name: sentence for name, sentence in found.items() if name not in written}
+
+
+def explained(message: str, sources: Mapping[str, str]) -> str:
+    """A message with a line for every flag in it that nobody wrote. sources: sentences by the flags' names."""
+    named = dict.fromkeys(re.findall(r"(?<![\w-])--(\w+)", message))
+    lines = [sources[name] for name in named if name in sources and sources[name] not in message]
+    return "\n".join([message, *lines])
+
+
+def _parsed(
+    argv: list[str], defaults: dict[str, object] | None, to_train: bool, own_flags: Collection[str]
+) -> tuple[Arguments, list[str]]:
     parser = build_parser()
     recipe_path = recipe_of(argv)
     recipe = {} if recipe_path is None else read_recipe(recipe_path)
@@ -136,8 +184,8 @@ def parse_arguments(
     )
     options = {option: action for action in parser._actions for option in action.option_strings}
     if unknown:
-        known = [option for option in options if option.startswith("--")]
-        raise ConfigError("\n".join(unknown_flags(unknown, [*known, *own_flags])))
+        known = {option: action for option, action in options.items() if option.startswith("--")}
+        raise ConfigError("\n".join(unknown_flags(unknown, known | dict.fromkeys(own_flags))))
 
     if "eval_fraction" in written and not (data.eval_fraction or data.eval_data_path or "eval_steps" in written):
         training = dataclasses.replace(training, eval_steps=None)  # of a recipe, whose eval samples are turned off
@@ -147,8 +195,8 @@ def parse_arguments(
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
     if problems:
-        raise ConfigError("\n".join(problems))
-    return args, notes + unused_lora_flags(args)
+        raise FlagProblems("\n".join(problems), args)
+    return args, notes + unused_lora_flags(args) + switched_off(args)
 
 
 def _written(argv: Sequence[str]) -> set[str]:
@@ -193,6 +241,12 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
         except ValueError:
             problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
+    if (optim := OPTIMS.get(args.training.optim)) is None:
+        problems.append(
+            f"--optim {in_short(args.training.optim)} is unknown: give one of {', '.join(OPTIMS)}, or name another "
+            'optimizer in the DeepSpeed JSON, like "optimizer": {"type": "Lion"}'
+        )
+    values["optim"] = optim or args.training.optim
     if args.model.init_lora_weights == "True":  # YAML's true, and peft's
         values["init_lora_weights"] = "true"
     for name in ("moe_layers_idx", "train_modules", "modules_to_save"):
@@ -216,7 +270,14 @@ def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
     it."""
     words = [value] if isinstance(value, str) else value or []
     if not any(map(is_pattern, words)):
-        return _joined(words), []
+        joined = _joined(words)
+        if not (whole := [word for word in (joined or "").split(",") if word.lower() in ALL_LINEAR]):
+            return joined, []
+        if joined == whole[0]:
+            return None, []
+        return None, [
+            f"--lora_target_modules {joined}: {whole[0]} means every linear layer, give it alone, or names without it"
+        ]
     if len(words) > 1:
         return None, [
             f"--lora_target_modules {' '.join(words)}: give names, or one regular expression: join several by |"
@@ -244,14 +305,19 @@ def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     """The tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
 
-    No eval samples are split off the user's own data unless a flag says so.
+    No eval samples are split off the user's own data, or for rewards, unless a flag says so.
     """
     flags = _written(argv)
     if flags & {"model_name_or_path", "recipe"}:
         return {}
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
-    projector_only = build_parser().parse_known_args(tokens)[0].tune_mm_mlp_adapter
-    defaults = read_recipe(recipes / f"tiny-{'pretrain' if projector_only else 'finetune'}.yaml")
-    if "data_path" in flags and not flags & {"eval_fraction", "eval_data_path"}:
+    written = build_parser().parse_known_args(tokens)[0]
+    defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")
+    if ("data_path" in flags or written.objective in ("grpo", "ppo")) and not flags & {
+        "eval_fraction",
+        "eval_data_path",
+    }:
         flags |= {"eval_fraction", "eval_steps"}
+    if written.objective == "reward":  # whose model gives no answers
+        flags.add("sample_steps")
     return {name: value for name, value in defaults.items() if name not in flags}

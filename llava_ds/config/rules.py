@@ -1,6 +1,5 @@
 """The checks of flags that concern more than one flag, or a path: small rules, each of which yields lines."""
 
-import json
 import math
 import os
 import re
@@ -9,7 +8,7 @@ from importlib.util import find_spec
 from itertools import chain
 
 from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
-from llava_ds.config.bounds import out_of_bounds, seconds_of
+from llava_ds.config.bounds import json_object, out_of_bounds, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
     LORA_PARTS,
@@ -24,10 +23,10 @@ from llava_ds.config.model_flags import (
     trains_projector_only,
 )
 from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, in_short
 from llava_ds.files.object_store import is_remote, url_problem
 from llava_ds.files.places import local_path
-from llava_ds.files.writing import can_be_made, path_problem
+from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 from llava_ds.template_variables import parse_variables
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
@@ -53,6 +52,17 @@ LORA_FLAGS = (
 )
 MOE_FLAGS = ("num_experts", "top_k_experts", "moe_mode", "moe_layers_idx", "use_residual")  # of --moe_enable
 QUANTIZATION_FLAGS = ("quant_type", "double_quant")
+
+# Flags that say how the records of --data_path are read.
+OF_RECORDS = (
+    "data_format",
+    "data_columns",
+    "data_split",
+    "image_folder",
+    "video_folder",
+    "allow_http",
+    "object_cache_dir",
+)
 
 # Flags that may name an object store.
 REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
@@ -117,13 +127,33 @@ PART_FLAGS = (
     "unfreeze_mm_vision_tower",
 )
 
+# What a 0 may be meant to say, of flags that take none.
+INSTEAD_OF_ZERO = {
+    "save_steps": "--save_strategy no saves no checkpoints",
+    "save_total_limit": "leave it out to keep all checkpoints",
+    "early_stopping_patience": "leave it out to train to the end",
+    "max_resample_times": "--dynamic_sample False tries no other prompt",
+}
+# What a 0 switches off, of the others.
+SWITCHED_OFF = {
+    "eval_steps": "the eval loss is computed at the end only",
+    "sample_steps": "no questions are answered while training",
+    "max_steps": "--num_train_epochs says how long to train",
+    "check_divergence_steps": "copies of the weights are never compared",
+    "watchdog_start_s": "nothing ends a start that hangs",
+    "watchdog_step_s": "nothing ends a step that hangs",
+    "watchdog_save_s": "nothing ends a save that hangs",
+}
+
 Rule = Callable[[Arguments], Iterator[str]]
 
 
 def problems_of(args: Arguments, to_train: bool) -> list[str]:
     """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
-    problems = out_of_bounds(args.as_dict(), SECTIONS)
+    problems = [_with_remedy(line) for line in out_of_bounds(args.as_dict(), SECTIONS)]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
+    named = [(name, value) for name, value in _paths(args) if FLAGS[name].path in ("model", "output")]
+    problems += [f"--{name} {problem}" for name, value in named if (problem := utf8_problem(value))]
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
@@ -134,6 +164,17 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
 def data_problems(args: Arguments) -> list[str]:
     """The same of the flags that say what is read, which a model's folder may give values to."""
     return [*_missing_paths(args, only_to_train=False), *_lines(DATA_RULES, args)]
+
+
+def _with_remedy(line: str) -> str:
+    name = line.removeprefix("--").partition(" is 0: ")[0]
+    return f"{line}; {INSTEAD_OF_ZERO[name]}" if name in INSTEAD_OF_ZERO else line
+
+
+def switched_off(args: Arguments) -> list[str]:
+    """A line for every flag that was given as 0, by which it switches something off."""
+    values = args.as_dict()
+    return [f"--{name} 0: {what}" for name, what in SWITCHED_OFF.items() if name in args.given and values[name] == 0]
 
 
 def _lines(rules: tuple[Rule, ...], args: Arguments) -> list[str]:
@@ -198,6 +239,11 @@ def image_shape(args: Arguments) -> Iterator[str]:
             f"--image_grid_pinpoints {data.image_grid_pinpoints} needs --image_aspect_ratio anyres, which is "
             f"{data.image_aspect_ratio}"
         )
+    if data.image_value_range is not None:
+        try:
+            range_of_values(data.image_value_range)
+        except ConfigError as error:
+            yield f"--image_value_range {error}"
     if data.force_sample and data.frames_upbound == 0:
         yield "--force_sample takes --frames_upbound frames of every video, which is 0: give a number of frames"
 
@@ -220,6 +266,12 @@ def needed_flags(args: Arguments) -> Iterator[str]:
         )
     if model.model_name_or_path is None and model.vision_tower is not None:
         yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
+    if args.data.data_path is None:
+        for name in (name for name in OF_RECORDS if name in args.given):
+            yield (
+                f"--{name} {in_short(getattr(args.data, name))} goes with --data_path: the generated scenes need none, "
+                "give that, or leave it out"
+            )
     if model.model_name_or_path is not None and args.data.data_path is None:
         yield "--data_path is missing: the generated scenes go with the tiny model only; name your records"
 
@@ -271,6 +323,11 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         value = getattr(training, name)
         if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
             yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
+    if training.eval_strategy in ("steps", "epoch") and training.eval_steps == 0 and "eval_steps" in args.given:
+        yield (
+            f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "
+            "only, the other before, too: give one of them"
+        )
     has_samples = data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None
     remedy = "computes the loss on eval samples: give --eval_data_path or --eval_fraction, too"
     if training.eval_steps and not has_samples and training.eval_strategy is None:
@@ -401,7 +458,7 @@ def lora_variants(args: Arguments) -> Iterator[str]:
         yield "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one"
     for name in ("lora_rank_pattern", "lora_alpha_pattern"):
         if (problem := _pattern_problem(getattr(model, name))) is not None:
-            yield f"--{name} {getattr(model, name)}: {problem}"
+            yield f"--{name} {in_short(getattr(model, name))}: {problem}"
     start = model.init_lora_weights
     if not re.fullmatch(r"true|gaussian|olora|pissa|pissa_niter_[1-9]\d{0,2}", start):
         yield (
@@ -435,10 +492,10 @@ def _pattern_problem(text: str | None) -> str | None:
         return None
     expected = 'expected JSON of names with whole numbers, like {"down_proj": 8}'
     try:
-        found = json.loads(text)
+        found = json_object(text)
     except ValueError:
         return expected
-    if not isinstance(found, dict) or not all(type(value) is int and value > 0 for value in found.values()):
+    if not all(type(value) is int and value > 0 for value in found.values()):
         return expected
     for pattern in found:
         try:

@@ -21,6 +21,13 @@ from llava_ds.config.flags import flags_of
 # The values of --report_to, which are also the names of the packages and of the extras.
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
+# Values of --optim, by the name that they have here: Hugging Face's, some of which mean the same.
+OPTIMS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw_torch"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
+    "paged_adamw_8bit": "paged_adamw_8bit",
+}
+
 PAIR_OBJECTIVES = ("dpo", "reward")  # whose data are pairs of answers
 DRAWING_OBJECTIVES = ("grpo", "ppo")  # whose answers the model draws itself, and data have others to compare with
 
@@ -177,7 +184,7 @@ class TrainingArguments:
         "depends on which samples lie in one micro-batch.",
     )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
-    max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs.")
+    max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs, 0 or less does not.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")
     gradient_accumulation_steps: Count = _steps(1, "Micro-batches per optimizer step.", resume="layout")
     train_batch_size: Count | None = _steps(
@@ -227,6 +234,12 @@ class TrainingArguments:
         "Where the samples don't divide into steps, as LLaVA's trainer does: let a step continue into the next epoch "
         "in place of ending the epoch with a smaller step, fill ranks up from the epoch's first samples, and drop the "
         "rest at the end. Absent: only with --loss_reduction micro_batch, which also reproduces LLaVA's curves.",
+    )
+    optim: str = _optimizer(
+        "adamw_torch",
+        "adamw_torch: torch's AdamW; adamw_8bit (adamw_bnb_8bit): bitsandbytes' AdamW, whose states have 8 bits; "
+        "paged_adamw_8bit: the same with states that leave the GPU when memory runs out. Others are named by the "
+        "DeepSpeed JSON (docs/optimizers.md).",
     )
     learning_rate: Rate = _optimizer(2e-5, "Peak learning rate.")
     mm_projector_lr: Rate | None = _optimizer(None, "Peak learning rate of the projector, if different.")
@@ -403,7 +416,9 @@ class TrainingArguments:
         "Save the model alone, as the folder that the finished run exports, without optimizer states: small "
         "checkpoints that open like an exported model, but can't be resumed from.",
     )
-    save_steps: Count = _checkpoints(500, "Optimizer steps between checkpoints.", resume="rewind")
+    save_steps: Count = _checkpoints(
+        500, "Optimizer steps between checkpoints; --save_strategy no saves none.", resume="rewind"
+    )
     save_total_limit: Count | None = _checkpoints_free(None, "Number of checkpoints to keep. Absent: all.")
     async_save: bool = _checkpoints_free(
         False,
@@ -460,9 +475,9 @@ class TrainingArguments:
     check_export: Literal["full", "sample", "off"] = _checkpoints_free(
         "full",
         "Check of the finished model: the library that it is for opens its folder and computes one of the run's "
-        "samples, whose logits have to be training's. full: at all positions; sample: at the first 64 (all weights "
-        "count for each, so it finds the same mistakes in less time where a large model is computed on a CPU); off: "
-        "not at all.",
+        "samples, whose logits have to be training's, and every tensor is read again. full: at all positions; sample: "
+        "at the first 64 (all weights count for each, so it finds the same mistakes in less time where a large model "
+        "is computed on a CPU); off: not at all.",
     )
     max_shard_size: str = _checkpoints_free("5GB", "Largest file of the finished model's weights, like 5GB or 200MB.")
     dry_run: bool = _run_free(

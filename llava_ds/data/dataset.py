@@ -36,6 +36,7 @@ from llava_ds.data.fingerprint import (
     video_parts,
 )
 from llava_ds.data.images.decode import load_media
+from llava_ds.data.images.deep_images import deep_images_line
 from llava_ds.data.preflight import (
     Checker,
     can_now_be_used,
@@ -315,6 +316,8 @@ class EncodedDataset(torch.utils.data.Dataset):
                 lines.append(f"{weighed:,} samples have answers whose loss counts with a weight other than 1")
             lines += _unread_lines(facts)
             lines += [self.image_options.boxes.describe()] * self.has_boxes
+            if facts["deep"]["number"]:
+                lines.append(printable(deep_images_line(**facts["deep"])))
         if self.num_rejected:
             rows = list(self.rejections())
             lines += [

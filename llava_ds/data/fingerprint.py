@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ HASHES_VERSION = 1  # of notes on hashed files; raise it when the same file woul
 # Libraries that make ids of records: another version may make others.
 ENCODING_LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
+DEEP = "deep"  # in a row's media: descriptions of images that use little of their range
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
 
 
@@ -66,7 +68,7 @@ def options_part(options: ImageOptions) -> str:
     """All fields as text. The class's earlier name is in fingerprints of earlier runs, and stays; later fields are in
     none of them while they change nothing."""
     text = repr(options).replace(ImageOptions.__name__, "PictureOptions", 1)
-    return text.replace(f", short_side=None, square_resample={BICUBIC}", "", 1)
+    return text.replace(", value_range=None", "", 1).replace(f", short_side=None, square_resample={BICUBIC}", "", 1)
 
 
 def has_videos(media: pa.ChunkedArray) -> bool:
@@ -79,6 +81,12 @@ def has_videos(media: pa.ChunkedArray) -> bool:
 def has_boxes(media: pa.ChunkedArray) -> bool:
     """True if a table's column of media has boxes or points."""
     return bool(pa.compute.any(pa.compute.match_substring(media, '{"boxes": [')).as_py())
+
+
+def deep_rows(media: pa.ChunkedArray) -> np.ndarray:
+    """Rows whose column of media describes images that use little of their range, ascending."""
+    found = pa.compute.match_substring(media, f'{{"{DEEP}": [')
+    return pa.compute.indices_nonzero(found).to_numpy().astype(np.int64)
 
 
 def box_parts(options: ImageOptions) -> list[str]:

@@ -17,6 +17,7 @@ from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data import token_runs
 from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
+from llava_ds.data.fingerprint import DEEP
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.images.decode import footage
 from llava_ds.data.media_settings import options_for
@@ -89,19 +90,21 @@ class SizedMedia:
     """An image or video with the upright size in pixels of each image or sampled frame.
 
     boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a ready model's
-    video.
+    video; deep: descriptions of its images that use little of their range of more than 8 bits.
     """
 
     media: Media
     sizes: tuple[tuple[int, int], ...]
     boxes: tuple[Numbers, ...] = ()
     footage: Footage | None = None
+    deep: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, media: Media, options: geometry.ImageOptions) -> "SizedMedia":
         """Read the headers of the files. Raises DataError as probe does."""
-        found, sizes = footage(media, options)
-        return cls(media, sizes, footage=found)
+        notes: list[str] = []
+        found, sizes = footage(media, options, notes)
+        return cls(media, sizes, footage=found, deep=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -321,6 +324,7 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
             + [{"settings": m.media.settings}] * bool(m.media.settings)
             + [{"boxes": m.boxes}] * bool(m.boxes)
             + [{"footage": m.footage}] * bool(m.footage)
+            + [{DEEP: m.deep}] * bool(m.deep)
             for m in media
         ]
     )
@@ -334,6 +338,7 @@ def media_from_text(text: str) -> tuple[SizedMedia, ...]:
             tuple(tuple(size) for size in sizes),
             tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
             next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
+            tuple(text for more in rest for text in more.get(DEEP, ())),
         )
         for kind, refs, sizes, *rest in json.loads(text)
     )

@@ -4,6 +4,8 @@ It follows from the encoded rows and lies beside them. An index made by an earli
 """
 
 import hashlib
+import itertools
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +16,16 @@ import pyarrow as pa
 import pyarrow.compute
 
 from llava_ds.data.cache import RowTable
-from llava_ds.data.fingerprint import digest_of, has_boxes, has_videos
+from llava_ds.data.fingerprint import DEEP, deep_rows, digest_of, has_boxes, has_videos
 from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample import IMAGE_LEFT_OUT, UNMARKED_TEXTS
 from llava_ds.data.seen_files import contents_digest
 
-VERSION = 2  # raise it when the same rows would give another index
+VERSION = 3  # raise it when the same rows would give another index
 
 LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
 
+FIRST_NAMED = 3  # images that use little of their range
 MAX_KEYS = 100  # of those that are not read, the most frequent ones
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
@@ -147,11 +150,22 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
         "truncated": int(np.count_nonzero(numbers(table, "truncated")[rows])),
         "weighed": _num_weighed(table, rows),
         "unmarked": {kind: counts[kind] for kind in UNMARKED_TEXTS if kind in counts},
+        "deep": _deep_images(rows, table),
         "unread": dict(keys.most_common(MAX_KEYS)),
         "left_out": [int(left_out.sum(dtype=np.int64)), int(np.count_nonzero(left_out))],
         "percentiles": [int(n) for n in np.percentile(lengths, PERCENTILES)] if len(rows) else [],
     }
     return {"sums": sums}
+
+
+def _deep_images(rows: np.ndarray, table: RowTable) -> dict[str, object]:
+    """The number of images among some rows that use little of their range, and descriptions of the first."""
+    media = table.column("media")
+    those = np.intersect1d(deep_rows(media), rows)
+    described = media.take(pa.array(those)).to_pylist() if len(those) else []
+    found = [more.get(DEEP, ()) for text in described for _, _, _, *rest in json.loads(text) for more in rest]
+    distinct = list(dict.fromkeys(itertools.chain(*found)))
+    return {"number": len(distinct), "first": distinct[:FIRST_NAMED]}
 
 
 def _num_weighed(table: RowTable, rows: np.ndarray) -> int:

@@ -79,7 +79,7 @@ def choose_checkpointed_layers(
     engine,
     largest: LargestMicroBatch,
     parts: dict[str, nn.Module],
-    num_moments: int,
+    num_moments: float,
     activation_memory_gb: float | None,
     ranks: Ranks,
 ) -> list[str]:
@@ -116,7 +116,7 @@ def choose_checkpointed_layers(
 
 
 def measure(
-    engine, largest: LargestMicroBatch, parts: dict[str, nn.Module], num_moments: int
+    engine, largest: LargestMicroBatch, parts: dict[str, nn.Module], num_moments: float
 ) -> tuple[ActivationMemory, float]:
     """Measure the memory of the largest micro-batch's activations, and the most that it may be on this rank."""
     on_gpu = engine.device.type == "cuda"

@@ -20,7 +20,7 @@ from llava_ds.model.value_head import FILE, value_head_file
 from llava_ds.runtime.ranks import Ranks
 
 # Image options that say how files are read, and nothing of the model.
-READING = ("max_pixels", "fast_decoding", "video_fps", "frames_upbound", "force_sample")
+READING = ("max_pixels", "fast_decoding", "value_range", "video_fps", "frames_upbound", "force_sample")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ WHOLE = {
     "FusedLamb": "Lamb's updates depend on norms of what a rank holds",
     "Adafactor": "Adafactor keeps sums over rows and columns of what a rank holds",
     "Muon": "Muon keeps the momentum of whole matrices, in another way at every stage",
+    **dict.fromkeys(("AdamW8bit", "PagedAdamW8bit"), "8-bit states have scales of blocks of what a rank holds"),
     "MuonWithAuxAdam": "Muon keeps the momentum of whole matrices, in another way at every stage",
 }
 # Classes with the same states.

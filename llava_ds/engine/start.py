@@ -10,6 +10,7 @@ from torch import nn
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.draft import value_at
+from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, optimizer_name
 from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
@@ -40,18 +41,8 @@ def start_engine(
     elements = {p: num_elements(p) for p in model.parameters()}
     elements = num_divided(model, elements, mesh.tp)
     meant = [(*_rates(group), sum(elements[p] for p in group["params"])) for group in groups]
-    built: dict[str, object] = {"model_parameters": groups}
-    if "optimizer" not in config:
-        offloaded = offload_device(config, "offload_optimizer") != "none"
-        built = {
-            "optimizer": torch.optim.AdamW(
-                groups,
-                lr=training.learning_rate,
-                betas=(training.adam_beta1, training.adam_beta2),
-                eps=training.adam_epsilon,
-                fused=not offloaded,
-            )
-        }
+    optimizer = _own_optimizer(groups, resolved)
+    built: dict[str, object] = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer}
     peaks: list[dict] = []
 
     def scheduler(optimizer: torch.optim.Optimizer):
@@ -71,6 +62,23 @@ def start_engine(
     sum_norm_over_stages(engine.optimizer, mesh)
     guard_steps(engine, mesh)
     return engine
+
+
+def _own_optimizer(groups: list[dict], resolved: ResolvedConfig) -> torch.optim.Optimizer | None:
+    """Build torch's AdamW or bitsandbytes' over the groups; None for an optimizer that DeepSpeed builds."""
+    config, training = resolved.config, resolved.args.training
+    if "optimizer" not in config:
+        betas = (training.adam_beta1, training.adam_beta2)
+        offloaded = offload_device(config, "offload_optimizer") != "none"
+        return torch.optim.AdamW(
+            groups, lr=training.learning_rate, betas=betas, eps=training.adam_epsilon, fused=not offloaded
+        )
+    name = optimizer_name(config["optimizer"])
+    if name not in BITSANDBYTES:
+        return None
+    import bitsandbytes
+
+    return getattr(bitsandbytes.optim, name)(groups, **config["optimizer"]["params"])
 
 
 def check_engine(engine, resolved: ResolvedConfig, mesh: Mesh) -> None:

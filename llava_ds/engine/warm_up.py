@@ -118,14 +118,14 @@ def _clear_gradients(engine) -> None:
         optimizer.reset_cpu_buffers()
 
 
-def missing_state_bytes(engine, num_moments: int) -> int:
+def missing_state_bytes(engine, num_moments: float) -> int:
     """Bytes on the device of optimizer states that the first step allocates: those of torch's optimizers at stage 0.
 
     num_moments: fp32 numbers that the optimizer keeps for a parameter.
     """
     optimizer = engine.basic_optimizer
     return sum(
-        num_moments * p.numel() * p.element_size()
+        int(num_moments * p.numel() * p.element_size())
         for group in optimizer.param_groups
         for p in group["params"]
         if p.device.type == engine.device.type and not optimizer.state.get(p)

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments, trained_parts
 from llava_ds.engine.gather import gathered
+from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
 from llava_ds.export.llava_folder import llava_config
@@ -49,8 +50,9 @@ ADAPTER_KEYS = (
 PROJECTOR = ("projector.", formats.NEWLINE)
 
 
-def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> None:
-    """Write the adapter of a model that is being trained. Every rank takes part, only rank 0 writes."""
+def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:
+    """Write the adapter of a model that is being trained. Every rank takes part, only rank 0 writes, and returns the
+    sums of the tensors' bits."""
     layout, named = export.model.lora, dict(model.named_parameters())
     adapters = {n: p for n, p in named.items() if p.requires_grad and layout.holds(n)}
     towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad and n not in adapters}
@@ -60,8 +62,9 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
     tensors, beside = dict(gathered(adapters.items(), ranks)), dict(gathered({**others, **towers}.items(), ranks))
     if ranks.is_first:
         beside = {lora.plain_name(name): _before(name, tensor, export, model) for name, tensor in beside.items()}
-        write_adapter(export, tensors, model.lora_start, beside, output_dir)
-        write_value_head(heads, output_dir)
+        written = write_adapter(export, tensors, model.lora_start, beside, output_dir)
+        return written | write_value_head(heads, output_dir)
+    return {}
 
 
 def _before(name: str, weight: torch.Tensor, export: ExportPlan, model: LlavaModel) -> torch.Tensor:
@@ -80,9 +83,12 @@ def write_restored_adapter(
     start: dict[str, torch.Tensor],
     base: Iterable[Entry],
     output_dir: Path,
-) -> None:
-    """Write the adapter of a checkpoint. trained: its entries; start: LoRA as it began, where it took a part of the
-    weights; base: the model that the run began with."""
+) -> Written:
+    """Write the adapter of a checkpoint, and return the sums of the tensors' bits.
+
+    trained: its entries; start: LoRA as it began, where it took a part of the weights; base: the model that the run
+    began with.
+    """
     by_name = {entry.name: entry for entry in base if entry.name.startswith(PROJECTOR)}
     by_name |= {entry.name: entry for entry in trained}
     layout, parts = export.model.lora, trained_parts(export.args)
@@ -94,8 +100,9 @@ def write_restored_adapter(
         return {name: by_name[name].read().to(export.dtype).contiguous() for name in names}
 
     plain = {lora.plain_name(name): tensor for name, tensor in read(beside).items()}
-    write_adapter(export, read(adapters), start, plain, output_dir)
-    write_value_head(read(name for name in by_name if name.startswith(formats.VALUE_HEAD)), output_dir)
+    written = write_adapter(export, read(adapters), start, plain, output_dir)
+    head = read(name for name in by_name if name.startswith(formats.VALUE_HEAD))
+    return written | write_value_head(head, output_dir)
 
 
 def write_adapter(
@@ -104,8 +111,9 @@ def write_adapter(
     start: dict[str, torch.Tensor],
     beside: dict[str, torch.Tensor],
     output_dir: Path,
-) -> None:
-    """Write the folder of LLaVA's LoRA runs, which peft opens over the language model, too.
+) -> Written:
+    """Write the folder of LLaVA's LoRA runs, which peft opens over the language model, too; return the sums of the
+    tensors' bits.
 
     adapter_config.json and adapter_model.safetensors: LoRA, the biases that trained with it, and --modules_to_save;
     non_lora_trainables.bin: projector, newline, and the tower if it trained in full, with LLaVA's keys; config.json
@@ -126,14 +134,18 @@ def write_adapter(
         saved += _saved_modules(ready.family, [layout.rename(name) for name in whole])
         write_image_sizes(export, output_dir)
     written = {lora.to_peft(layout.rename(name)): tensor.contiguous() for name, tensor in tensors.items()}
-    write_tensors(output_dir / lora.ADAPTER_FILES[0], written)
+    file = output_dir / lora.ADAPTER_FILES[0]
+    write_tensors(file, written)
+    sums: Written = {file: sums_of(written.items())}
     _write_config(export, saved, doubles=bool(start), output_dir=output_dir)
     if export.uses_own_template:
         write_variables(export.model.tokenizer, output_dir)
     if ready is None:
         others = {lora.PEFT_PREFIX + layout.rename(name): tensor for name, tensor in beside.items()}
         write_file(output_dir / NON_LORA, lambda file: torch.save(others, file))
+        sums[output_dir / NON_LORA] = sums_of(others.items())
         (output_dir / "config.json").write_text(json.dumps(llava_config(export), indent=2) + "\n", encoding="utf-8")
+    return sums
 
 
 def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_dir: Path) -> None:
@@ -178,15 +190,13 @@ def _saved_modules(family: ReadyFamily, names: list[str]) -> list[str]:
 
 
 @torch.no_grad()
-def compare_reloaded_adapter(
-    output_dir: Path, export: ExportPlan, batch: Batch, embeds: torch.Tensor, logits: torch.Tensor
-) -> float:
-    """Open the adapter with peft over fresh parts, and compare its logits with the trained model's.
+def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch, logits: torch.Tensor) -> float:
+    """Open the adapter with peft over fresh parts, and projector and tower from the file beside it, and compare its
+    logits with the trained model's.
 
-    batch: a single sample; embeds (1, T, D): with its images' features in their places, by the trained model, which are
-    computed anew where tower or projector have LoRA; logits (T, V) of the trained model at its positions or the first
-    ones, within quantize.exact_products. With --bits the fresh model is quantized in the same way. Returns and raises
-    as compare_logits does. Raises NotCompared where time or memory end first.
+    batch: a single sample; logits (T, V) of the trained model at its positions or the first ones, within
+    quantize.exact_products. With --bits the fresh model is quantized in the same way. Returns and raises as
+    compare_logits does. Raises NotCompared where time or memory end first.
     """
     from peft import PeftModel
 
@@ -201,10 +211,9 @@ def compare_reloaded_adapter(
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", UNTRUE, RuntimeWarning)
         reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()
-    if eyes.adapted:
-        for name, outer in eyes.adapted.items():
-            eyes.set_submodule(name, reloaded.get_base_model().get_submodule(outer))
-        embeds = eyes.embed(reloaded.get_input_embeddings(), batch.to("cpu"))
+    for name, outer in eyes.adapted.items():
+        eyes.set_submodule(name, reloaded.get_base_model().get_submodule(outer))
+    embeds = eyes.embed(reloaded.get_input_embeddings(), batch.to("cpu"))
     where = logits if export.args.bits == 16 else logits.cpu()  # quantized weights don't move layer by layer
     with quantize.exact_products(reloaded), layer_by_layer(reloaded, where, deadline) as device:
         again = reloaded(inputs_embeds=embeds[:, : len(logits)].to(device)).logits[0]  # (T, V)
@@ -232,11 +241,11 @@ class _FreshVision(nn.Module):
         names = [target.name for target in layout.targets] + list(layout.saved)
         self.adapted = {n: layout.of_module(n) for n in names if not n.startswith(formats.LANGUAGE_MODEL)}
         self.modules_in_files: dict[str, str] = {}
+        mean, std = (torch.tensor(values) for values in (tower.images.mean, tower.images.std))
+        self.vision_tower = tower.build(mean, std)
+        self.projector = tower.build_projector(export.args, export.model.hidden_size)
+        self.newline = Newline(export.model.hidden_size) if "unpad" in export.args.mm_patch_merge_type else None
         if self.adapted:
-            mean, std = (torch.tensor(values) for values in (tower.images.mean, tower.images.std))
-            self.vision_tower = tower.build(mean, std)
-            self.projector = tower.build_projector(export.args, export.model.hidden_size)
-            self.newline = Newline(export.model.hidden_size) if "unpad" in export.args.mm_patch_merge_type else None
             for part in (formats.TOWER, formats.PROJECTOR):
                 inner = self.get_submodule(part.rstrip("."))
                 own = [name for name, module in inner.named_modules() if name and list(module.parameters(False))]
@@ -245,7 +254,7 @@ class _FreshVision(nn.Module):
 
     def embed(self, embedding: nn.Module, batch: Batch) -> torch.Tensor:
         """As LlavaModel's."""
-        features = self.projector(self.vision_tower(batch.pixel_values))
+        features = self.projector(self.vision_tower(batch.pixel_values, batch.tower_inputs))
         return merge_features(embedding(batch.input_ids), features, batch, self.newline)[0]
 
 
@@ -253,8 +262,6 @@ def _fresh_vision(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _
     """Load tower and projector on the CPU: what is beside the adapter, and what it was trained from."""
     with no_init_weights(), built_in(dtype):
         eyes = _FreshVision(export)
-    if not eyes.adapted:
-        return eyes
     alone, beside, flag = Ranks(0, 0, 1, torch.device("cpu")), str(output_dir / NON_LORA), "--output_dir"
     tower = export.model.sources.vision_tower
     trained = Source(flag, beside, without_prefix(formats.tower_from_llava)).open()

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +19,15 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.gather import full_precision_gathers
 from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
+from llava_ds.export.bit_check import Written, check_written
 from llava_ds.export.card import write_card
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.ready_folder import source_folder
-from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_comparison
+from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_bits, describe_comparison
+from llava_ds.export.reload_llava import check_projector, compare_reloaded_llava
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.llava import LlavaModel
@@ -62,8 +64,11 @@ def export_model(
                 output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs, best
             )
         if export.form == "projector":
-            write_live_folder(export, engine.module, output_dir, ranks)
-            print_first(f"projector: {', '.join(str(output_dir / name) for name in PROJECTOR_FILES)}")
+            written = write_live_folder(export, engine.module, output_dir, ranks)
+            if ranks.is_first:
+                files = ", ".join(str(output_dir / name) for name in PROJECTOR_FILES)
+                check = partial(check_projector, export, written)
+                print(f"projector: {files} ({describe_bits(args.training.check_export, check)})")
         elif export.form == "adapter":
             _export_adapter(engine, export, args, dataset, ranks)
         else:
@@ -134,21 +139,29 @@ def _export_folder(
     """Write the model's folder. transformers has to compute the same logits from it, for one sample."""
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch = collate([sample], dataset.image_options).to(ranks.device)
-    compares = check != "off" and export.form == "hf"
-    logits = _logits_everywhere(engine, batch, check) if compares else None
-    write_live_folder(export, engine.module, output_dir, ranks)
+    logits = _logits_everywhere(engine, batch, check) if check != "off" else None
+    written = write_live_folder(export, engine.module, output_dir, ranks)
     if not ranks.is_first:
         return
     step = best.step if best is not None and args.training.load_best_model_at_end else None
     write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1], step)
     if export.form == "llava":
-        print(f"model: {output_dir} (in LLaVA's format)")
-        return
-    tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
-    compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
+        form, library = "in LLaVA's format, ", "llava_ds"
+        compare = partial(compare_reloaded_llava, output_dir, export, batch, logits)
+    else:
+        tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
+        form, library = "", "transformers"
+        compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
     if is_upcycled(export.model.text_config) and export.dtype != torch.float32:
         compare = _refuse_to_compare
-    print(f"model: {output_dir} ({describe_comparison(check, batch.input_ids.shape[1], 'transformers', compare)})")
+    compare = partial(_compare_both, written, compare)
+    print(f"model: {output_dir} ({form}{describe_comparison(check, batch.input_ids.shape[1], library, compare)})")
+
+
+def _compare_both(written: Written, compare: Callable[[], float]) -> float:
+    """Compare the bits of all tensors in the files, and then logits, whose difference is returned."""
+    check_written(written)
+    return compare()
 
 
 def _refuse_to_compare() -> float:
@@ -163,18 +176,18 @@ def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: Encode
     output_dir, check = Path(args.training.output_dir), args.training.check_export
     sample = dataset.example()
     batch = collate([sample], dataset.image_options).to(ranks.device)
-    embeds = logits = None
+    logits = None
     if check != "off":
-        with torch.no_grad(), exact_products(engine.module):
-            embeds = engine.module.eval().embed(batch)
+        with exact_products(engine.module):
             logits = _logits_everywhere(engine, batch, check)
-    export_adapter(export, engine.module, output_dir, ranks)
+    written = export_adapter(export, engine.module, output_dir, ranks)
     if ranks.is_first:
-        compare = partial(compare_reloaded_adapter, output_dir, export, batch, embeds, logits)
+        compare = partial(compare_reloaded_adapter, output_dir, export, batch, logits)
         if export.model.ready is not None:
             tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
             base = source_folder(export)
             compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits, base)
+        compare = partial(_compare_both, written, compare)
         print(f"adapter: {output_dir} ({describe_comparison(check, batch.input_ids.shape[1], 'peft', compare)})")
 
 

@@ -10,7 +10,8 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import DTYPES
 from llava_ds.export.tensors import Entry, read_entries
-from llava_ds.files.model_files import own_file, read_config, read_json, shown
+from llava_ds.files.model_files import read_config, shown
+from llava_ds.files.processor_files import processor_template
 from llava_ds.model.open.folder import FLAG, read_folder, take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.model.value_head import value_head_file
@@ -57,7 +58,7 @@ def open_folder(
     template = None
     if "version" not in given and "llava_ds_version" not in config:
         is_hf = folder.vision_config is not None
-        template = config.get("llava_ds_chat_template") or (_processors_template(source) if is_hf else None)
+        template = config.get("llava_ds_chat_template") or (processor_template(source, str(source)) if is_hf else None)
     rows = None if args.model.resize_token_embeddings else config.get("llava_ds_vocab_size")
     parts = {
         "vision_tower": plan.sources.whole_tower(),
@@ -94,18 +95,6 @@ def _config_of(source: Path, base: str | None) -> dict:
                     raise ConfigError(f"{FLAG} {folder}: config.json says {name} {shown(value)}, expected {what}")
             return config
     return {}
-
-
-def _processors_template(source: Path) -> str | None:
-    """The chat template of another's processor."""
-    file, old = source / "chat_template.jinja", source / "chat_template.json"
-    if file.is_file():
-        own_file(file)
-        return file.read_text(encoding="utf-8")  # tried by the tokenizer already
-    template = read_json(old, str(source)).get("chat_template") if old.is_file() else None
-    if not isinstance(template, (str, type(None))):
-        raise ConfigError(f"{source}: chat_template.json says {shown(template)}, expected a text: copy it again")
-    return template
 
 
 def _precision(entries: list[Entry]) -> torch.dtype:

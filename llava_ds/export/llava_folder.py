@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import trained_parts, trains_new_rows
+from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
@@ -48,6 +49,7 @@ def llava_config(
         "mm_spatial_pool_stride": image_options.pool_stride,
         "mm_spatial_pool_mode": image_options.pool_mode,
         "image_aspect_ratio": image_options.aspect_ratio,
+        **({} if image_options.value_range is None else {"image_value_range": image_options.value_range}),
         "image_grid_pinpoints": [list(size) for size in image_options.pinpoints] or None,
         "mm_native_resolution": args.mm_native_resolution,
         "s2": args.s2,
@@ -94,9 +96,12 @@ def llava_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     return renamed(export.names.divided(whole), lambda name: formats.to_llava(name, export.args.mm_projector_type))
 
 
-def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
-    """Write the folder, one tensor in memory at a time; holes: files of weights without weights."""
-    write_shards(llava_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
+def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
+    """Write the folder, one tensor in memory at a time, and return the sums of their bits; holes: files of weights
+    without weights."""
+    written = write_shards(
+        llava_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes
+    )
     tokenizer = export.model.tokenizer
     pad = write_llava_tokenizer(Path(tokenizer.name_or_path), output_dir, export.max_length)
     if export.uses_own_template:
@@ -112,10 +117,12 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
     pad_token_id = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
     write_generation_config(export.args.version, tokenizer, output_dir, pad_token_id)
     (output_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return written
 
 
-def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) -> None:
-    """Write PROJECTOR_FILES: the projector twice, with LLaVA's keys, and config.json with LLaVA's fields.
+def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) -> Written:
+    """Write PROJECTOR_FILES: the projector twice, with LLaVA's keys, and config.json with LLaVA's fields; return the
+    sums of the tensors' bits.
 
     entries: of the model; the newline becomes model.image_newline.
     """
@@ -127,6 +134,8 @@ def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) 
     write_tensors(paths[1], tensors)
     config = llava_config(export, max_length=export.max_length)
     paths[2].write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    sums = sums_of(tensors.items())
+    return {paths[0]: sums, paths[1]: sums}
 
 
 def projector_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:

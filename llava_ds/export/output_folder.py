@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from transformers.initialization import no_init_weights
 
 from llava_ds.constants import ConfigError
+from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.gguf_folder import GGUF_FILES, write_gguf
 from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
@@ -25,6 +25,7 @@ from llava_ds.model.loading import return_freed_memory
 from llava_ds.model.open.merged_adapters import ADAPTER_FILES, NON_LORA
 from llava_ds.model.value_head import FILE as VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.scratch import scratch_folder
 
 # Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
 MODEL_FILES = (
@@ -46,20 +47,23 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     return ENTRIES[export.form](export, rest) + head
 
 
-def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
-    """Write a model's entries as a folder, "hf", "llava", "gguf" or "projector".
+def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
+    """Write a model's entries as a folder, "hf", "llava", "gguf" or "projector", and return the sums of the tensors'
+    bits: none of GGUF's.
 
     holes: write files of weights that have the size, and holes in the place of the numbers; not of a projector or a
     value head, which has a file of its own.
     """
     rest, head = without_value_head(entries)
-    WRITERS[export.form](export, rest, output_dir, **({"holes": True} if holes else {}))
-    if not holes:
-        write_value_head({entry.name: entry.read().to(export.dtype) for entry in head}, output_dir)
+    written = WRITERS[export.form](export, rest, output_dir, **({"holes": True} if holes else {})) or {}
+    if holes:
+        return {}
+    return written | write_value_head({entry.name: entry.read().to(export.dtype) for entry in head}, output_dir)
 
 
-def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> None:
-    """Write a model that is being trained, "hf", "llava" or "projector". Every rank takes part; only rank 0 writes.
+def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:
+    """Write a model that is being trained, "hf", "llava" or "projector". Every rank takes part; only rank 0 writes, and
+    returns the sums of the tensors' bits.
 
     When the disk refuses a file, rank 0 raises after all of the model is gathered, so that no rank waits for it.
     """
@@ -68,12 +72,12 @@ def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, r
         if ranks.is_first:
             counted = Counted()
             try:
-                write_folder(export, counted.entries(entries), output_dir)
+                return write_folder(export, counted.entries(entries), output_dir)
             except (OSError, SafetensorError):
                 take_part(reads_of(export, entries)[counted.num_read :])
                 raise
-        else:
-            take_part(reads_of(export, entries))
+        take_part(reads_of(export, entries))
+    return {}
 
 
 def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
@@ -106,12 +110,12 @@ def staged(output_dir: Path) -> Iterator[Path]:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         # Within it, so that it is on the same disk.
-        scratch = tempfile.TemporaryDirectory(dir=output_dir, prefix=".export-")
+        scratch = contextlib.ExitStack()
+        stage = scratch.enter_context(scratch_folder(".export-", output_dir)) / output_dir.resolve().name
     except OSError as error:
         raise ConfigError(f"--output_dir {output_dir} can't be made ({error.strerror}): name another folder") from error
     try:
         with scratch:
-            stage = Path(scratch.name) / output_dir.resolve().name
             stage.mkdir()
             yield stage
             _replace(output_dir, stage)

@@ -1,18 +1,20 @@
 """The folder of a ready model: weights by the names that it came with, its configuration, its processor's files."""
 
 import dataclasses
-import json
 import shutil
 from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, renamed, turned
-from llava_ds.export.tokenizer_files import write_variables
+from llava_ds.export.tokenizer_files import write_json
 from llava_ds.files.model_files import (
     JSON_FILES,
     OTHER_FILES,
@@ -21,17 +23,18 @@ from llava_ds.files.model_files import (
     read_json,
     read_json_if_there,
 )
+from llava_ds.files.processor_files import SETTINGS_FILES, TEMPLATE_FILES, video_settings, whole_settings
 from llava_ds.geometry import ReadyImageOptions
 from llava_ds.model.families.qwen_vl import pixel_bounds
 from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.ready import frames_options, plan_videos
+from llava_ds.model.ready import VALUE_RANGE, ReadyModel, frames_options, plan_videos
 from llava_ds.model.vision import read_processor, read_whole_processor
 from llava_ds.tilings import CellTiling, FrameCells, SplitTiling, Tiling
 from llava_ds.videos import VideoRule
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-NOT_COPIED = ("config.json", "adapter_config.json")  # which are written, or belong to an adapter
+# Which are written, or belong to an adapter.
+NOT_COPIED = ("config.json", "adapter_config.json", *SETTINGS_FILES, *TEMPLATE_FILES)
 
 
 def source_folder(export: ExportPlan) -> Path:
@@ -64,30 +67,63 @@ def _is_turned(shape: tuple[int, ...], on_disk: tuple[int, ...] | None) -> bool:
     return len(shape) == 3 and shape != on_disk == (shape[0], shape[2], shape[1])
 
 
-def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
-    """Write the processor's files with the bounds of images and videos, and the choice of frames, that the run had,
-    where the source's say others."""
-    options, source = export.image_options, source_folder(export)
-    tiling = options.tiling
-    if _sizes(options) == _sizes_in(export, source):
-        return
+def processor_files(
+    ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path
+) -> dict[str, dict]:
+    """Contents of a ready model's processor files, by name: the source's settings, with a run's sizes of images and
+    videos and its choice of frames. All files say the same.
+
+    preprocessor_config.json is there for readers that know no settings inside processor_config.json.
+    """
     where = str(source)
-    contents = {name: read_json_if_there(source / name, where) for name in PROCESSOR_FILES}
-    for images in (contents["preprocessor_config.json"], contents["processor_config.json"].get("image_processor")):
-        if isinstance(tiling, CellTiling) and isinstance(images, dict) and images:
-            images["size"] = {"shortest_edge": tiling.least, "longest_edge": tiling.most}
-            earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}  # names, which win over size
-            images |= {key: value for key, value in earlier.items() if key in images}
-    if options.video is not None:
-        videos = _video_settings(options, read_whole_processor(source, where).get("video_processor", {}))
-        whole = contents["processor_config.json"]
-        if "video_processor" in whole:
-            whole["video_processor"] = videos
-        else:
-            contents["video_preprocessor_config.json"] = videos
+    images, whole = read_processor(source, where), whole_settings(source, where)
+    videos, _ = video_settings(source, where)
+    whole.pop("chat_template", None)  # which has a file of its own
+    has_videos = videos != images
+    if sizes_differ(ready, options, tokenizer, source):
+        images = images | _image_sizes(options.tiling, images)
+        if options.video is not None:
+            videos, has_videos = _video_settings(options, videos), True
+    if options.value_range is not None:
+        images = images | {VALUE_RANGE: options.value_range}
+    for name, settings in (("image_processor", images), ("video_processor", videos)):
+        if name in whole:
+            whole[name] = settings
+    found = {IMAGE_PROCESSOR_NAME: images, PROCESSOR_NAME: whole, VIDEO_PROCESSOR_NAME: videos if has_videos else {}}
+    return {name: content for name, content in found.items() if content}
+
+
+def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
+    """Write the processor's files where the run prepared images otherwise than the source's files say."""
+    plan, options, source = export.model, export.image_options, source_folder(export)
+    if options.value_range is not None or sizes_differ(plan.ready, options, plan.tokenizer, source):
+        _write_processor(export, output_dir)
+
+
+def sizes_differ(
+    ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path
+) -> bool:
+    """True if a run has other sizes of images and videos, or another choice of frames, than the source's files say."""
+    return _sizes(options) != _sizes_in(ready, options, tokenizer, source)
+
+
+def _write_processor(export: ExportPlan, output_dir: Path) -> None:
+    plan, source = export.model, source_folder(export)
+    contents = processor_files(plan.ready, export.image_options, plan.tokenizer, source)
     for name, content in contents.items():
-        if content:
-            (output_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if content == read_json_if_there(source / name, str(source)):
+            shutil.copy(source / name, output_dir / name)  # as its maker wrote it
+        else:
+            write_json(output_dir / name, content)
+
+
+def _image_sizes(tiling: Tiling, images: dict) -> dict:
+    """The settings for a run's bounds of images, also under their earlier names, which win over size."""
+    if not isinstance(tiling, CellTiling):
+        return {}
+    earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}
+    size = {"shortest_edge": tiling.least, "longest_edge": tiling.most}
+    return {"size": size, **{key: value for key, value in earlier.items() if key in images}}
 
 
 def _sizes(options: ReadyImageOptions) -> tuple:
@@ -102,15 +138,14 @@ def _bounds(tiling: Tiling | FrameCells) -> tuple[int, int] | None:
     return (tiling.least, tiling.most) if isinstance(tiling, (CellTiling, FrameCells)) else None
 
 
-def _sizes_in(export: ExportPlan, source: Path) -> tuple:
+def _sizes_in(ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path) -> tuple:
     """The same as a folder says it, of the model that is exported."""
-    where, tiling, options = str(source), export.image_options.tiling, export.image_options
+    where, tiling = str(source), options.tiling
     images = read_processor(source, where)
     if isinstance(tiling, CellTiling):
         least, most = pixel_bounds(images)
         tiling = dataclasses.replace(tiling, least=least, most=most)
-    whole = read_whole_processor(source, where)
-    rule, _ = plan_videos(export.model.ready, tiling, images, whole, export.model.tokenizer)
+    rule, _ = plan_videos(ready, tiling, images, read_whole_processor(source, where), tokenizer)
     without_flags = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
     return _sizes(dataclasses.replace(options, tiling=tiling, video=rule, **frames_options(rule, without_flags)))
 
@@ -133,19 +168,17 @@ def _size_of(rule: VideoRule) -> dict[str, dict[str, int]]:
     return {"size": {"longest_edge": rule.frame.longest_edge}} if isinstance(rule.frame, SplitTiling) else {}
 
 
-def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
-    """Write the folder, one tensor in memory at a time. holes: files of weights without weights."""
-    source = source_folder(export)
-    write_shards(ready_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
+def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
+    """Write the folder, one tensor in memory at a time, and return the sums of their bits. holes: files of weights
+    without weights."""
+    source, written_entries = source_folder(export), ready_entries(export, entries)
+    written = write_shards(written_entries, output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     check_folder(source, str(source))
     for name in (*JSON_FILES, *OTHER_FILES):
         if name not in NOT_COPIED and (source / name).is_file():
             shutil.copy(source / name, output_dir / name)
-    for file in source.glob(f"{TEMPLATES_FOLDER}/*.jinja"):
-        (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
-        shutil.copy(file, output_dir / TEMPLATES_FOLDER)
-    write_image_sizes(export, output_dir)
-    write_variables(export.model.tokenizer, output_dir)
+    _write_template(export.model.tokenizer.chat_template, source, output_dir)
+    _write_processor(export, output_dir)
     config = read_json(source / "config.json", str(source))
     _write_rows(config, export)
     config["dtype"] = str(export.dtype).removeprefix("torch.")
@@ -153,7 +186,26 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = config["dtype"]
-    (output_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(output_dir / "config.json", config)
+    return written
+
+
+def _write_template(template: str, source: Path, output_dir: Path) -> None:
+    """Write the chat template that the model was trained with: the only default one in the folder."""
+    (output_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for file in source.glob(f"{TEMPLATES_FOLDER}/*.jinja"):
+        (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
+        shutil.copy(file, output_dir / TEMPLATES_FOLDER)
+    file = output_dir / "tokenizer_config.json"
+    config = read_json_if_there(file, str(source))
+    templates = config.get("chat_template")
+    if isinstance(templates, list):
+        named = [one for one in templates if isinstance(one, dict) and one.get("name") != "default"]
+        written: object = [{"name": "default", "template": template}, *named]
+    else:
+        written = template
+    if templates is not None and templates != written:
+        write_json(file, {**config, "chat_template": written})
 
 
 def _write_rows(config: dict, export: ExportPlan) -> None:

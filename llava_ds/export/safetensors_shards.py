@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from llava_ds.constants import ConfigError
+from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.export.tensors import Entry
 
 # As safetensors spells them.
@@ -32,8 +33,8 @@ def num_bytes(entries: list[Entry], dtype: torch.dtype) -> int:
 
 def write_shards(
     entries: list[Entry], output_dir: Path, dtype: torch.dtype, max_bytes: int, *, holes: bool = False
-) -> list[str]:
-    """Write model.safetensors, or its shards with an index, and return the names of the files.
+) -> Written:
+    """Write model.safetensors, or its shards with an index, and return the sums of the tensors' bits.
 
     Only one tensor is in memory at a time. holes: names and shapes only; where the numbers would be is a hole in the
     file, which takes no room.
@@ -43,8 +44,9 @@ def write_shards(
         "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         for i in range(len(shards))
     ]
+    sums: dict[str, int] = {}
     for name, shard in zip(names, shards):
-        _write(shard, output_dir / f"{name}.tmp", dtype, holes)
+        sums |= _write(shard, output_dir / f"{name}.tmp", dtype, holes)
     for old in output_dir.glob("model*.safetensors*"):
         if old.suffix != ".tmp":
             old.unlink()
@@ -54,7 +56,7 @@ def write_shards(
         weight_map = {entry.name: name for name, shard in zip(names, shards) for entry in shard}
         index = {"metadata": {"total_size": num_bytes(entries, dtype)}, "weight_map": weight_map}
         (output_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-    return names
+    return {output_dir: sums}
 
 
 def _split(entries: list[Entry], dtype: torch.dtype, max_bytes: int) -> list[list[Entry]]:
@@ -71,8 +73,10 @@ def _split(entries: list[Entry], dtype: torch.dtype, max_bytes: int) -> list[lis
     return shards
 
 
-def _write(entries: list[Entry], path: Path, dtype: torch.dtype, holes: bool) -> None:
-    """Source: the format's description (a length, a JSON header, the tensors' bytes one behind the other)."""
+def _write(entries: list[Entry], path: Path, dtype: torch.dtype, holes: bool) -> dict[str, int]:
+    """Write one file, and return the sums of its tensors' bits.
+
+    Source: the format's description (a length, a JSON header, the tensors' bytes one behind the other)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -84,10 +88,14 @@ def _write(entries: list[Entry], path: Path, dtype: torch.dtype, holes: bool) ->
         file.write(struct.pack("<Q", len(text)) + text)
         if holes:
             file.truncate(8 + len(text) + end)
-            return
+            return {}
+        sums = {}
         for entry in entries:
             tensor = entry.read()
             assert tuple(tensor.shape) == entry.shape, f"{entry.name} is {tuple(tensor.shape)}, not {entry.shape}"
-            file.write(memoryview(tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()))
+            flat = tensor.to(dtype).contiguous().reshape(-1)
+            sums |= sums_of([(entry.name, flat)])
+            file.write(memoryview(flat.view(torch.uint8).numpy()))
         file.flush()
         os.fsync(file.fileno())
+    return sums

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.engine.expert_parallel import expert_part, from_owner
 from llava_ds.engine.gather import on_host
 from llava_ds.engine.tensor_parallel import whole, whole_shape
+from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.files.writing import write_tensors
 from llava_ds.model.families.language import EXPERTS, ExpertNames, embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
@@ -264,14 +265,16 @@ def without_value_head(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entr
     return rest, head
 
 
-def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> None:
+def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written:
     """Write the value head's file, if there is one: other programs open the folder as if it were not there.
 
-    head: its tensors by their names in the model.
+    head: its tensors by their names in the model. Returns the sums of their bits.
     """
-    if head:
-        tensors = {name.removeprefix(formats.VALUE_HEAD): tensor for name, tensor in head.items()}
-        write_tensors(output_dir / FILE, tensors)
+    if not head:
+        return {}
+    tensors = {name.removeprefix(formats.VALUE_HEAD): tensor for name, tensor in head.items()}
+    write_tensors(output_dir / FILE, tensors)
+    return {output_dir / FILE: sums_of(tensors.items())}
 
 
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:

@@ -67,7 +67,7 @@ def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_
         tokenizer.save_pretrained(output_dir)
         _readable_by_4(output_dir)
     special = {name: value for name, value in tokenizer.special_tokens_map.items() if value}
-    _write_json(output_dir / "special_tokens_map.json", special)
+    write_json(output_dir / "special_tokens_map.json", special)
     if (source / "tokenizer.model").is_file():
         own_file(source / "tokenizer.model")
         shutil.copy(source / "tokenizer.model", output_dir)
@@ -89,10 +89,10 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
         _readable_by_4(output_dir)
         _merges_as_texts(output_dir / "tokenizer.json")
     config = read_json_if_there(path, str(origin))
-    _write_json(path, config | {"model_max_length": max_length, "padding_side": "right"})
+    write_json(path, config | {"model_max_length": max_length, "padding_side": "right"})
     special = output_dir / "special_tokens_map.json"
     if not special.is_file():
-        _write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
+        write_json(special, {name: config[name] for name in SPECIAL if config.get(name)})
     pad = config.get("pad_token")
     return pad["content"] if isinstance(pad, dict) else pad
 
@@ -108,7 +108,7 @@ def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> Non
     for name in ("processor_config.json", "tokenizer_config.json", "preprocessor_config.json"):
         content = read_json_if_there(output_dir / name, str(output_dir))
         if content.pop("chat_template", None) is not None:
-            _write_json(output_dir / name, content)
+            write_json(output_dir / name, content)
 
 
 def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -164,7 +164,7 @@ def _readable_by_4(folder: Path) -> None:
     if isinstance(config.get("extra_special_tokens"), list):  # a mapping in transformers 4
         extra = config.pop("extra_special_tokens")
         config["additional_special_tokens"] = [*config.get("additional_special_tokens", []), *extra]
-    _write_json(path, config)
+    write_json(path, config)
 
 
 def _merges_as_texts(path: Path) -> None:
@@ -175,8 +175,9 @@ def _merges_as_texts(path: Path) -> None:
     merges = content["model"].get("merges") or []
     if merges and all(isinstance(merge, list) and not any(" " in token for token in merge) for merge in merges):
         content["model"]["merges"] = [" ".join(merge) for merge in merges]
-        _write_json(path, content)
+        write_json(path, content)
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
+    """Write an object as a file of a folder."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ from transformers import (
 from llava_ds.constants import IMAGE_TOKEN
 from llava_ds.data.chat_template import chat_template
 from llava_ds.data.templates import resolve_template
+from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.ready_folder import ready_entries, write_ready
@@ -57,22 +58,23 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     return renamed(written, partial(native_name, config=export.model.text_config))
 
 
-def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> None:
-    """Write the folder, one tensor in memory at a time.
+def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
+    """Write the folder, one tensor in memory at a time, and return the sums of their bits.
 
     entries: of the model, by their names here. holes: files of weights without weights. Where own_vision says that
     there is no class, the folder is for inference in this process alone, which puts its own parts into the class.
     """
     if export.model.ready is not None:
-        write_ready(export, entries, output_dir, holes=holes)
-        return
+        return write_ready(export, entries, output_dir, holes=holes)
     kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)
-    write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
-    write_processor(export, kind, tokenizer, output_dir)
+    written = write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
+    # The tokenizer's files come last, and would bring back the template of the language model alone.
+    tokenizer.chat_template = write_processor(export, kind, tokenizer, output_dir)
     write_hf_tokenizer(tokenizer, Path(export.model.tokenizer.name_or_path), output_dir)
     _write_config(export, kind, tokenizer, rows, output_dir)
     write_generation_config(export.args.version, tokenizer, output_dir, tokenizer.pad_token_id)
+    return written
 
 
 def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
@@ -142,8 +144,9 @@ def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
     return [[height, width] for width, height in image_options.anyres_sizes]
 
 
-def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
-    """Write processor_config.json, preprocessor_config.json and the chat template for a model_type of transformers'.
+def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> str:
+    """Write processor_config.json, preprocessor_config.json and the chat template for a model_type of transformers';
+    return the template.
 
     tokenizer: as the exported model has it.
     """
@@ -156,7 +159,7 @@ def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenize
     image_processor.save_pretrained(output_dir)
     if kind == "llava_onevision":
         _write_onevision(export, template, output_dir)
-        return
+        return template
     (LlavaNextProcessor if kind == "llava_next" else LlavaProcessor)(
         image_processor=image_processor,
         tokenizer=tokenizer,
@@ -165,6 +168,7 @@ def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenize
         num_additional_image_tokens=plan.tower.num_first_tokens,
         chat_template=template,
     ).save_pretrained(output_dir)
+    return template
 
 
 def _image_processor(export: ExportPlan, kind: str):

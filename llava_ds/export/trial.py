@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
@@ -12,8 +11,10 @@ from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.files.model_files import said_by
 from llava_ds.model.families.language import read_any_config
 from llava_ds.model.hf import hf_class
+from llava_ds.runtime.scratch import scratch_folder
 from llava_ds.tokenizer import read_tokenizer
 
+TRIAL = "export-trial-"  # what the names of its folders begin with
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"
 
 
@@ -34,8 +35,7 @@ def try_export(export: ExportPlan, output_dir: Path, *, dry_run: bool = False) -
             raise ConfigError(f"--output_dir {output_dir} can't be written: there is no write permission for {place}")
     place.mkdir(parents=True, exist_ok=True)
     _check_room(place, total)
-    with tempfile.TemporaryDirectory(prefix="export-trial-", dir=place) as scratch:
-        folder = Path(scratch)
+    with scratch_folder(TRIAL, place) as folder:
         write_folder(export, entries, folder, holes=True)
         if export.form == "hf":
             _open_with_transformers(folder)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import Stamp, read_bytes, stamp_of
+from llava_ds.files.writing import utf8_problem
 
 MAX_BYTES = 2**27  # of a JSON file; the largest published tokenizer.json has 35 MB
 MAX_TEMPLATE_BYTES = 2**20  # of a chat template; published ones have 20 kB
@@ -150,6 +151,8 @@ def check_folder(path: str | Path, where: str) -> None:
     the folder, that is no regular file, too large, too deep, no JSON object, or that sends them to a file elsewhere.
     """
     folder = Path(path)
+    if problem := utf8_problem(str(path)):
+        raise ConfigError(f"{where}: {problem}")
     if folder.is_dir():
         with library_errors(where, "its files can't be read"):
             _check_files(folder, _stamps(folder))

@@ -44,7 +44,8 @@ def write_whole(path: Path, content: str | Callable[[Path], object], shared: boo
     scratch = path.with_name(f".{path.name}{mark}.tmp")
     try:
         if isinstance(content, str):
-            scratch.write_text(content, encoding="utf-8")
+            # Names of files that are no UTF-8 are in such texts as Python's escapes.
+            scratch.write_text(content, encoding="utf-8", errors="backslashreplace")
         else:
             content(scratch)
         os.replace(scratch, path)
@@ -65,7 +66,7 @@ def write_output(path: Path, content: str | Callable[[Path], object], flag: str)
             if path.is_fifo():
                 os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # fails where nobody reads, instead of waiting
             if isinstance(content, str):
-                path.write_text(content, encoding="utf-8")
+                path.write_text(content, encoding="utf-8", errors="backslashreplace")
             else:
                 content(path)
         else:
@@ -85,10 +86,22 @@ def path_problem(text: str) -> str | None:
     except FileNotFoundError:
         too_long = any(len(os.fsencode(part)) > NAME_MAX for part in Path(text).parts)
         return f"{in_short(text)}: a name in it has more than {NAME_MAX} bytes" if too_long else None
+    except UnicodeEncodeError:
+        return f"{in_short(text)}: a name in it has half of a character, which no file's name can have"
     except (OSError, ValueError) as error:  # ValueError: a null character
         if isinstance(error, PermissionError | NotADirectoryError):
             return None  # the flag's own check says what it needs
         return f"{in_short(text)}: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
+def utf8_problem(text: str) -> str | None:
+    """The reason why libraries that open files by themselves can't open this path; None where they can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        why = "a name in it is no UTF-8, which safetensors, tokenizers and pyarrow don't open: rename it"
+        return f"{in_short(text)}: {why}"
     return None
 
 

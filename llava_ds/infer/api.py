@@ -5,15 +5,17 @@ Its types have no annotations here: the package is imported where it is needed.
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import os
 import re
 import secrets
 import shutil
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +38,7 @@ from llava_ds.infer.local_server import ADDRESS, listening, make_server
 KEY_VARIABLE = "LLAVA_DS_API_KEY"
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 30.0  # for a client to send its request
+SMALL_BODY_BYTES = 256 << 10  # of each body that no bound of all bodies counts: small requests get by many large ones
 ENDING_S = 10  # for open requests to be answered with an error, at the end
 
 
@@ -60,11 +63,14 @@ def api_key() -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Limits:
-    """num_requests: answered and waiting together; body_bytes of each; body_s: seconds for a client to send it."""
+    """num_requests: answered and waiting together; body_bytes of each; body_s: seconds for a client to send it;
+    pending_bytes: of all large bodies that are being sent; text_chars: of all messages, None for no limit."""
 
     num_requests: int
     body_bytes: int = MAX_BODY_BYTES
     body_s: float = BODY_S
+    pending_bytes: int = 16 * MAX_BODY_BYTES
+    text_chars: int | None = None
 
 
 def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, limits: Limits, quiet: bool) -> None:
@@ -73,6 +79,7 @@ def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, lim
     Raises ConfigError where the port is taken, and the failure that left other ranks out of step.
     """
     key, is_new = api_key()
+    limits = dataclasses.replace(limits, text_chars=most_chars(loaded.context_tokens, loaded.tokenizer.get_vocab()))
 
     def generate(conversation, sampling, on_text, stopped):
         reply = ask(loaded, conversation, sampling, on_text, stopped)
@@ -97,6 +104,14 @@ def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, lim
         raise answers.failure
 
 
+def most_chars(context_tokens: int, vocabulary: Iterable[str]) -> int | None:
+    """Characters that as many tokens as the model has positions for can stand for at most; None without a limit.
+
+    Counting the tokens of megabytes of text takes seconds, in which nobody else is answered.
+    """
+    return None if context_tokens == sys.maxsize else context_tokens * max(map(len, vocabulary), default=1)
+
+
 @dataclass
 class Service:
     """What the endpoint's functions share. uploads: a folder for images."""
@@ -111,6 +126,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._places = threading.BoundedSemaphore(self.limits.num_requests)
+        self._pending_bytes = 0  # used by the event loop alone
 
     def check_key(self, request) -> None:
         """Raise RequestError for a request without the key."""
@@ -121,6 +137,52 @@ class Service:
     def model(self) -> dict[str, object]:
         """OpenAI's description of the model."""
         return {"id": self.name, "object": "model", "created": self.started, "owned_by": "llava_ds"}
+
+    async def body(self, request) -> bytes:
+        """Read the body of a request. Raises RequestError where it is too long, or comes too slowly, or while others
+        are being sent that fill the memory for them."""
+        limits, body, counted = self.limits, bytearray(), 0
+        too_long = RequestError(
+            413, f"the body has more than {limits.body_bytes:,} bytes: send smaller or fewer images"
+        )
+
+        async def read() -> None:
+            nonlocal counted
+            async for part in request.stream():
+                body.extend(part)
+                large = max(0, len(body) - SMALL_BODY_BYTES)
+                self._pending_bytes, counted = self._pending_bytes + large - counted, large
+                if len(body) > limits.body_bytes:
+                    raise too_long
+                if large and self._pending_bytes > limits.pending_bytes:
+                    raise RequestError(
+                        429, "too many large bodies are being sent: ask again later", code="queue_full", retry_after_s=1
+                    )
+
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
+            raise too_long
+        try:
+            await asyncio.wait_for(read(), limits.body_s)
+        except asyncio.TimeoutError:
+            raise RequestError(408, f"the body did not come within {limits.body_s:.0f} s") from None
+        finally:
+            self._pending_bytes -= counted
+        return bytes(body)
+
+    def check_length(self, completion: Completion) -> None:
+        """Raise RequestError for messages that are longer than the model's context, whatever their tokens are."""
+        count, most = (
+            sum(len(message.text) for message in completion.question.conversation.messages),
+            self.limits.text_chars,
+        )
+        if most is not None and count > most:
+            raise RequestError(
+                400,
+                f"the messages have {count:,} characters, and the model has positions for {most:,} at most: send less",
+                param="messages",
+                code="context_length_exceeded",
+            )
 
     @contextlib.contextmanager
     def place(self):
@@ -154,18 +216,24 @@ def build_app(service: Service):
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    def refusal(_: Request, error: RequestError) -> Response:
+    async def refusal(request: Request, error: RequestError) -> Response:
+        if closes(request) and error.status != 408:
+            await _drop_rest(request, service.limits)
         return JSONResponse(error.content(), error.status, error.headers)
 
-    def unknown(request: Request, error: HTTPException) -> Response:
+    async def unknown(request: Request, error: HTTPException) -> Response:
         known = "POST /v1/chat/completions, GET /v1/models and GET /health"
         found = RequestError(error.status_code, f"{request.method} {request.url.path}: there are {known}")
-        return JSONResponse(found.content(), found.status, error.headers)
+        found.headers = dict(error.headers or {})
+        return await refusal(request, found)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return await refusal(request, as_request_error(error, {}))
 
     app.add_exception_handler(RequestError, refusal)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))  # nobody reads it
-    app.add_exception_handler(Exception, lambda _, error: refusal(_, as_request_error(error, {})))
+    app.add_exception_handler(Exception, failed)
 
     @app.get("/health")
     def health():
@@ -186,10 +254,11 @@ def build_app(service: Service):
     @app.post("/v1/chat/completions")
     async def complete(request: Request):
         service.check_key(request)
+        body = await service.body(request)  # before a place is taken: slow clients keep nobody out
         with service.place() as (folder, release):
-            body = await _body(request, service.limits)
             completion = read_completion(body, service.name, service.sampling, folder)
             del body
+            service.check_length(completion)
             answer = _Answer(completion, Writer(f"chatcmpl-{secrets.token_hex(12)}", service.name))
             job = answer.job = Job(completion.question, answer.deliver, release)
         service.answers.submit(job)
@@ -198,25 +267,26 @@ def build_app(service: Service):
     return app
 
 
-async def _body(request, limits: Limits) -> bytes:
-    """The body of a request. Raises RequestError where it is too long, or comes too slowly."""
+def closes(request) -> bool:
+    """True if the connection ends with the response."""
+    words = request.headers.get("connection", "").lower().replace(",", " ").split()
+    return "close" in words or request.scope["http_version"] == "1.0"
 
-    async def read() -> bytes:
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limits.body_bytes:
-                raise too_long
-        return bytes(body)
 
-    too_long = RequestError(413, f"the body has more than {limits.body_bytes:,} bytes: send smaller or fewer images")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limits.body_bytes:
-        raise too_long
-    try:
-        return await asyncio.wait_for(read(), limits.body_s)
-    except asyncio.TimeoutError:
-        raise RequestError(408, f"the body did not come within {limits.body_s:.0f} s") from None
+async def _drop_rest(request, limits: Limits) -> None:
+    """Read what is left of a body, a part of a large one: the response would be lost if the connection were closed on
+    unread bytes. Without such a close, uvicorn reads on by itself (see local_server)."""
+    from starlette.requests import ClientDisconnect
+
+    dropped = 0
+    if request.headers.get("expect", "").lower() == "100-continue":
+        return  # the client waits for a word before it sends any
+    with contextlib.suppress(asyncio.TimeoutError, RuntimeError, ClientDisconnect):  # RuntimeError: all of it was read
+        async with asyncio.timeout(limits.body_s):
+            async for part in request.stream():
+                dropped += len(part)
+                if dropped > 4 * limits.body_bytes:
+                    return
 
 
 class _Answer:

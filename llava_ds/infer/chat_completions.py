@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError, in_short, nearest_name
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError, did_you_mean, in_short
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.infer.answer_queue import Closing, Ended, Question
 from llava_ds.infer.chat import Conversation
@@ -50,8 +50,6 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
-        if status == 413:
-            self.headers["Connection"] = "close"  # the rest of the body is not read
 
     def content(self) -> dict[str, object]:
         """The body of the response."""
@@ -197,8 +195,7 @@ def _refusal(error: ValidationError) -> RequestError:
         first = first or place
         what = problem["msg"][:SHOWN_CHARS]
         if problem["type"] == "extra_forbidden":
-            nearest = nearest_name(place, [*_Body.model_fields, *ONLY])
-            what = "it is not known here: " + (f"did you mean {nearest}?" if nearest else "leave it out")
+            what = "it is not known here: " + did_you_mean(place, [*_Body.model_fields, *ONLY], "leave it out")
         lines.append(f"{place}: {what}" if place else what)
     if len(problems) > SHOWN_PROBLEMS:
         lines.append(f"and {len(problems) - SHOWN_PROBLEMS:,} more")

@@ -20,6 +20,7 @@ from llava_ds.model.families.ready import READY
 from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk, part_of
+from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.folder import FLAG
 from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
 from llava_ds.model.open.ready_folder import ReadyNames, missing_parts
@@ -91,7 +92,9 @@ def open_model(
                 f"{', '.join(f'--{name}' for name in moved)}: {path} brings all that it needs, leave it out"
             )
         config, tokenizer = _settings(path, path)
-        yield UnloadedModel(path, path, config, tokenizer, partial(_in_memory, partial(WeightFiles, path)), True)
+        notes = passed_over(path, f"--model_path {path}", template=config.model_type in READY)
+        weights = partial(_in_memory, partial(WeightFiles, path))
+        yield UnloadedModel(path, path, config, tokenizer, weights, True, tuple(notes))
     else:
         with _as_exported(path, *_read_folder(path, moved, version)) as found:
             yield found

@@ -11,11 +11,14 @@ from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
+from llava_ds.config.bounds import range_of_values
 from llava_ds.constants import ConfigError
 from llava_ds.geometry import PIXEL_FLAGS, ImageSpec, ReadyImageOptions
 from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
 from llava_ds.tilings import WHOLE_IMAGES, BudgetTiling, CellTiling, Tiling
 from llava_ds.videos import VideoRule
+
+VALUE_RANGE = "llava_ds_image_value_range"  # of --image_value_range, among an export's settings for images
 
 
 class ReadyModel(NamedTuple):
@@ -35,7 +38,8 @@ class ReadyVision:
     """A ready model's vision model and connector before they are built; stands in the place of a TowerPlan.
 
     images: size and patch_size as of TowerPlan's, in features of the language model; tiles: their number and order;
-    resample: Pillow's number of the filter; video: what videos become, or None, and no_videos why.
+    resample: Pillow's number of the filter; video: what videos become, or None, and no_videos why; value_range: that of
+    --image_value_range in the run that exported the folder.
     """
 
     ready: ReadyModel
@@ -45,6 +49,7 @@ class ReadyVision:
     video: VideoRule | None = None
     no_videos: str = ""
     scales: tuple[int, ...] = ()
+    value_range: str | None = None
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -117,6 +122,7 @@ class ReadyVision:
             video=_video_within(self.video, data),
             no_videos=self.no_videos,
             **frames_options(self.video, args),
+            value_range=data.image_value_range or self.value_range,
             resample=self.resample,
             has_image_blocks=self.has_image_blocks,
             blocks_need_windows=self.ready.family.blocks_need_windows,
@@ -203,7 +209,14 @@ def plan_vision(
     if side // (side // per_row) != per_row:
         raise ConfigError(f"{where}: {per_row} x {per_row} features don't divide its tiles of {side} pixels")
     spec = ImageSpec(side, side // per_row, mean, std)
-    return ReadyVision(ready, spec, tiles, resample, *plan_videos(ready, tiles.tiling, images, processor, tokenizer))
+    value_range = images.get(VALUE_RANGE)
+    try:
+        if value_range is not None:
+            range_of_values(value_range)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: its image processor says {VALUE_RANGE} {error}") from None
+    rule, no_videos = plan_videos(ready, tiles.tiling, images, processor, tokenizer)
+    return ReadyVision(ready, spec, tiles, resample, rule, no_videos, value_range=value_range)
 
 
 def plan_videos(

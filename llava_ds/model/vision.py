@@ -17,7 +17,8 @@ from llava_ds.batch import TowerInputs
 from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
-from llava_ds.files.model_files import is_there, library_errors, read_config, read_json, read_json_if_there, shown
+from llava_ds.files.model_files import library_errors, read_config, shown
+from llava_ds.files.processor_files import image_settings, video_settings, whole_settings
 from llava_ds.geometry import BICUBIC, FILTERS, ImageOptions, ImageSpec, image_options, native_options
 from llava_ds.model import attention
 from llava_ds.model.families.towers import PAIRS, TOWERS, tower_family
@@ -281,27 +282,18 @@ def side_of(sides: object) -> object:
 
 
 def read_processor(path: str | Path, where: str) -> dict:
-    """The settings of a folder's image processor, in the file of any transformers version."""
-    file, whole = Path(path) / "preprocessor_config.json", Path(path) / "processor_config.json"  # whole: transformers 5
-    if not is_there(file) and is_there(whole):
-        file, settings = whole, read_json(whole, where).get("image_processor", {})
-    else:
-        settings = read_json(file, where)
-    problem = "image_processor is no object" if not isinstance(settings, dict) else _processor_problem(settings)
-    if problem:
-        raise ConfigError(f"{where}: {file.name} can't be used: {problem}: copy it again")
+    """The settings of a folder's image processor, from the file that transformers takes them from."""
+    settings, file = image_settings(path, where)
+    if problem := _processor_problem(settings):
+        raise ConfigError(f"{where}: {file} can't be used: {problem}: copy it again")
     return settings
 
 
 def read_whole_processor(path: str | Path, where: str) -> dict:
     """The settings of a folder's whole processor; under video_processor those for videos, of the file that transformers
     takes them from."""
-    folder = Path(path)
-    whole = read_json_if_there(folder / "processor_config.json", where)
-    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
-        if not isinstance(whole.get("video_processor"), dict) and is_there(folder / name):
-            whole = {**whole, "video_processor": read_json_if_there(folder / name, where)}
-    return whole
+    videos, _ = video_settings(path, where)
+    return {**whole_settings(path, where), **({"video_processor": videos} if videos else {})}
 
 
 def _processor_problem(settings: dict) -> str | None:

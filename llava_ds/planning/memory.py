@@ -123,7 +123,7 @@ class Setup:
     weight_bytes: int = 2
     gradient_bytes: int = 2
     accumulates: bool = False
-    moments: int = 2
+    moments: float = 2
     sp: int = 1
     tp: int = 1
     pp: int = 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from llava_ds import __version__
 from llava_ds.config.shipped import RECIPES, RUN
-from llava_ds.constants import ConfigError, nearest_name
+from llava_ds.constants import ConfigError, FlagProblems, did_you_mean
 from llava_ds.runtime.command import begin, exit_with
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
@@ -56,7 +56,7 @@ def run_command() -> None:
     if name in LAUNCHED and not set(HELP) & set(argv) and is_to_be_launched(name, launcher_flags, os.environ):
         if name == "train":
             # Exit now if the flags can't be used: the launcher would take seconds, and print before the message.
-            begin("run/train.py", reads=read_training_flags)
+            begin("run/train.py", reads=_read_early)
         launch(script, launcher_flags, argv)
     runpy.run_path(str(script), run_name="__main__")
 
@@ -70,8 +70,7 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
     if at is None:
         if not words or words[0] in (*HELP, "--version"):
             return [], words[0] if words else HELP[1], []
-        nearest = nearest_name(words[0], COMMANDS)
-        hint = f"did you mean {nearest}?" if nearest else f"give one of {', '.join(COMMANDS)}"
+        hint = did_you_mean(words[0], COMMANDS, f"give one of {', '.join(COMMANDS)}")
         raise ConfigError(f"unknown command {words[0]!r}: {hint}")
     before, name = words[:at], words[at]
     if before and (name not in LAUNCHED or not before[0].startswith("-")):
@@ -98,6 +97,16 @@ def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
     from llava_ds.config.parsing import parse_arguments, tiny_defaults
 
     return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
+
+
+def _read_early(argv: list[str]) -> None:
+    """Check the flags before the launcher starts, except where the model's folder may have a better reason to refuse
+    them, which run/train.py looks for."""
+    try:
+        read_training_flags(argv)
+    except FlagProblems as error:
+        if error.arguments.model.model_name_or_path is None:
+            raise
 
 
 def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from llava_ds.config.bounds import in_a_line
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, in_short, nearest_name
-from llava_ds.files.writing import can_be_made, path_problem
+from llava_ds.config.bounds import in_a_line, takes
+from llava_ds.constants import EXIT_BAD_INPUT, EXIT_INTERRUPTED, ConfigError, DataError, did_you_mean, in_short
+from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
 from llava_ds.runtime.processes import watch_launcher
@@ -49,8 +49,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: argparse would print all flags first."""
         if found := re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL):
-            known = [option for action in self._actions for option in action.option_strings]
-            raise ConfigError(_unknown(found[1].split(" ")[0], known))
+            flag, _, value = found[1].partition(" ")
+            known = [option for action in self._actions for option in action.option_strings if takes(action, value)]
+            raise ConfigError(_unknown(flag, known))
         raise ConfigError(in_a_line(message))
 
 
@@ -58,8 +59,7 @@ def _unknown(token: str, known: list[str]) -> str:
     flag = token.split("=", 1)[0]
     if not flag.startswith("-"):
         return f"unexpected argument {flag!r}: every value belongs behind a --flag"
-    nearest = nearest_name(flag, known)
-    return f"unknown flag {flag}: {f'did you mean {nearest}?' if nearest else '--help lists all flags'}"
+    return f"unknown flag {flag}: {did_you_mean(flag, known, '--help lists all flags')}"
 
 
 def given_path(text: str) -> str:
@@ -71,6 +71,8 @@ def given_path(text: str) -> str:
 
 def new_folder(text: str) -> str:
     """The `type=` of a flag that names a folder to write to, which need not exist yet."""
+    if problem := utf8_problem(text):
+        raise argparse.ArgumentTypeError(problem)
     if not can_be_made(given_path(text)):
         raise argparse.ArgumentTypeError(f"{in_short(text)} can't be written to: name another folder")
     return given_path(text)
@@ -102,8 +104,12 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
             exit_for_bad_input(error, program)
 
 
-def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
+def exit_with(
+    main: Callable[[], int | None], program: str, explain: Callable[[str], str] = lambda message: message
+) -> NoReturn:
     """Run a command and exit with the code that main returns, 0 for None.
+
+    explain: adds to a message about the input where values that it blames come from.
 
     2: the user's input can't be used, there is no memory left, or stdout of a command that only prints can't be
     written, in one message; 130: Ctrl-C, without a message; 1: a failure, with a traceback.
@@ -118,7 +124,7 @@ def exit_with(main: Callable[[], int | None], program: str) -> NoReturn:
             code = 0
         check_output()
     except (ConfigError, DataError) as error:
-        exit_for_bad_input(error, program)
+        exit_for_bad_input(ConfigError(explain(str(error))), program)
     except KeyboardInterrupt:
         exit_for_interrupt()
     except Exception as error:

@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +36,8 @@ from llava_ds.data.images.decode import moments_of
 from llava_ds.data.images.resize import cut_by
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message
+from llava_ds.export.ready_folder import processor_files, sizes_differ
+from llava_ds.export.tokenizer_files import write_json
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ReadyImageOptions, media_layout
@@ -50,7 +54,7 @@ from llava_ds.template_variables import default_values
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling
 from llava_ds.videos import Footage
 
-VERSION = 3  # raise it when the trial becomes stricter
+VERSION = 4  # raise it when the trial becomes stricter
 # Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
 # samples that see each other by more than 0.1.
 LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
@@ -59,7 +63,7 @@ LEAST_PIXEL = 1e-5  # of a normalised pixel
 # Rooms and files whose code the result depends on.
 OWN_CODE = (
     "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py", "tokenizer.py",
-    "train/ready_trial.py",
+    "train/ready_trial.py", "files/processor_files.py", "export/ready_folder.py",
 )  # fmt: skip
 
 # What computes logits, ids and pixels.
@@ -125,7 +129,7 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir
         *video_parts(images),
         *tokenizer_parts(plan.tokenizer),
         _digest(_own_code()),
-        _digest(_processor_files(Path(path))),
+        _digest(_processor_files(_source(plan))),
     ]
     known = Path(cache_dir).expanduser() / "trials" / f"{digest_of(same)}.json"
     try:
@@ -150,6 +154,11 @@ def _own_code() -> list[Path]:
     return [file for name in OWN_CODE for file in (sorted((root / name).rglob("*.py")) or [root / name])]
 
 
+def _source(plan: ModelPlan) -> Path:
+    """The model's folder, or the one under its adapter."""
+    return Path(plan.sources.vision_tower.path)
+
+
 def _processor_files(folder: Path) -> list[Path]:
     named = [folder / name for name in (*JSON_FILES, *OTHER_FILES)]
     return [file for file in named if file.is_file()] + sorted(folder.glob(f"{TEMPLATES_FOLDER}/*.jinja"))
@@ -166,14 +175,16 @@ def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Differen
     can't be built or run, or its processor gives other ids."""
     encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
     times = CELLS_TIMES if isinstance(images.tiling, WHOLE_IMAGES) else 1
-    images = dataclasses.replace(images, video_fps=VIDEO_RATE, frames_upbound=0)
+    flags, images = images, dataclasses.replace(images, video_fps=VIDEO_RATE, frames_upbound=0)
     talks = TALKS[:-1] if images.video is None else TALKS
     shown = [[_random_frames((times * w, times * h), *frames) for w, h, *frames in sizes] for sizes, _ in talks]
     samples = [_sample(encoder, images, media, turns) for media, (_, turns) in zip(shown, talks)]
     where = f"--model_name_or_path {path}"
     with library_errors(where, "a small copy of it can't be tried"):
-        pixels = [_processor_pixels(path, media, images) for media in shown]
-        no_ids = _compare_ids(path, plan, images, samples, shown)
+        processor = _image_processor(plan, flags)
+        _compare_sizes(processor, images)
+        pixels = [_processor_pixels(processor, media, images) for media in shown]
+        no_ids = _compare_ids(plan, images, samples, shown)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return _compare(plan, images, samples, pixels)._replace(no_ids=no_ids)
@@ -210,18 +221,47 @@ def _random_frames(size: tuple[int, int], num_frames: int | None = None) -> Show
     return frames[0] if num_frames is None else frames
 
 
-def _processor_pixels(path: str, media: Sequence[Shown], images: ReadyImageOptions) -> torch.Tensor | None:
-    """(N, 3, S, S) of the folder's image processor, or its patches (P, numbers in a patch), without padding;
+def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
+    """The image processor that transformers opens from the model's folder; where flags change the sizes of images, from
+    the files that the run will export."""
+    source, options = _source(plan), {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
+    if not sizes_differ(plan.ready, images, plan.tokenizer, source):
+        return AutoImageProcessor.from_pretrained(source, **options)
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copy(source / "config.json", scratch)
+        for name, content in processor_files(plan.ready, images, plan.tokenizer, source).items():
+            write_json(Path(scratch) / name, content)
+        return AutoImageProcessor.from_pretrained(scratch, **options)
+
+
+def _compare_sizes(processor, images: ReadyImageOptions) -> None:
+    """Compare the numbers of patches of a small and of a large image, which bounds of pixels decide, without pixels.
+
+    Raises DataError where they differ.
+    """
+    if not isinstance(images.tiling, CellTiling):
+        return  # sizes that the images of the trial show
+    side, merge = images.tiling.side, images.tiling.merge
+    for width in (side, 2 * round(images.tiling.most**0.5)):
+        size = width, 2 * width
+        theirs = processor.get_number_of_image_patches(size[1], size[0])
+        ours = images.tiling.cut(size).num_tiles * merge**2
+        if theirs != ours:
+            raise DataError(
+                f"its image processor makes {theirs:,} patches of an image of {size[0]} x {size[1]} pixels, and this "
+                f"program {ours:,}: report this"
+            )
+
+
+def _processor_pixels(processor, media: Sequence[Shown], images: ReadyImageOptions) -> torch.Tensor | None:
+    """(N, 3, S, S) of the image processor, or its patches (P, numbers in a patch), without padding;
     None without images.
 
     A video's are those of its frames, resized before, as its processor needs a package for videos.
     """
     if not media:
         return None
-    processor = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True, trust_remote_code=False)
     options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
-    if isinstance(images.tiling, CellTiling):  # --min_pixels and --max_pixels, too
-        options = {"size": {"shortest_edge": images.tiling.least, "longest_edge": images.tiling.most}}
     parts = []
     for one in media:
         if isinstance(one, Image.Image):
@@ -253,14 +293,14 @@ def _as_moments(patches: torch.Tensor, step: int) -> torch.Tensor:
     return once.permute(0, 2, 3, 1, 4).reshape(-1, width)
 
 
-def _compare_ids(path: str, plan: ModelPlan, images: ReadyImageOptions, samples, shown) -> str:
+def _compare_ids(plan: ModelPlan, images: ReadyImageOptions, samples, shown) -> str:
     """Compare the samples' ids with the processor's: "", or the reason why it can't be opened, as without packages for
     videos.
 
     Raises DataError for other ids.
     """
     try:
-        processor = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(_source(plan), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any type where a package is missing
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return in_short(f"{type(error).__name__}: {lines[0] if lines else 'its processor could not be opened'}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llava_ds.constants import ConfigError, DataError, in_short, nearest_name
+from llava_ds.constants import ConfigError, DataError, did_you_mean, in_short
 from llava_ds.data.collate import LoadedSample
 
 MODEL_REWARD = "reward_model"  # in the log
@@ -116,8 +116,7 @@ def open_rewards(names: str | None, weights: str | None, has_model: bool = False
 
 def _own(name: str) -> Callable[[Sequence[Completion]], list[float]]:
     if name not in REWARDS:
-        nearest = nearest_name(name, REWARDS)
-        hint = f"did you mean {nearest}?" if nearest else f"give some of {', '.join(REWARDS)}, or file.py:function"
+        hint = did_you_mean(name, REWARDS, f"give some of {', '.join(REWARDS)}, or file.py:function")
         raise ConfigError(f"--reward_funcs {name}: there is no such reward: {hint}")
     return lambda answers: [REWARDS[name](one) for one in answers]
 

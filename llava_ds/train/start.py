@@ -1,13 +1,16 @@
 """The start of a run: flags, the lock on --output_dir, and the ranks, checked to be the same everywhere."""
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
 from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.parsing import CHOOSE_DS_CONFIG
-from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR, with_axes
-from llava_ds.engine.ds_config.resolve import read_ds_config
+from llava_ds.config.parsing import CHOOSE_DS_CONFIG, explained, recipe_values, tiny_defaults
+from llava_ds.config.shipped import RECIPES
+from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR
+from llava_ds.engine.ds_config.resolve import axes_from, flags_in, read_ds_config
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.model.liger import check_liger
@@ -32,6 +35,20 @@ class Start(NamedTuple):
     mesh: Mesh
 
 
+def name_sources(argv: list[str], message: str) -> str:
+    """A message with a line for every flag in it whose value a recipe or the DeepSpeed JSON gives."""
+    with contextlib.suppress(ConfigError):  # of what the message is about
+        args, _ = read_training_flags(argv)
+        sources = recipe_values(argv, tiny_defaults(argv, RECIPES))
+        path = args.training.deepspeed_config
+        written = {} if path == CHOOSE_DS_CONFIG else flags_in(read_ds_config(path))
+        sources |= {
+            flag: f"--{flag} follows from {key} in {path}" for flag, key in written.items() if flag not in args.given
+        }
+        return explained(message, sources)
+    return message
+
+
 def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     """Read flags and DeepSpeed JSON, lock --output_dir, and meet the other ranks.
 
@@ -43,7 +60,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     parse_size(args.training.max_shard_size)  # refused before ranks meet and --output_dir is made
     chosen = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = None if chosen else read_ds_config(args.training.deepspeed_config)
-    args = with_axes(args, raw_config)
+    args = axes_from(raw_config or {}, args)
     output_dir, writes = Path(args.training.output_dir), not args.training.dry_run
     if writes:
         lock.take_early(output_dir)

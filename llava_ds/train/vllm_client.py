@@ -50,7 +50,7 @@ class VllmServer:
         found = self._ask(
             "draw",
             prompts=[
-                {"ids": with_one_token_an_image(prompt, image_token), "images": [_png(place) for place in own]}
+                {"ids": with_one_token_an_image(prompt, image_token), "images": [self._png(place) for place in own]}
                 for prompt, own in zip(prompts, places)
             ],
             seeds=[np.random.SeedSequence(each).generate_state(rules.num_answers).tolist() for each in seeds],
@@ -58,6 +58,12 @@ class VllmServer:
             sampling={**sampling, "top_k": rules.top_k or -1},
         )
         return [[_answer(one) for one in answers] for answers in found["answers"]]
+
+    def _png(self, place: str | dict[str, object]) -> str:
+        """An image's file, upright and in RGB, in base64."""
+        ref, stream = FileRef(**place) if isinstance(place, dict) else place, io.BytesIO()
+        load_image(ref, value_range=self._export.image_options.value_range).save(stream, "PNG")
+        return base64.b64encode(stream.getvalue()).decode()
 
     def _ask(self, what: str, **request: object) -> dict:
         body = json.dumps(request).encode()
@@ -84,13 +90,6 @@ def with_one_token_an_image(sample: LoadedSample, image_token: int) -> list[int]
         found.append(image_token if is_image else ids[i])
         i += next(layouts).num_tokens if is_image else 1
     return found
-
-
-def _png(place: str | dict[str, object]) -> str:
-    """An image's file, upright and in RGB, in base64."""
-    stream = io.BytesIO()
-    load_image(FileRef(**place) if isinstance(place, dict) else place).save(stream, "PNG")
-    return base64.b64encode(stream.getvalue()).decode()
 
 
 def _answer(found: dict) -> Answer:

@@ -930,3 +930,32 @@ def test_a_part_with_lora_trains(flags):
 def test_true_is_how_lora_begins_in_a_recipe_too(tmp_path):
     path = recipe(tmp_path, "lora_enable: true\ninit_lora_weights: true\n")
     assert parse_tiny("--recipe", path).model.init_lora_weights == "true"
+
+
+@pytest.mark.parametrize("words", [["all-linear"], ["All-Linear"], ["all"], []])
+def test_all_linear_is_what_leaving_the_targets_out_means(words):
+    flags = ["--lora_enable", "True", *(["--lora_target_modules", *words] if words else [])]
+    assert parse_arguments([*NEEDED, *flags])[0].model.lora_target_modules is None
+    assert parse_arguments([*NEEDED, *flags, "--bits", "4"])  # which packs all of them
+
+
+@pytest.mark.parametrize("words", [["all-linear", "q_proj"], ["q_proj,all-linear"], ["lm_head", "all"]])
+def test_all_linear_stands_alone(words):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments([*NEEDED, "--lora_enable", "True", "--lora_target_modules", *words])
+    joined = ",".join(words)
+    word = "all-linear" if "all-linear" in joined else "all"
+    assert str(caught.value) == (
+        f"--lora_target_modules {joined}: {word} means every linear layer, give it alone, or names without it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("image_folder", "."), ("data_format", "sharegpt"), ("data_columns", "image=picture")]
+)
+def test_flags_of_records_are_refused_with_the_generated_scenes(flag, value):
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments([*NEEDED, f"--{flag}", value])
+    assert str(caught.value) == (
+        f"--{flag} {value} goes with --data_path: the generated scenes need none, give that, or leave it out"
+    )

@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -174,6 +175,23 @@ def test_bad_input_is_one_message(tmp_path):
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"--data_path {tmp_path / 'none.json'}\\x1b(B: there is no such file or folder" in done.stderr
+
+
+def test_names_of_files_that_are_no_utf8_are_shown_escaped(inspect_data, tmp_path, toy_base):
+    folder = tmp_path / os.fsdecode(b"f\xfflder")
+    data = toys.write_data(folder, "it")
+    renamed = Path(data["data_path"]).rename(folder / os.fsdecode(b"d\xe9.json"))
+    html, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"
+    run(
+        inspect_data,
+        tmp_path,
+        {**toy_base, **data, "data_path": str(renamed)},
+        "--html",
+        str(html),
+        "--jsonl",
+        str(rows),
+    )
+    assert "d\\udce9.json" in html.read_text() and len(rows.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from ready_models import QWEN_PROCESSORS, write_ready
+from ready_models import QWEN_PROCESSORS, change_image_settings, write_ready
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
@@ -176,8 +176,7 @@ def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path, family, for
         assert (options.video.frame.least, options.video.frame.most) == (1280, 4096)
         most = options.tiling.cut((400, 400)).num_tiles
         assert most <= 2048 // 16**2 < plan.tower.tiles.tiling.cut((400, 400)).num_tiles
-        named = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"max_pixels": 4096}
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps(named))  # as older folders have it
+        change_image_settings(tmp_path, max_pixels=4096)  # as older folders have it
     written = tmp_path / "written"
     written.mkdir()
     write_image_sizes(SimpleNamespace(model=plan, image_options=options), written)

@@ -3,14 +3,17 @@
 import builtins
 import dataclasses
 import importlib.util
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.images import video
 from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.videos import moment_times, video_frames
 
 OPTIONS = ImageOptions(24, 8, (0.5, 0.5, 0.5), video_fps=5, frames_upbound=8)
 needs_av = pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="PyAV is not installed")
@@ -83,3 +86,40 @@ def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_av)
     with pytest.raises(ConfigError, match=r"install the extra llava_ds\[video\], or give videos as lists of images"):
         probe(Media("video", (FileRef(str(tmp_path / "a.mp4")),)), OPTIONS)
+
+
+def write_uneven(path) -> Media:
+    """A video of ten frames in its first second, and then one a second for five seconds."""
+    import av
+
+    times = [i / 10 for i in range(10)] + [1.0 + i for i in range(5)]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=30)
+        stream.width, stream.height, stream.pix_fmt, stream.bit_rate = 48, 32, "yuv420p", 10**6
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for i, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 20 + 4 * i, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = round(1000 * time), Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return Media("video", (FileRef(str(path)),))
+
+
+@needs_av
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_times_of_an_uneven_video_are_transformers(tmp_path, suffix):
+    """Which divides a frame's number by the average rate, whatever the container says of the frame; LLaVA-NeXT chooses
+    frames by that rate, too."""
+    from transformers.video_utils import load_video
+
+    media = write_uneven(tmp_path / f"a.{suffix}")
+    found, _ = video.footage(media.refs[0], OPTIONS)
+    indices = video_frames(*found, OPTIONS.frame_choice)
+    _, metadata = load_video(media.refs[0].path, backend="pyav", sample_indices_fn=lambda *_, **__: np.array(indices))
+    assert found.num_frames == 15 and found.rate == pytest.approx(15 / 5.9, rel=0.2)
+    if suffix == "mkv":  # of which transformers' PyAV knows no number of frames, and a rate that is none
+        assert (metadata.total_num_frames, metadata.fps) == (0, 30)
+        return
+    assert found.rate == pytest.approx(metadata.fps)
+    assert moment_times(indices, found.rate, 1) == pytest.approx(metadata.timestamps)
+    assert len(indices) / found.num_frames * found.rate == pytest.approx(metadata.sampled_fps)

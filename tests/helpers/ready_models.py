@@ -314,6 +314,15 @@ def write_ready(folder: Path, family: str = "smolvlm", *, seed: int = 0, templat
     return flags
 
 
+def change_image_settings(folder: Path, **changes: object) -> None:
+    """Change the image processor's settings in both files that hold them."""
+    file, whole = folder / "preprocessor_config.json", folder / "processor_config.json"
+    content = json.loads(whole.read_text())
+    content["image_processor"].update(changes)
+    whole.write_text(json.dumps(content))
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
 def turn_experts(folder: Path) -> None:
     """Exchange the last two axes of experts on disk, as published and not as transformers 5 saves them; or back."""
     tensors = load_file(folder / "model.safetensors")

@@ -235,11 +235,13 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
         ready_trial.check_ready(plan, other, str(folder), str(tmp_path))
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
-    assert ready_trial.check_ready(plan, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
+    again = plan_model(ModelArguments(model_name_or_path=str(copied), version="processor"), 512)
+    again = dataclasses.replace(again, tokenizer=plan.tokenizer)  # with its template's variables
+    assert ready_trial.check_ready(again, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
     settings = json.loads((copied / "processor_config.json").read_text())
     (copied / "processor_config.json").write_text(json.dumps({**settings, "new": 1}))
     with pytest.raises(TypeError):
-        ready_trial.check_ready(plan, images, str(copied), str(tmp_path))
+        ready_trial.check_ready(again, images, str(copied), str(tmp_path))
     with monkeypatch.context() as changed:
         changed.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
         with pytest.raises(TypeError):
@@ -276,8 +278,10 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
             continue
         for file in folder.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
-        changed = json.loads((folder / name).read_text()) | value
-        (tmp_path / name).write_text(json.dumps(changed))
+        if name == "processor_config.json":
+            (tmp_path / name).write_text(json.dumps(json.loads((folder / name).read_text()) | value))
+        else:
+            ready_models.change_image_settings(tmp_path, **value)
         with pytest.raises(ConfigError, match=wrong):
             plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
     assert ready_family.token_of(plan.tokenizer, plan.tokenizer.eos_token)
@@ -327,10 +331,12 @@ def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
 )
 def test_what_of_gemma_4_is_refused(file, change, wrong, tmp_path):
     given = write_ready(tmp_path, "gemma4")
-    path = tmp_path / ("config.json" if file == "text_config" else f"{file}.json")
-    content = json.loads(path.read_text())
-    (content[file] if file == "text_config" else content).update(change)
-    path.write_text(json.dumps(content))
+    if file == "text_config":
+        content = json.loads((tmp_path / "config.json").read_text())
+        content[file].update(change)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+    else:
+        ready_models.change_image_settings(tmp_path, **change)
     with pytest.raises(ConfigError, match=wrong):
         plan_model(ModelArguments(**given, version="processor"), 512)
 
@@ -343,3 +349,29 @@ def test_buffers_that_are_not_in_the_files_are_missed(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"don't hold model\.language_model\.layers\.1\.layer_scalar"):
         plan_model(ModelArguments(**given, version="processor"), 512)
+
+
+@pytest.mark.parametrize("flags", [{}, {"min_pixels": 2048, "max_pixels": 4096}])
+def test_sizes_are_compared_with_the_processor_that_transformers_opens(tmp_path, flags):
+    """And not with one that is told ours: with flags, with the one that opens from the files of the export."""
+    model = ModelArguments(**write_ready(tmp_path / "model", "qwen3_vl"), version="processor")
+    args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(flags)).replaced(**flags)
+    plan = plan_model(model, 512)
+    images = plan.tower.image_options(args)
+    assert ready_trial.try_ready(plan, images, "x").problem() is None
+    wrong = dataclasses.replace(images.tiling, most=images.tiling.most // 2)
+    if flags:  # as if an export wrote other bounds
+        written = ready_trial.processor_files
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                ready_trial,
+                "processor_files",
+                lambda ready, options, *rest: written(ready, dataclasses.replace(options, tiling=wrong), *rest),
+            )
+            with pytest.raises(ConfigError, match=r"its image processor makes [\d,]+ patches of an image of .* report"):
+                ready_trial.try_ready(plan, images, "x")
+        return
+    with pytest.MonkeyPatch.context() as patch:  # as if another file had been read
+        patch.setattr(ready_trial, "sizes_differ", lambda *_: False)
+        with pytest.raises(ConfigError, match=r"its image processor makes [\d,]+ patches of an image of .* report"):
+            ready_trial.try_ready(plan, dataclasses.replace(images, tiling=wrong), "x")

@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
@@ -16,6 +15,7 @@ from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
+from llava_ds.data.images.deep_images import described, is_deep, is_narrowed, to_eight_bits
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
@@ -44,8 +44,11 @@ _TURNS = {
 }
 
 
-def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
+def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -> tuple[Size, ...]:
     """Upright (width, height) of an image, or of every frame used of a video, from headers only.
+
+    notes: where to put lines about images that use little of their range, which only images of more than 8 bits a value
+    are decoded for; None does without.
 
     Raises DataError for files that are no images or are too large, as they are or resized, and ConfigError for a video
     file if the extra that decodes it is missing.
@@ -55,8 +58,13 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
         return video.probe(media.refs[0], options)
     sizes = []
     for ref in used_files(media, options):
-        with _opened(ref, options.max_pixels) as (_, _, size):
+        with _opened(ref, options.max_pixels) as (image, _, size):
             sizes.append(size)
+            if notes is not None and (is_deep(image) or is_narrowed(image)):
+                _decode(ref, image)
+                if text := described(image, options.value_range):
+                    part = f" (at byte {ref.offset:,})" if ref.num_bytes >= 0 else ""
+                    notes.append(f"{ref.path}{part}, {text}")
         if options.tiling is None:
             _check_resized(ref, size, _aspect_ratio(media, options), options)
         elif media.kind == "image":
@@ -64,17 +72,19 @@ def probe(media: Media, options: ImageOptions) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
-def footage(media: Media, options: ImageOptions) -> tuple[Footage | None, tuple[Size, ...]]:
-    """The frames that a ready model's video has, else None; and the sizes as of probe.
+def footage(
+    media: Media, options: ImageOptions, notes: list[str] | None = None
+) -> tuple[Footage | None, tuple[Size, ...]]:
+    """The frames that a ready model's video has, else None; and the sizes as of probe, which takes notes, too.
 
     Frames that are given as images are --video_fps of a second, unless their part of a message says it.
     """
     if media.kind == "image" or options.video is None:
-        return None, probe(media, options)
+        return None, probe(media, options, notes)
     options = options_for(media, options)
     if media.kind == "frames":
         rate = None if options.clip is None else options.clip.rate
-        found, sizes = Footage(len(media.refs), rate or options.video_fps), probe(media, options)
+        found, sizes = Footage(len(media.refs), rate or options.video_fps), probe(media, options, notes)
     else:
         found, size = video.footage(media.refs[0], options)
         sizes = (size,) * len(video_frames(*found, options.frame_choice))
@@ -116,7 +126,7 @@ def load_media(
         if not tiled and wanted is not None and i not in wanted:
             continue
         pinpoint = geometry.best_pinpoint(expected, options.anyres_sizes) if tiled else None
-        image = _load(ref, options.max_pixels, expected if tiled else None)
+        image = _load(ref, options, expected if tiled else None)
         if tiled:
             tiles += cut_tiles(image, expected, pinpoint, options.size, options.fast_decoding)
         else:
@@ -129,7 +139,7 @@ def _tiles_by(media: Media, sizes: tuple[Size, ...], options: ReadyImageOptions 
     """Tiles of an image or video as its tower's own processor makes them. sizes: from probe."""
     cut = geometry.tiled_cut(media.kind, sizes, options)
     if media.kind == "image":
-        return cut_by(_load(media.refs[0], options.max_pixels, sizes[0]), cut, options.size, options.resample)
+        return cut_by(_load(media.refs[0], options, sizes[0]), cut, options.size, options.resample)
     return moments_of(_frames(media, sizes, options), cut, options)
 
 
@@ -137,7 +147,7 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
     """The frames to use, of the sizes that they had before."""
     if media.kind == "frames":
         for ref, size in zip(used_files(media, options), sizes, strict=True):
-            yield _load(ref, options.max_pixels, size)
+            yield _load(ref, options, size)
         return
     for frame in video.frames(media.refs[0], sizes, options):
         if frame.size != sizes[0]:
@@ -162,28 +172,23 @@ def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) ->
     if media.kind == "video":
         yield from video.frames(media.refs[0], sizes, options_for(media, options))
     else:
-        yield from (_load(ref, options.max_pixels) for ref in used_files(media, options))
+        yield from (_load(ref, options) for ref in used_files(media, options))
 
 
-def load_image(source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS) -> Image.Image:
+def load_image(
+    source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS, value_range: str | None = None
+) -> Image.Image:
     """Load an image in RGB, upright as its EXIF data says, with white for transparent parts.
 
-    Its size is checked before anything is decoded. Raises DataError with the path.
+    value_range: of ImageOptions. Its size is checked before anything is decoded. Raises DataError with the path.
     """
-    return _load(source if isinstance(source, FileRef) else FileRef(str(source)), max_pixels)
+    return _decoded(source if isinstance(source, FileRef) else FileRef(str(source)), max_pixels, value_range)
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to RGB, on white where it is transparent."""
-    if image.mode == "F":
-        image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).round().astype(np.uint8))
-    elif image.mode == "I" or image.mode.startswith("I;16"):
-        values = np.asarray(image)
-        if image.mode != "I" or values.max(initial=0) > 255:
-            # 16 bits to 8; Pillow's own conversion would clip at 255.
-            image = Image.fromarray(_sixteen_to_eight()[values.clip(0, 65535)])
-        else:
-            image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
+    """Convert an image to RGB, on white where it is transparent. value_range: of ImageOptions."""
+    if is_deep(image):
+        image = to_eight_bits(image, value_range)
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image if image.mode == "RGB" else image.convert("RGB")  # which would make a copy
     whole = Image.new("RGB", image.size)
@@ -243,20 +248,29 @@ def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
     return Image.open(file, formats=_known_formats())
 
 
-def _load(ref: FileRef, max_pixels: int, expected: Size | None = None) -> Image.Image:
+def _load(ref: FileRef, options: ImageOptions, expected: Size | None = None) -> Image.Image:
     """Load an image in RGB and upright. expected: the size that it had before."""
+    return _decoded(ref, options.max_pixels, options.value_range, expected)
+
+
+def _decoded(ref: FileRef, max_pixels: int, value_range: str | None, expected: Size | None = None) -> Image.Image:
     with _opened(ref, max_pixels) as (image, turn, size):
         if expected is not None and size != expected:
             raise FileChanged(
                 f"{ref.path} has {size[0]} x {size[1]} pixels, but had {expected[0]} x {expected[1]} when the data "
                 "was checked: it was changed since; start again to have it checked"
             )
-        stored = image.size
-        image.load()
-        if image.size != stored:
-            raise DataError(f"{ref.path} is of another size than its header says: replace it or leave it out")
-        shown = to_rgb(image)
+        _decode(ref, image)
+        shown = to_rgb(image, value_range)
         return shown.transpose(_TURNS[turn]) if turn in _TURNS else shown
+
+
+def _decode(ref: FileRef, image: Image.Image) -> None:
+    """Decode an opened image. Raises DataError for one of another size than its header says."""
+    stored = image.size
+    image.load()
+    if image.size != stored:
+        raise DataError(f"{ref.path} is of another size than its header says: replace it or leave it out")
 
 
 def _orientation(image: Image.Image) -> int:
@@ -316,11 +330,6 @@ def _check_steps(ref: FileRef, size: Size, steps: tuple[Size, ...], options: Ima
         raise DataError(
             f"{ref.path}: an image of {size[0]} x {size[1]} would be resized to too many pixels: leave it out"
         )
-
-
-@functools.cache
-def _sixteen_to_eight() -> np.ndarray:
-    return ((np.arange(65536) + 128) // 257).astype(np.uint8)
 
 
 @functools.cache

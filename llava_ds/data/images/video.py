@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from fractions import Fraction
 
 from PIL import Image
 
@@ -14,6 +15,7 @@ from llava_ds.videos import Footage, video_frames
 # Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
 LONGEST_S = 1e6  # of a video: eleven days; of a longer one a list of its frames could fill the memory
+UNEVEN = 0.05  # of a rate: so much do times in Matroska's milliseconds never change it
 NO_RATE = 24.0  # frames a second where a file doesn't say it, as in transformers
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
@@ -72,11 +74,19 @@ def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
 
 
 def _count_and_rate(ref: FileRef) -> tuple[int, float]:
-    """Frames, and how many are a second, NO_RATE where that is not known, without decoding. If the header has no number
-    of frames, packets are counted. Raises DataError for a video that is longer than any."""
+    """Frames, and how many are a second on average, NO_RATE where that is not known, without decoding.
+
+    If the header has no number of frames, packets are counted, and their times correct a rate in the header that is no
+    average, as of uneven videos in Matroska; torchcodec, transformers' first choice, computes it from them, too. Raises
+    DataError for a video that is longer than any.
+    """
     with _opened(ref) as (container, stream):
-        count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        rate = float(stream.average_rate or stream.base_rate or NO_RATE)
+        count, rate = stream.frames, float(stream.average_rate or stream.base_rate or NO_RATE)
+        if not count:
+            times = [packet.pts for packet in container.demux(stream) if packet.size > 0]
+            count, measured = len(times), _rate_of(times, stream.time_base)
+            if measured is not None and abs(measured / rate - 1) > UNEVEN:
+                rate = measured
     if count < 1:
         raise DataError(f"{ref.path} is a video without frames: replace it or leave it out")
     if count / rate > LONGEST_S:
@@ -85,6 +95,13 @@ def _count_and_rate(ref: FileRef) -> tuple[int, float]:
             "leave it out"
         )
     return count, rate
+
+
+def _rate_of(times: list[int | None], time_base: Fraction) -> float | None:
+    """Frames a second between the first and the last of their times, in time_base; None where some are not known."""
+    if len(times) < 2 or None in times or max(times) == min(times):
+        return None
+    return (len(times) - 1) / float((max(times) - min(times)) * time_base)
 
 
 def _is_on_its_side(frame) -> bool:

@@ -1,13 +1,12 @@
 """Options of a source, raw records, and helpers for error messages."""
 
-import difflib
 import functools
 import reprlib
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from llava_ds.boxes import BboxType
-from llava_ds.constants import ConfigError
+from llava_ds.constants import ConfigError, did_you_mean
 
 _REPR = reprlib.Repr()
 _REPR.maxstring, _REPR.maxother, _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 120, 120, 3, 4, 4
@@ -159,8 +158,7 @@ def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
 
 def nearest(word: object, known: tuple[str, ...]) -> str:
     """A hint for an unknown word: the most similar known one, or all."""
-    close = difflib.get_close_matches(str(word), known, n=1)
-    return f"did you mean {close[0]}?" if close else "known are " + ", ".join(known)
+    return did_you_mean(str(word), known, "known are " + ", ".join(known))
 
 
 def short(value: object) -> str:

@@ -1,11 +1,10 @@
 """A DeepSpeed JSON while it is resolved: its values, the flags, the reason of each filled value, and the problems."""
 
-import difflib
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llava_ds.config.arguments import Arguments
@@ -110,13 +109,6 @@ def as_json(value: object) -> str:
     """A value as the user writes it, or its beginning."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
-
-
-def nearest_names(name: str, known: Iterable[str], otherwise: str) -> str:
-    """A hint for a message: the known names that are spelled much like one, or else a sentence."""
-    every = {each.lower(): each for each in known}
-    nearest = [every[key] for key in difflib.get_close_matches(name.lower(), every, n=2)]
-    return f"did you mean {' or '.join(nearest)}?" if nearest else otherwise
 
 
 def trial_error(run: Callable[[], object]) -> str | None:

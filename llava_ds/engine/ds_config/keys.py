@@ -3,10 +3,13 @@
 DeepSpeed 0.19 silently ignores unknown keys at the top, and takes "false" for true where it validates nothing.
 """
 
-import difflib
+import enum
+import typing
 
 from pydantic import BaseModel, ValidationError
 
+from llava_ds.config.arguments import FLAGS
+from llava_ds.constants import did_you_mean, in_short
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, section_of, sections, strict_model
 
@@ -38,9 +41,26 @@ RENAMED = {
     "zero_optimization.cpu_offload": '"offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": '"offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "pin_memory in offload_optimizer and offload_param",
+    "zero_optimization.find_unused_parameters": "ignore_unused_parameters, which means the same",
+    "zero_optimization.gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "allgather_size": "allgather_bucket_size in zero_optimization",
+    "disable_allgather_size": "allgather_bucket_size in zero_optimization",
+    "grad_clip": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "fp32_allreduce": '"communication_data_type": "fp32"',
+    "gradient_accumulation_dtype": '"data_types": {"grad_accum_dtype": "fp32"}',
 }
+
+# Other trainers' names of an axis' size.
+_TENSOR = (
+    "tp", "tp_size", "tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree", "autotp_size",
+)  # fmt: skip
+_PIPELINE = ("pp", "pp_size", "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_stages", "stages")
+_EXPERT = ("ep", "ep_size", "expert_model_parallel_size", "expert_parallel_size", "moe_ep_size")
+_SEQUENCE = ("cp", "cp_size", "sp", "sp_size", "context_parallel_size", "ulysses_size", "ulysses_parallel_size")
+_RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
 
 # Features that this trainer doesn't have, by key, with the values that don't ask for them.
 UNSUPPORTED = {
@@ -52,14 +72,37 @@ UNSUPPORTED = {
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always beside each other"),
     # Other trainers' names, which DeepSpeed would ignore.
-    "tp_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
-    "tensor_model_parallel_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
-    "tensor_parallel_size": ((1,), 'write "tensor_parallel": {"autotp_size": 2}'),
-    "pipeline_model_parallel_size": ((1,), 'write "pipeline": {"stages": 2}'),
-    "pipeline_parallel_size": ((1,), 'write "pipeline": {"stages": 2}'),
-    "expert_model_parallel_size": ((1,), "write moe_expert_parallel_size, which shares experts out over ranks"),
-    "expert_parallel_size": ((1,), "write moe_expert_parallel_size, which shares experts out over ranks"),
-    "context_parallel_size": ((1,), "write sequence_parallel_size, which shares the tokens of a sample out by heads"),
+    **{name: ((1,), 'write "tensor_parallel": {{"autotp_size": {size}}}') for name in _TENSOR},
+    **{name: ((1,), 'write "pipeline": {{"stages": {size}}}') for name in _PIPELINE},
+    **{
+        name: ((1,), 'write "moe_expert_parallel_size": {size}, which shares experts out over ranks')
+        for name in _EXPERT
+    },
+    **{
+        name: ((1,), 'write "sequence_parallel_size": {size}, which shares the tokens of a sample out by heads')
+        for name in _SEQUENCE
+    },
+    **{name: ((), "it follows from the ranks that are started and from the other axes") for name in _RANKS},
+    **{
+        name: ((), 'write "bf16": {{"enabled": true}}, or "fp16" in its place, or neither for fp32')
+        for name in ("dtype", "torch_dtype", "param_dtype", "precision", "mixed_precision")
+    },
+    "fp8": ((), "weights train in the precision of bf16, fp16 or fp32"),
+    "model_parallel_size": (
+        (1,),
+        'write "tensor_parallel": {{"autotp_size": {size}}} for matrices that are cut, or "pipeline": '
+        '{{"stages": {size}}} for layers',
+    ),
+    "mp_size": ((1,), 'write "tensor_parallel": {{"autotp_size": {size}}}: mp_size is of DeepSpeed\'s inference'),
+    **{
+        name: ((False,), "it is a key of DeepSpeed's inference, and this JSON is for training")
+        for name in ("kernel_inject", "replace_with_kernel_inject", "injection_policy", "max_out_tokens", "max_tokens")
+    },
+    "zero": ((), "write zero_optimization, an object with stage"),
+    **{name: ((), "write it into params of optimizer") for name in ("lr", "betas", "eps", "momentum")},
+    "zero_stage": ((), 'write "zero_optimization": {{"stage": {size}}}'),
+    "monitor_config": ((), "write tensorboard, wandb, comet or csv_monitor, which stand at the top"),
+    "sparse_embedding": ((False,), "gradients of embeddings are dense"),
     "mpu": (
         (),
         "it is an object of Megatron's: the sizes of the axes lay the ranks out",
@@ -76,7 +119,7 @@ UNSUPPORTED_SECTIONS = {
     "expert_parallel": "DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 "
     "arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at "
     "stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable",
-    "moe": "experts follow from flags: --moe_enable True --num_experts 4 --top_k_experts 2 --moe_mode second_half, and "
+    "moe": "experts follow from flags: --moe_enable True, --num_experts, --top_k_experts and --moe_mode, and "
     "--ep_size or moe_expert_parallel_size for the ranks that share them",
     "hybrid_engine": "nothing is generated while training",
     "weight_quantization": "weights train in the precision of bf16, fp16 or fp32",
@@ -131,7 +174,8 @@ def _refuse_unsupported(draft: Draft) -> None:
             continue
         asks = not any(value == one and type(value) is type(one) for one in harmless)  # true is no 1
         if asks:
-            draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
+            size = value if isinstance(value, int) and not isinstance(value, bool) else "N"
+            draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why.format(size=size)}")
         if asks or key not in fields_of(DeepSpeedJson):
             _remove(draft.config, key)
 
@@ -189,6 +233,7 @@ def _without_auto(section: dict, model: type[BaseModel]) -> dict:
     return copy
 
 
+SIZES = {"tensor_parallel": "autotp_size", "pipeline": "stages"}  # the key of a section that has no other use
 KINDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -204,10 +249,13 @@ def _message(key: str, value: object, problem: dict) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "extra_forbidden":
         *parent, name = problem["loc"]
-        return _unknown(".".join(parent), name)
+        return _unknown(".".join(parent), name, value)
     if kind == "missing":
         return f"{key} is missing in the DeepSpeed JSON: write it, or remove its section"
     wanted = KINDS.get(kind)
+    if kind == "dict_type" and key in SIZES:
+        size = value if isinstance(value, int) and not isinstance(value, bool) else "N"
+        wanted = f'{{"{SIZES[key]}": {size}}}'
     if kind == "model_type":
         wanted = f"an object with {', '.join(list(fields_of(sections()[key]))[:3])}, ..."
     if kind == "literal_error":
@@ -221,22 +269,78 @@ def _message(key: str, value: object, problem: dict) -> str:
     return f"{key or 'a key'} in the DeepSpeed JSON: {message}"
 
 
-def _unknown(parent: str, name: str) -> str:
+def _unknown(parent: str, name: str, value: object) -> str:
     """The message about a key that a section doesn't have."""
     homes = [place for place, model in sections().items() if name in fields_of(model)]
     nested = _nested(parent, name.split(".")) if "." in name else None
-    known = list(fields_of(sections()[parent]))
-    nearest = difflib.get_close_matches(name, known, n=1)
+    fields = fields_of(sections()[parent])
+    known = [key for key in fields if _is_of_use(f"{parent}.{key}".removeprefix("."))]
     if nested is not None:
         hint = f"nest it, as {nested}"
-    elif nearest:
-        hint = f"did you mean {nearest[0]}?"
     elif len(homes) == 1:
-        hint = f"it belongs into {homes[0]}" if homes[0] else "it belongs to the top, into no section"
+        hint = _at_home(homes[0], name)
+    elif not parent and name in FLAGS:
+        hint = f"it is a flag, give --{name} {in_short(value)}"
     else:
-        hint = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"
+        otherwise = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"
+        hint = did_you_mean(name, [key for key in known if _is_of_kind(value, fields[key])], otherwise)
     shown = name if name.isascii() and name.replace("_", "a").isalnum() else as_json(name)
     return f"{parent + '.' if parent else ''}{shown} in the DeepSpeed JSON is no key of DeepSpeed's: {hint}"
+
+
+def _is_of_use(key: str) -> bool:
+    """True for a key that may be suggested: not gone, not here under a newer name, and not without its prefix."""
+    parent, _, name = key.rpartition(".")
+    info = sections()[parent].model_fields.get(name)
+    without_prefix = info is not None and info.alias is not None
+    return not (without_prefix or key in REMOVED or key in RENAMED or key in UNSUPPORTED or key in UNSUPPORTED_SECTIONS)
+
+
+def _at_home(home: str, name: str) -> str:
+    """The hint for a key that stands in the wrong place; of one that is refused in its own place, too, the reason."""
+    key = f"{home}.{name}".removeprefix(".")
+    if key in UNSUPPORTED:
+        return f"remove it, {UNSUPPORTED[key][1].format(size='N')}"
+    if key in REMOVED:
+        return f"it is gone from DeepSpeed 0.19, {REMOVED[key]}"
+    if key in RENAMED:
+        return f"write {RENAMED[key]}, in {home}" if home else f"write {RENAMED[key]}"
+    if home.startswith("zero_optimization.zenflow"):
+        return "it is ZenFlow's, which is not supported yet: remove it"
+    return f"it belongs into {home}" if home else "it belongs to the top, into no section"
+
+
+def _is_of_kind(value: object, annotation: object) -> bool:
+    """True if a key of this annotation might have been meant for the value: no section for a number."""
+    if value == AUTO:
+        return section_of(annotation) is None
+    kind = "section" if isinstance(value, dict) else "list" if isinstance(value, list) else None
+    kind = kind or ("truth" if isinstance(value, bool) else "text" if isinstance(value, str) else "number")
+    return kind in _kinds_of(annotation)
+
+
+def _kinds_of(annotation: object) -> set[str]:
+    """The kinds of values that an annotation takes."""
+    kinds: set[str] = set()
+    for option in options(annotation):
+        origin = typing.get_origin(option)
+        if option is object:
+            return {"section", "list", "truth", "text", "number"}
+        if origin is typing.Literal:
+            kinds |= {"text" if isinstance(each, str) else "number" for each in typing.get_args(option)}
+        elif option is dict or origin is dict or (isinstance(option, type) and issubclass(option, BaseModel)):
+            kinds.add("section")
+        elif option is list or origin is list:
+            kinds.add("list")
+        elif option is bool:
+            kinds.add("truth")
+        elif option in (int, float):
+            kinds.add("number")
+        elif isinstance(option, type) and issubclass(option, enum.Enum):
+            kinds |= {"number" if isinstance(each.value, int) else "text" for each in option}
+        elif option is not type(None):
+            kinds.add("text")
+    return kinds
 
 
 def _nested(parent: str, path: list[str]) -> str | None:

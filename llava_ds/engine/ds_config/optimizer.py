@@ -3,10 +3,12 @@
 import inspect
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, nearest_names, trial_error
+from llava_ds.constants import did_you_mean
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, trial_error
 from llava_ds.engine.ds_config.precision import DTYPES
 from llava_ds.engine.ds_config.scheduler import RATE_KEYS
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
@@ -17,12 +19,12 @@ from llava_ds.engine.native_ops import compiler, missing_tools
 class OptimizerFacts:
     """Facts that building an optimizer doesn't tell.
 
-    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains); op,
-    offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU memory; zero_tested:
-    by DeepSpeed, which wants zero_allow_untested_optimizer under ZeRO for all others.
+    moments: fp32 numbers for a parameter, at most (Muon keeps one for a matrix, two for what Adam trains), or the
+    same bytes; op, offloaded_op: the operator that DeepSpeed compiles for it, on the device and for states in CPU
+    memory; zero_tested: by DeepSpeed, which wants zero_allow_untested_optimizer under ZeRO for all others.
     """
 
-    moments: int
+    moments: float
     op: str | None = None
     offloaded_op: str | None = None
     zero_tested: bool = False
@@ -42,7 +44,15 @@ TORCH = {
     **{name: OptimizerFacts(1) for name in ("ASGD", "Adafactor", "RMSprop")},
     "SGD": OptimizerFacts(0),
 }
-OPTIMIZERS = DEEPSPEED | TORCH
+# bitsandbytes', which DeepSpeed gets built. Two states of 8 bits, and a scale for 256 of each.
+BITSANDBYTES = {name: OptimizerFacts(2 * (1 + 4 / 256) / 4) for name in ("AdamW8bit", "PagedAdamW8bit")}
+# Other names of theirs: bitsandbytes' Adam decays like its AdamW, by the same kernel (0.50), and Hugging Face's.
+EIGHT_BIT_NAMES = {
+    **dict.fromkeys(("adamw8bit", "adam8bit", "adamw_8bit", "adamw_bnb_8bit", "adam_8bit"), "AdamW8bit"),
+    **dict.fromkeys(("pagedadamw8bit", "pagedadam8bit", "paged_adamw_8bit", "paged_adam_8bit"), "PagedAdamW8bit"),
+}
+EIGHT_BIT_PARAMS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIMIZERS = DEEPSPEED | TORCH | BITSANDBYTES
 MORE_MOMENTS = ("amsgrad", "centered")  # each of these parameters keeps one number more
 # Names that DeepSpeed, an earlier DeepSpeed or torch knows, and why they can't train a model here.
 IMPOSSIBLE = {
@@ -75,10 +85,14 @@ def resolve_optimizer(draft: Draft) -> None:
     Without a block nothing is filled, and the run builds torch's AdamW by flags; under optimizer offload DeepSpeed's
     CPU Adam is meant then, unless zero_force_ds_cpu_optimizer is false.
     """
+    optim = draft.args.training.optim
     if "optimizer" not in draft.config:
-        if not offloads(draft) or draft.get("zero_force_ds_cpu_optimizer") is False:
+        if optim != "adamw_torch":
+            draft.fill("optimizer.type", EIGHT_BIT_NAMES[optim], f"--optim {optim}")
+        elif offloads(draft) and draft.get("zero_force_ds_cpu_optimizer") is not False:
+            draft.fill("optimizer.type", "AdamW", "under offload DeepSpeed's CPU Adam is fastest")
+        else:
             return
-        draft.fill("optimizer.type", "AdamW", "under offload DeepSpeed's CPU Adam is fastest")
     block = draft.config["optimizer"]
     if not isinstance(block.get("type"), str):
         return  # refused with the keys
@@ -86,6 +100,13 @@ def resolve_optimizer(draft: Draft) -> None:
     name = optimizer_name(block)
     if not _is_known(draft, name):
         return
+    if "optim" in draft.args.given and EIGHT_BIT_NAMES.get(optim, "AdamW") != ("AdamW" if name == "Adam" else name):
+        draft.refuse(
+            f"--optim {optim} and optimizer {block['type']} in the DeepSpeed JSON are two optimizers: leave one of "
+            "them out"
+        )
+    if name in BITSANDBYTES:
+        _set_eight_bits(draft, block, name)
     _set_torch_adam(draft, name, params)
     known = known_params(name, torch_adam=params.get("torch_adam") is True, offload=offloads(draft))
     _check_params(draft, name, params, known)
@@ -103,10 +124,11 @@ def offloads(draft: Draft) -> bool:
 
 def optimizer_name(block: dict) -> str:
     """The type, with the capitals of DEEPSPEED or torch.optim."""
-    return next((name for name in DEEPSPEED if name.lower() == block["type"].lower()), block["type"])
+    written = block["type"].lower()
+    return EIGHT_BIT_NAMES.get(written) or next((name for name in DEEPSPEED if name.lower() == written), block["type"])
 
 
-def num_moments(config: dict) -> int:
+def num_moments(config: dict) -> float:
     """fp32 numbers that the optimizer of a resolved JSON keeps for a parameter; without a block it is torch's AdamW."""
     block = config.get("optimizer", {"type": "AdamW"})
     name, params = optimizer_name(block), block.get("params", {})
@@ -120,6 +142,8 @@ def known_params(name: str, *, torch_adam: bool, offload: bool) -> dict[str, obj
     """The parameters of the class that DeepSpeed takes for a type, and their defaults."""
     if name == "Muon":
         return MUON_PARAMS | ADAM_EXTRAS
+    if name in BITSANDBYTES:
+        return EIGHT_BIT_PARAMS
     of_class = inspect.signature(_class_of(name, torch_adam, offload).__init__).parameters
     params = {key: p.default for key, p in of_class.items() if key not in ("self", "params", "model_params")}
     if name in ("Adam", "AdamW"):
@@ -156,8 +180,9 @@ def _is_known(draft: Draft, name: str) -> bool:
         why = IMPOSSIBLE[impossible]
         draft.refuse(f"optimizer.type {impossible} in the DeepSpeed JSON can't train here, for {why}: use AdamW")
     else:
-        hint = nearest_names(name.rpartition(".")[2], OPTIMIZERS, f"give one of {', '.join(sorted(OPTIMIZERS))}")
+        hint = did_you_mean(name.rpartition(".")[2], OPTIMIZERS, f"give one of {', '.join(sorted(OPTIMIZERS))}")
         draft.refuse(f"optimizer.type {as_json(name)} in the DeepSpeed JSON is unknown: {hint}")
+    draft.wrong.add("optimizer.type")
     return False
 
 
@@ -173,6 +198,28 @@ def _set_torch_adam(draft: Draft, name: str, params: dict) -> None:
     draft.fill("optimizer.params.torch_adam", True, f"{why}; torch's is the same maths")
 
 
+def _set_eight_bits(draft: Draft, block: dict, name: str) -> None:
+    """Write bitsandbytes' name of an optimizer, and let DeepSpeed take it under ZeRO."""
+    asked = (
+        f"--optim {draft.args.training.optim}" if "optimizer.type" in draft.reasons else f"optimizer {block['type']}"
+    )
+    block["type"] = name
+    if draft.is_local and find_spec("bitsandbytes") is None:
+        draft.refuse(f"{asked} is bitsandbytes', which is not installed: pip install 'llava_ds[qlora]'")
+    if offloads(draft):
+        remedy = (
+            "remove it, or take AdamW" if name.startswith("Paged") else "remove it, or give --optim paged_adamw_8bit"
+        )
+        draft.refuse(
+            f"{asked} with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with fp32 "
+            f"states: {remedy}"
+        )
+    if name.startswith("Paged") and draft.device_type == "cpu":
+        draft.reasons["optimizer.type"] = f"{asked}; without a GPU there is no paging, states are in memory"
+    if draft.is_open("zero_allow_untested_optimizer"):
+        draft.fill("zero_allow_untested_optimizer", True, "bitsandbytes' AdamW is tested under ZeRO here")
+
+
 def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
     for key, value in params.items():
         where = f"optimizer.params.{key}"
@@ -185,7 +232,7 @@ def _check_params(draft: Draft, name: str, params: dict, known: dict[str, object
                 f"{where} in the DeepSpeed JSON has no effect on a model of tower, projector and LLM: remove it"
             )
         elif key not in known:
-            hint = nearest_names(key, known, f"it takes {', '.join(sorted(known))}")
+            hint = did_you_mean(key, known, f"it takes {', '.join(sorted(known))}")
             draft.refuse(f"{where} in the DeepSpeed JSON is unknown to {name}: {hint}")
         elif value != AUTO and key not in FROM_FLAGS and (wanted := _wanted(key, known[key], value)):
             draft.refuse(f"{where} is {as_json(value)} in the DeepSpeed JSON: write {wanted}")

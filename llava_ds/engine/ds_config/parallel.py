@@ -8,6 +8,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine import tensor_parallel
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
+from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, optimizer_name
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.model import stages
 from llava_ds.model.exchange import heads_problem
@@ -52,48 +53,53 @@ _OWN_GROUPS = (
 
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
-    """The flags with the JSON's sizes. Raises ConfigError where both are given and differ, or mean nothing.
+    """The flags with the JSON's sizes. Raises ConfigError, with every reason, where both are given and differ, or mean
+    nothing.
 
     Ranks are laid out before the JSON is resolved. Of sequence parallelism DeepSpeed is not told: it would sum no
     gradients without an object of Megatron's, and with it divide them by other numbers at each stage (0.19.8).
     """
-    raw = raw or {}
+    raw, problems = raw or {}, []
     written = {
         SEQUENCE: (raw.get(SEQUENCE), SEQUENCE),
-        TENSOR: _of_section(raw.get(SECTION)),
-        PIPELINE: (_stages_of(raw.get(STAGES)), f"{STAGES}.stages"),
+        TENSOR: _of_section(raw.get(SECTION), problems),
+        PIPELINE: (_stages_of(raw.get(STAGES), problems), f"{STAGES}.stages"),
         EXPERT: (raw.get(EXPERT_KEY), EXPERT_KEY),
     }
     for flag, (size, key) in written.items():
         if size in (None, AUTO):
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
-            raise ConfigError(
-                f'{key} is {as_json(size)} in the DeepSpeed JSON: write a whole number above 0, or "auto"'
-            )
-        if flag in args.given and args.as_dict()[flag] != size:
-            raise ConfigError(
+            problems.append(f'{key} is {as_json(size)} in the DeepSpeed JSON: write a whole number above 0, or "auto"')
+        elif flag in args.given and args.as_dict()[flag] != size:
+            problems.append(
                 f"{key} is {size} in the DeepSpeed JSON but --{flag} is {args.as_dict()[flag]}: make them equal, or "
                 'write "auto"'
             )
-        args = args.replaced(**{flag: size})
+        else:
+            args = args.replaced(**{flag: size})
+    if problems:
+        raise ConfigError("\n".join(problems))
     return args
 
 
-def _of_section(found: object) -> tuple[object, str]:
-    """The size that DeepSpeed's section gives, and its key. Raises ConfigError for keys that mean something else."""
+def _of_section(found: object, problems: list[str]) -> tuple[object, str]:
+    """The size that DeepSpeed's section gives, and its key. Adds a line for each key that means something else."""
     if found is None or found == {}:
         return None, SECTION
     if not isinstance(found, dict):
-        raise ConfigError(f'{SECTION} is {as_json(found)} in the DeepSpeed JSON: write {{"autotp_size": 2}}')
+        problems.append(f'{SECTION} is {as_json(found)} in the DeepSpeed JSON: write {{"autotp_size": {_size(found)}}}')
+        return None, SECTION
     inner = found.get("tp") or {}
     if not isinstance(inner, dict):
-        raise ConfigError(f'{SECTION}.tp is {as_json(inner)} in the DeepSpeed JSON: write {{"tp_size": 2}}')
+        problems.append(f'{SECTION}.tp is {as_json(inner)} in the DeepSpeed JSON: write {{"tp_size": {_size(inner)}}}')
+        inner = {}
     if found.get("enabled") is False:
         return None, SECTION
     flat = {**{f"tp.{key}": value for key, value in inner.items()}, **found}
     flat.pop("tp", None)
     sizes: dict[str, object] = {}
+    asked = next((flat[key] for key in ("autotp_size", "tp_size", "tp.tp_size") if key in flat), None)
     for key, value in flat.items():
         name = key.removeprefix("tp.")
         if value is None:
@@ -101,28 +107,34 @@ def _of_section(found: object) -> tuple[object, str]:
         if name in ("autotp_size", "tp_size"):
             sizes[f"{SECTION}.{key}"] = 1 if value == 0 and value is not False else value  # 0 is DeepSpeed's for off
             continue
-        harmless, why = _OTHERS.get(name, ((), 'write {"autotp_size": 2} alone'))
+        harmless, why = _OTHERS.get(name, ((), f'write {{"autotp_size": {_size(asked)}}} alone'))
         if not any(value == one and type(value) is type(one) for one in harmless):
-            raise ConfigError(f"{SECTION}.{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
+            problems.append(f"{SECTION}.{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
     if "tp.tp_size" in flat and flat["tp.tp_size"] == 1 and len(sizes) > 1:
         del sizes[f"{SECTION}.tp.tp_size"]  # DeepSpeed's default
     if len(set(map(as_json, sizes.values()))) > 1:
         said = " and ".join(f"{key} is {as_json(value)}" for key, value in sizes.items())
-        raise ConfigError(f"{said} in the DeepSpeed JSON: write one of them")
+        problems.append(f"{said} in the DeepSpeed JSON: write one of them")
+        return None, SECTION
     return next(((size, key) for key, size in sizes.items()), (None, SECTION))
 
 
-def _stages_of(found: object) -> object:
-    """What DeepSpeed's section of a pipeline gives. Raises ConfigError for keys that mean something else."""
+def _stages_of(found: object, problems: list[str]) -> object:
+    """What DeepSpeed's section of a pipeline gives. Adds a line for each key that means something else."""
     if not isinstance(found, dict):
-        if found is None:
-            return None
-        raise ConfigError(f'{STAGES} is {as_json(found)} in the DeepSpeed JSON: write {{"stages": 2}}')
+        if found is not None:
+            problems.append(f'{STAGES} is {as_json(found)} in the DeepSpeed JSON: write {{"stages": {_size(found)}}}')
+        return None
     for key, value in found.items():
-        harmless, why = _PIPELINES_OTHERS.get(key, ((), 'write {"stages": 2} alone'))
+        harmless, why = _PIPELINES_OTHERS.get(key, ((), f'write {{"stages": {_size(found.get("stages"))}}} alone'))
         if key != "stages" and not any(value == one and type(value) is type(one) for one in harmless):
-            raise ConfigError(f"{STAGES}.{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
+            problems.append(f"{STAGES}.{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
     return found.get("stages")
+
+
+def _size(value: object) -> object:
+    """A size as a message repeats it: what was written, if it can be one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else "N"
 
 
 def take_axes(draft: Draft) -> None:
@@ -130,7 +142,8 @@ def take_axes(draft: Draft) -> None:
     try:
         draft.args = with_axes(draft.args, draft.config)
     except ConfigError as error:
-        draft.refuse(str(error))
+        for line in str(error).splitlines():
+            draft.refuse(line)
     for key in (SEQUENCE, SECTION, STAGES, EXPERT_KEY):
         draft.config.pop(key, None)
     tp, pp = draft.args.training.tensor_parallel_size, draft.args.training.pipeline_parallel_size
@@ -193,6 +206,8 @@ def _check_experts(draft: Draft, flag: str) -> None:
     if "optimizer" in config:
         why = "with any other DeepSpeed averages norms of experts over the ranks that share them"
         draft.refuse(f"{flag}, which needs torch's AdamW, by flags ({why}): leave optimizer out of the JSON")
+    if (optim := draft.args.training.optim) != "adamw_torch":
+        draft.refuse(f"{flag}, which needs torch's AdamW: leave out --optim {optim}")
     for part in OFFLOADED:
         if offload_device(config, part) != "none":
             draft.refuse(f"{flag}, but zero_optimization.{part} steps outside the check of all ranks' norm: remove it")
@@ -297,6 +312,8 @@ def for_engine(config: dict) -> dict:
     """
     follows = "train_micro_batch_size_per_gpu" in config
     own = {key: value for key, value in config.items() if key != "train_batch_size" or not follows}
+    if "optimizer" in own and optimizer_name(own["optimizer"]) in BITSANDBYTES:
+        del own["optimizer"]  # start_engine builds it
     if SECTION in own:
         own[SECTION] = tensor_parallel.section(own[SECTION]["autotp_size"])
     return own

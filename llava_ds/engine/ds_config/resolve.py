@@ -16,12 +16,12 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.activation import resolve_activation_checkpointing
 from llava_ds.engine.ds_config.batch_sizes import resolve_batch
 from llava_ds.engine.ds_config.compilation import resolve_compile
-from llava_ds.engine.ds_config.draft import Draft, open_keys, value_at
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, open_keys, value_at
 from llava_ds.engine.ds_config.monitoring import resolve_monitoring
-from llava_ds.engine.ds_config.optimizer import offloads, resolve_optimizer
-from llava_ds.engine.ds_config.parallel import take_axes
+from llava_ds.engine.ds_config.optimizer import FROM_FLAGS, offloads, resolve_optimizer
+from llava_ds.engine.ds_config.parallel import take_axes, with_axes
 from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
-from llava_ds.engine.ds_config.scheduler import resolve_scheduler
+from llava_ds.engine.ds_config.scheduler import RATE_KEYS, resolve_scheduler
 from llava_ds.engine.ds_config.zero import resolve_zero
 from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
 
@@ -140,15 +140,8 @@ def resolve_ds_config(
     the JSON that no flag contradicts. Raises ConfigError, which lists every conflict.
     Source: transformers, integrations/deepspeed.py.
     """
-    from llava_ds.engine.ds_config.keys import check_keys  # imports DeepSpeed, which takes seconds and prints
-
-    if _depth(raw) > DEEPEST:
-        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
-    draft = Draft(copy.deepcopy(raw), args, dp, hidden_size, device_type, is_local)
-    check_keys(draft)
-    resolve_precision(draft)
-    draft.agree("gradient_clipping", "max_grad_norm")
-    take_axes(draft)
+    draft = _draft(raw, args, dp, hidden_size, device_type, is_local=is_local)
+    _resolve_precision_and_axes(draft)
     resolve_batch(draft)
     resolve_zero(draft)
     resolve_optimizer(draft)
@@ -165,12 +158,79 @@ def resolve_ds_config(
     if draft.get("bf16.enabled") is True and draft.is_open("bf16.check_grad_overflow") and guarded:
         why = "non-finite gradients are skipped without waiting for the device"
         draft.fill("bf16.check_grad_overflow", False, why)
-    for key in open_keys(draft.config):
-        if key not in draft.ruled | draft.wrong:
-            draft.refuse(f'{key} is "auto", for which there is no rule: write a value')
+    _refuse_open(draft)
     if draft.problems:
         raise ConfigError("\n".join(draft.problems))
     return ResolvedConfig(draft.config, draft.args, draft.reasons)
+
+
+def _refuse_open(draft: Draft) -> None:
+    """Refuse what is still "auto", except in a block whose type was refused: nobody knows what it would mean there."""
+    from llava_ds.engine.ds_config.schema import default_of
+
+    refused = tuple(f"{block}.params." for block in ("optimizer", "scheduler") if f"{block}.type" in draft.wrong)
+    for key in open_keys(draft.config):
+        if key in draft.ruled | draft.wrong or key.startswith(refused):
+            continue
+        default = default_of(key)
+        leave_out = "" if default is None else f"leave it out for DeepSpeed's default, {as_json(default)}, or "
+        draft.refuse(
+            f'{key} is "auto", which neither Hugging Face\'s integration nor DeepSpeed fills in: {leave_out}write a '
+            "value"
+        )
+
+
+def flags_in(raw: dict) -> dict[str, str]:
+    """The flags whose value a JSON gives, and "key value" of each."""
+    keys = {
+        "train_batch_size": "train_batch_size",
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "max_grad_norm",
+        "bf16.enabled": "bf16",
+        "fp16.enabled": "fp16",
+        **{f"optimizer.params.{key}": flag for key, flags in FROM_FLAGS.items() for flag in flags},
+        **{f"scheduler.params.{key}": "learning_rate" for key in RATE_KEYS.values()},
+        "sequence_parallel_size": "sequence_parallel_size",
+        "tensor_parallel.autotp_size": "tensor_parallel_size",
+        "tensor_parallel.tp_size": "tensor_parallel_size",
+        "tensor_parallel.tp.tp_size": "tensor_parallel_size",
+        "pipeline.stages": "pipeline_parallel_size",
+        "moe_expert_parallel_size": "ep_size",
+    }
+    found = {flag: (key, value_at(raw, key)) for key, flag in keys.items() if value_at(raw, key) not in (None, AUTO)}
+    return {flag: f"{key} {as_json(value)}" for flag, (key, value) in found.items()}
+
+
+def axes_from(raw: dict, args: Arguments) -> Arguments:
+    """The flags with the JSON's sizes of the axes, before ranks meet.
+
+    Raises ConfigError where they can't be used, with every other problem of the JSON that is known by then.
+    """
+    try:
+        return with_axes(args, raw)
+    except ConfigError:
+        draft = _draft(raw, args, 1, 1, "cuda" if torch.cuda.is_available() else "cpu", is_local=False)
+        _resolve_precision_and_axes(draft)
+        resolve_optimizer(draft)
+        resolve_scheduler(draft, None)
+        raise ConfigError("\n".join(draft.problems)) from None
+
+
+def _draft(raw: dict, args: Arguments, dp: int, hidden_size: int, device_type: str, *, is_local: bool) -> Draft:
+    """A draft of a copy of the JSON. Raises ConfigError for one that is nested too deeply."""
+    if _depth(raw) > DEEPEST:
+        raise ConfigError(f"the DeepSpeed JSON is nested deeper than {DEEPEST} levels, which none of its keys are")
+    return Draft(copy.deepcopy(raw), args, dp, hidden_size, device_type, is_local)
+
+
+def _resolve_precision_and_axes(draft: Draft) -> None:
+    from llava_ds.engine.ds_config.keys import check_keys  # imports DeepSpeed, which takes seconds and prints
+
+    check_keys(draft)
+    resolve_precision(draft)
+    draft.agree("gradient_clipping", "max_grad_norm")
+    take_axes(draft)
 
 
 def _depth(value: object) -> int:

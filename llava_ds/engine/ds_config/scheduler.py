@@ -7,7 +7,9 @@ import math
 import torch
 
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, nearest_names, trial_error
+from llava_ds.config.bounds import json_object
+from llava_ds.constants import did_you_mean, in_short
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 TORCH = (
@@ -117,10 +119,7 @@ def known_params(name: str) -> dict[str, object]:
 
 def parsed_kwargs(args: TrainingArguments) -> dict:
     """--lr_scheduler_kwargs as an object. Raises ValueError where it is no JSON object."""
-    kwargs = json.loads(args.lr_scheduler_kwargs or "{}")
-    if not isinstance(kwargs, dict):
-        raise ValueError("expected an object")
-    return kwargs
+    return json_object(args.lr_scheduler_kwargs or "{}")
 
 
 def kwargs_problem(args: TrainingArguments) -> str | None:
@@ -128,8 +127,8 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
     try:
         kwargs = parsed_kwargs(args)
     except ValueError as error:
-        given = f"--lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
-        return f"{given} can't be read as a JSON object ({error}): write it like '{{\"num_cycles\": 2}}'"
+        given = f"--lr_scheduler_kwargs {in_short(args.lr_scheduler_kwargs)}"
+        return f"{given} can't be read as a JSON object ({in_short(error)}): write it like '{{\"num_cycles\": 2}}'"
     name = args.lr_scheduler_type
     if not kwargs and name in NOT_TRIED:
         return None
@@ -143,9 +142,11 @@ def kwargs_problem(args: TrainingArguments) -> str | None:
         return None
     of_function = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters
     known = [key for key in of_function if key not in (*NOT_GIVEN, "num_warmup_steps", "num_training_steps")]
+    if not kwargs:
+        return f"--lr_scheduler_type {name} needs --lr_scheduler_kwargs ({problem}): it takes {', '.join(known)}"
     return (
-        f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {json.dumps(kwargs)} ({problem}): it takes "
-        f"{', '.join(known) or 'none'}"
+        f"--lr_scheduler_type {name} can't take --lr_scheduler_kwargs {in_short(json.dumps(kwargs))} "
+        f"({in_short(problem)}): it takes {', '.join(known) or 'none'}"
     )
 
 
@@ -153,17 +154,18 @@ def _is_known(draft: Draft, name: str) -> bool:
     if name in DEEPSPEED or name in TORCH:
         return True
     every = (*DEEPSPEED, *TORCH)
-    why, hint = "is unknown", nearest_names(name, every, f"give one of {', '.join(sorted(every))}")
+    why, hint = "is unknown", did_you_mean(name, every, f"give one of {', '.join(sorted(every))}")
     if name in IMPOSSIBLE:
         why, hint = f"can't be used here, for {IMPOSSIBLE[name]}", "use WarmupCosineLR or --lr_scheduler_type"
     draft.refuse(f"scheduler.type {as_json(name)} in the DeepSpeed JSON {why}: {hint}")
+    draft.wrong.add("scheduler.type")
     return False
 
 
 def _check_names(draft: Draft, name: str, params: dict, known: dict[str, object]) -> None:
     for key in params:
         if key not in known:
-            hint = nearest_names(key, known, f"it takes {', '.join(known)}")
+            hint = did_you_mean(key, known, f"it takes {', '.join(known)}")
             draft.refuse(f"scheduler.params.{key} in the DeepSpeed JSON is unknown to {name}: {hint}")
 
 

@@ -191,6 +191,18 @@ def sections(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> dict[s
     return found
 
 
+def default_of(key: str) -> object:
+    """DeepSpeed's default for a dotted key; None where it has none."""
+    *path, name = key.split(".")
+    model = sections().get(".".join(path))
+    if model is None:
+        return None
+    found = (info for field, info in model.model_fields.items() if name in (field, info.alias))
+    default = next((info.get_default() for info in found), None)
+    default = getattr(default, "value", default)
+    return default if isinstance(default, (bool, int, float, str)) else None
+
+
 @functools.cache
 def strict_model(model: type[BaseModel]) -> type[BaseModel]:
     """A section's model that converts nothing: "false" is no boolean, and true no number.

@@ -33,6 +33,7 @@ from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk
+from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.merged_adapters import (
     ADAPTER_CONFIG,
     NON_LORA,
@@ -69,6 +70,7 @@ LLAVA_FLAGS = {
     "mm_newline_position": None,
     "mm_spatial_pool_stride": None,
     "mm_spatial_pool_mode": None,
+    "image_value_range": None,
 }
 # Fields of the image options in our own exports, and their flags.
 IMAGE_OPTION_FLAGS = {
@@ -78,6 +80,7 @@ IMAGE_OPTION_FLAGS = {
     "newline_position": "mm_newline_position",
     "pool_stride": "mm_spatial_pool_stride",
     "pool_mode": "mm_spatial_pool_mode",
+    "value_range": "image_value_range",
 }
 # Flags of LLaVA's own composition and templates, which a ready model's files decide.
 COMPOSING_FLAGS = (
@@ -453,8 +456,9 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     given_projector = args.model.pretrain_mm_mlp_adapter is not None or non_lora_file(args.model) is not None
     lines = []
     if folder is not None:
-        if folder.ready is not None and (problems := _ready_problems(args, folder)):
+        if folder.ready is not None and (problems := ready_problems(args, folder)):
             raise ConfigError("\n".join(problems))
+        lines += _files_passed_over(args, folder)
         values = _defaults(args, folder, brings_projector and not given_projector)
         args = args.replaced(**values)
         if problems := data_problems(args):
@@ -469,16 +473,24 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     return args, lines
 
 
-def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
+def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
+    """A line for each folder with files that disagree: the model's, the one under an adapter, and the towers'."""
+    where = f"{FLAG} {folder.path}"
+    has_tower, is_ready = folder.vision_config is not None, folder.ready is not None
+    own = folder.base or folder.path
+    lines = passed_over(own, where, images=has_tower, template=is_ready)
+    if folder.base is not None:  # whose folder may have sizes of images of its own
+        lines += passed_over(folder.path, where, images=has_tower)
+    for tower in () if has_tower else tower_folders(args.model.vision_tower):
+        lines += passed_over(tower, f"--vision_tower {tower}")
+    return lines
+
+
+def ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
     """Lines about flags that a ready model has no use for, and about what it can't be trained with yet."""
     given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
     given += ["version"] * ("version" in args.given and args.model.version != "processor")
     kind, training, problems = f"{FLAG} {folder.path} is {folder.kind}", args.training, []
-    if given:
-        problems.append(
-            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
-            "prepared: leave them out"
-        )
     if training.objective != "sft":
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
     problems += sharing_problems(args, kind)
@@ -488,6 +500,11 @@ def _ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
         problems.append(
             f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
             f"adapter's folder to {FLAG}, which merges it"
+        )
+    if given:
+        problems.append(
+            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
+            "prepared: leave them out"
         )
     return problems
 

@@ -3,6 +3,7 @@
 Tensors are read by name, one at a time, from safetensors and pickles, whole or in shards.
 """
 
+import contextlib
 import itertools
 import pickle
 import re
@@ -16,12 +17,15 @@ from typing import Protocol
 
 import torch
 from safetensors import safe_open
+from transformers.modeling_utils import _get_resolved_checkpoint_files
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.model_files import is_there, own_file, read_json, said_by, shown
+from llava_ds.files.model_files import MAX_BYTES, is_there, own_file, read_json, said_by, shown
 from llava_ds.model.open import names as formats
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)  # each may have an index with shards instead
 MAPPED_BYTES = 32 * 2**20  # read of a file before it is mapped anew
 
 
@@ -114,25 +118,133 @@ class OpenedFile:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """The files that hold a folder's weights, or the file that the path is. Raises DataError when there are none."""
+    """The files that hold a folder's weights, or the file that the path is. Raises DataError when there are none.
+
+    Of several, the ones that transformers' own function takes (a private one of 5.23; a test holds this to
+    from_pretrained).
+    """
     path = Path(path)
     if path.is_file():
         return [path]
-    for single in ("model.safetensors", "pytorch_model.bin"):
-        index = path / f"{single}.index.json"
-        if is_there(index):
-            names = sorted({str(name) for name in _weight_map(index).values()})
-            if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
-                raise DataError(
-                    f"{index} names {shown(outside[0])}, which is no file of weights beside it: copy the folder again"
-                )
-            missing = [name for name in names if not (path / name).is_file()]
-            if missing:
-                raise DataError(f"{path}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
-            return [_own(path / name) for name in names]
-        if is_there(path / single):
-            return [_own(path / single)]
-    raise DataError(f"{path} holds no weights: expected model.safetensors or pytorch_model.bin, or their index")
+    indices = [index for name in _WHOLE if is_there(index := path / f"{name}.index.json")]
+    if large := [index for index in indices if index.exists() and index.stat().st_size > MAX_BYTES]:
+        _names_in(large[0])  # says so
+    try:
+        files, sharded = _get_resolved_checkpoint_files(
+            path,
+            variant=None,
+            gguf_file=None,
+            use_safetensors=None,
+            user_agent=None,
+            is_remote_code=False,
+            transformers_explicit_filename=_named_in_config(path),
+            download_kwargs={"local_files_only": True},
+        )
+    except Exception as error:  # of any type over a damaged index
+        files, sharded = _without_metadata(path, indices, error), None
+    if sharded is not None:
+        indices += [path / name for name in (_named_in_config(path),) if name is not None]
+        index = next(index for index in indices if _weight_map(index) == sharded["weight_map"])
+        files = _shards(index)
+    return [_own(Path(file)) for file in files]
+
+
+def _without_metadata(path: Path, indices: list[Path], error: Exception) -> list[Path]:
+    """The shards of the only index, where it lacks the metadata that transformers asks for. Raises DataError with what
+    else is wrong with a folder's weights."""
+    found = [_shards(index) for index in indices]
+    if isinstance(error, KeyError) and len(found) == 1:
+        return found[0]
+    for file in (path / name for name in _WHOLE):
+        if is_there(file):
+            _own(file)
+    if indices:
+        raise DataError(f"{path}: its weights can't be read ({said_by(error)}): copy it again") from error
+    expected = "expected model.safetensors or pytorch_model.bin, or their index"
+    raise DataError(f"{path} holds no weights: {expected}") from error
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files of an index. Raises DataError for one that is not there."""
+    files = [index.parent / name for name in _names_in(index)]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
+    return files
+
+
+def _names_in(index: Path) -> list[str]:
+    """The files of weights that an index names. Raises DataError for what lies elsewhere."""
+    names = sorted({str(name) for name in _weight_map(index).values()})
+    if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
+        raise DataError(
+            f"{index} names {shown(outside[0])}, which is no file of weights beside it: copy the folder again"
+        )
+    return names
+
+
+def _named_in_config(path: Path) -> str | None:
+    """The file of weights that config.json names, which transformers takes before any other."""
+    file = path / "config.json"
+    name = read_json(file, str(path)).get("transformers_weights") if is_there(file) else None
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+        raise DataError(f"{file} says transformers_weights {shown(name)}, which is no file beside it: copy it again")
+    return name
+
+
+def weights_passed_over(path: str | Path) -> list[str]:
+    """Clauses about weights of a folder that transformers passes over, and that differ from those it takes.
+
+    Names, shapes and the first row of every tensor are compared.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return []
+    taken = weight_files(path)
+    groups = {}
+    for name in _WHOLE:
+        index = path / f"{name}.index.json"
+        groups[name] = [path / name] if (path / name).is_file() else []
+        with contextlib.suppress(DataError):  # one that is not read may be damaged
+            groups[index.name] = [path / each for each in _names_in(index)] if index.is_file() else []
+    own = next((name for name, files in groups.items() if set(files) == set(taken)), taken[0].name)
+    clauses = []
+    for name, files in groups.items():
+        if files and not set(files) & set(taken) and (differs := difference(taken, files)):
+            clauses.append(f"weights are those of {own}: {name}, {differs}, is passed over")
+    return clauses
+
+
+def difference(taken: list[Path], others: list[Path]) -> str:
+    """A clause on what differs between two sets of files of weights, "" if nothing does."""
+    try:
+        first, second = (dict(pair for file in files for pair in _first_rows(file)) for files in (taken, others))
+    except (DataError, OSError):
+        return "which can't be read"
+    if first.keys() != second.keys():
+        return f"which holds {len(second):,} tensors, where {len(first):,} are read"
+    other = [name for name, row in first.items() if not _is_same(row, second[name])]
+    return f"in which {len(other):,} of {len(first):,} tensors differ, such as {other[0]}" if other else ""
+
+
+def _first_rows(file: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.Tensor]]]:
+    """Yield every tensor's name, shape and first row."""
+    if file.suffix == ".safetensors":
+        shapes = _shapes(file)
+        with safe_open(file, framework="pt") as opened:
+            for name, shape in shapes.items():
+                yield name, (shape, opened.get_slice(name)[:1] if shape and shape[0] else torch.empty(0))
+    else:
+        for name, tensor in _load_pickle(file).items():
+            yield name, (tuple(tensor.shape), tensor[:1].clone() if tensor.ndim else tensor)
+
+
+def _is_same(one: tuple[tuple[int, ...], torch.Tensor], other: tuple[tuple[int, ...], torch.Tensor]) -> bool:
+    """True for equal shapes, and rows that are equal in the precision of the coarser of both."""
+    (shape, row), (other_shape, other_row) = one, other
+    coarser = min(row.dtype, other_row.dtype, key=lambda dtype: dtype.itemsize)
+    return shape == other_shape and torch.equal(row.to(coarser), other_row.to(coarser))
 
 
 def _own(file: Path) -> Path:

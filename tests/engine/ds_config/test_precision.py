@@ -87,7 +87,10 @@ WRONG = [
     ),
     ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis is 0 in the DeepSpeed JSON: write a whole number from 1"),
     ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale is 0 in the DeepSpeed JSON: write a whole number from 1"),
-    ({"fp16": {"loss_scale": "auto"}}, 'fp16.loss_scale is "auto", for which there is no rule: write a value'),
+    (
+        {"fp16": {"loss_scale": "auto"}},
+        'fp16.loss_scale is "auto", which neither Hugging Face\'s integration nor DeepSpeed fills in: leave it out',
+    ),
     (
         {**ZERO0, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
         "bf16.bf16_master_weights_and_grads is true at ZeRO-0, which has no such weights: use a stage from 1, or",

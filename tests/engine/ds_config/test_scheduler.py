@@ -174,12 +174,12 @@ WRONG = [
     (
         {},
         {"lr_scheduler_type": "warmup_stable_decay"},
-        "--lr_scheduler_type warmup_stable_decay can't take --lr_scheduler_kwargs {} (get_wsd_schedule() missing",
+        "--lr_scheduler_type warmup_stable_decay needs --lr_scheduler_kwargs (get_wsd_schedule() missing",
     ),
     (
         {},
         {"lr_scheduler_type": "cosine_with_min_lr"},
-        "--lr_scheduler_type cosine_with_min_lr can't take --lr_scheduler_kwargs {} (One of min_lr or",
+        "--lr_scheduler_type cosine_with_min_lr needs --lr_scheduler_kwargs (One of min_lr or",
     ),
 ]
 

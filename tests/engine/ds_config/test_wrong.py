@@ -9,6 +9,7 @@ from ds_json import refused, resolve
 
 J = "in the DeepSpeed JSON"
 NO_KEY = f"{J} is no key of DeepSpeed's:"
+NO_FORMULA = "which neither Hugging Face's integration nor DeepSpeed fills in"
 EQUAL = 'make them equal, or write "auto"'
 
 
@@ -25,7 +26,7 @@ WRONG = [
     # Keys
     ({"zero_optimisation": {}}, {}, f"zero_optimisation {NO_KEY} did you mean zero_optimization?"),
     ({"gradient_cliping": 1}, {}, f"gradient_cliping {NO_KEY} did you mean gradient_clipping?"),
-    ({"fp8": {"enabled": True}}, {}, f"fp8 {NO_KEY} DeepSpeed would ignore it, remove it"),
+    ({"fp8": {"enabled": True}}, {}, f'fp8 is {{"enabled": true}} {J}: remove it, weights train in the precision of bf16, fp16 or fp32'),
     ({"xyz": 1}, {}, f"xyz {NO_KEY} DeepSpeed would ignore it, remove it"),
     ({"reduce_scatter": True}, {}, f"reduce_scatter {NO_KEY} it belongs into zero_optimization"),
     (zero(gradient_clipping=1), {}, f"zero_optimization.gradient_clipping {NO_KEY} it belongs to the top, into no section"),
@@ -44,11 +45,11 @@ WRONG = [
     ({"optimizer.params.lr": 1e-3}, {}, f'"optimizer.params.lr" {NO_KEY} nest it, as {{"optimizer": {{"params": {{"lr": ...}}}}}}'),
     ({"zero_optimization.offload_param.device": "cpu"}, {}, f'"zero_optimization.offload_param.device" {NO_KEY} nest it, as {{"zero_optimization": {{"offload_param": {{"device": ...}}}}}}'),
     (zero(**{"offload_param.device": "cpu"}), {}, f'zero_optimization."offload_param.device" {NO_KEY} nest it, as {{"offload_param": {{"device": ...}}}}'),
-    ({"zero_optimization.stage.x": 1}, {}, f'"zero_optimization.stage.x" {NO_KEY} did you mean zero_optimization?'),
+    ({"zero_optimization.stage.x": 1}, {}, f'"zero_optimization.stage.x" {NO_KEY} DeepSpeed would ignore it, remove it'),
     # What is not here, and what asks for nothing
     ({"pipeline_model_parallel_size": 2}, {}, f'pipeline_model_parallel_size is 2 {J}: remove it, write "pipeline": {{"stages": 2}}'),
-    ({"expert_parallel_size": 2}, {}, f"expert_parallel_size is 2 {J}: remove it, write moe_expert_parallel_size, which shares experts out over ranks"),
-    ({"moe": {"enabled": True, "ep_size": 2}}, {}, f"moe.enabled is true {J}: remove it, experts follow from flags: --moe_enable True --num_experts 4 --top_k_experts 2 --moe_mode second_half, and --ep_size or moe_expert_parallel_size for the ranks that share them"),
+    ({"expert_parallel_size": 2}, {}, f"expert_parallel_size is 2 {J}: remove it, write \"moe_expert_parallel_size\": 2, which shares experts out over ranks"),
+    ({"moe": {"enabled": True, "ep_size": 2}}, {}, f"moe.enabled is true {J}: remove it, experts follow from flags: --moe_enable True, --num_experts, --top_k_experts and --moe_mode, and --ep_size or moe_expert_parallel_size for the ranks that share them"),
     ({"moe": {"enabled": False}}, {}, None),
     ({"moe_expert_parallel_size": 2, **zero(2)}, {}, None),
     ({"moe_expert_parallel_size": "two", **zero(2)}, {}, f'moe_expert_parallel_size is "two" {J}: write a whole number'),
@@ -62,8 +63,8 @@ WRONG = [
     ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **zero(2)}, {"ep_size": 2}, "--ep_size is 2, but with torch_autocast each rank would look for its own loss scale: write bf16"),
     ({"expert_parallel": {"enabled": True, "autoep_size": 2}}, {}, f"expert_parallel.enabled is true {J}: remove it, DeepSpeed 0.19.8's AutoEP fails with transformers 5 (_CanRecordRegistry.get() takes 2 arguments, 3 are given), and makes its experts after the optimizer's groups; a family with experts trains at stages 0 to 3 without it, and moe_expert_parallel_size shares out the experts of --moe_enable"),
     ({"tp_size": 2}, {}, f'tp_size is 2 {J}: remove it, write "tensor_parallel": {{"autotp_size": 2}}'),
-    ({"tp_size": True}, {}, f'tp_size is true {J}: remove it, write "tensor_parallel": {{"autotp_size": 2}}'),
-    ({"tensor_parallel": 2}, {}, f"tensor_parallel is 2 {J}: write an object"),
+    ({"tp_size": True}, {}, f'tp_size is true {J}: remove it, write "tensor_parallel": {{"autotp_size": N}}'),
+    ({"tensor_parallel": 2}, {}, f'tensor_parallel is 2 {J}: write {{"autotp_size": 2}}'),
     ({"tensor_parallel": {"tp": 2}}, {}, f'tensor_parallel.tp is 2 {J}: write {{"tp_size": 2}}'),
     ({"tensor_parallel": {"autotp_size": "two"}}, {}, f'tensor_parallel.autotp_size is "two" {J}: write a whole number above 0, or "auto"'),
     ({"tensor_parallel": {"autotp_size": 2, "tp_size": 1}}, {}, f"tensor_parallel.autotp_size is 2 and tensor_parallel.tp_size is 1 {J}: write one of them"),
@@ -74,7 +75,7 @@ WRONG = [
     ({"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}, {}, f"tensor_parallel.tp_overlap_comm is true {J}: remove it, DeepSpeed 0.19.8 gets the gradients of biases wrong with it"),
     ({"tensor_parallel": {"autotp_size": 2, "size": 2}}, {}, f'tensor_parallel.size is 2 {J}: remove it, write {{"autotp_size": 2}} alone'),
     ({"tensor_parallel": {"autotp_size": 2}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, {}, "--tensor_parallel_size is 2, but Muon's updates depend on whole matrices, which no rank has: take another"),
-    ({"pipeline": 2}, {}, f'pipeline is 2 {J}: write an object'),
+    ({"pipeline": 2}, {}, f'pipeline is 2 {J}: write {{"stages": 2}}'),
     ({"pipeline": {"stages": "two"}}, {}, f'pipeline.stages is "two" {J}: write a whole number above 0, or "auto"'),
     ({"pipeline": {"stages": 2}}, {"pipeline_parallel_size": 4}, f'pipeline.stages is 2 {J} but --pipeline_parallel_size is 4: make them equal, or write "auto"'),
     ({"pipeline": {"stages": 2, "partition": "parameters"}}, {}, f'pipeline.partition is "parameters" {J}: remove it, stages are cut so that their FLOPs are even'),
@@ -132,8 +133,8 @@ WRONG = [
     ({"gradient_clipping": float("nan")}, {}, f'gradient_clipping is NaN {J}: write a number from 0, or "auto"'),
     ({"compile": {"passes": ["z9"]}}, {}, f'compile.passes.0 is "z9" {J}: write "z1", "z3", "autosp" or "autotp"'),
     # "auto" without a rule
-    (zero(allgather_bucket_size="auto"), {}, 'zero_optimization.allgather_bucket_size is "auto", for which there is no rule: write a value'),
-    ({"steps_per_print": "auto"}, {}, 'steps_per_print is "auto", for which there is no rule: write a value'),
+    (zero(allgather_bucket_size="auto"), {}, f'zero_optimization.allgather_bucket_size is "auto", {NO_FORMULA}: leave it out for DeepSpeed\'s default, 500000000, or write a value'),
+    ({"steps_per_print": "auto"}, {}, f'steps_per_print is "auto", {NO_FORMULA}: write a value'),
     # Batches
     ({"train_batch_size": 0}, {}, f'train_batch_size is 0 {J}: write a whole number above 0, or "auto"'),
     ({"train_micro_batch_size_per_gpu": 2.5}, {}, f'train_micro_batch_size_per_gpu is 2.5 {J}: write a whole number above 0, or "auto"'),
@@ -283,7 +284,7 @@ WRONG = [
     (zero(cpu_offload=True), {}, f'zero_optimization.cpu_offload {J} is an old spelling: write "offload_optimizer": {{"device": "cpu"}}'),
     ({"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}, f"sequence_parallel_size is 2 {J} but --sequence_parallel_size is 4: make them equal, or write \"auto\""),
     ({"sequence_parallel_size": True}, {}, f"sequence_parallel_size is true {J}: write a whole number"),
-    ({"context_parallel_size": 2}, {}, f"context_parallel_size is 2 {J}: remove it, write sequence_parallel_size, which shares the tokens of a sample out by heads"),
+    ({"context_parallel_size": 2}, {}, f"context_parallel_size is 2 {J}: remove it, write \"sequence_parallel_size\": 2, which shares the tokens of a sample out by heads"),
     (
         {"gradient_allreduce_op": "sum"},
         {},

@@ -1,0 +1,103 @@
+# h, w height and width
+"""Images with more than 8 bits a value: their conversion to 8 bits, and those that lose most of it."""
+
+import functools
+
+import numpy as np
+from PIL import Image
+
+from llava_ds.config.bounds import OWN_RANGE, range_of_values
+
+PART = 1 / 16  # of its range that an image uses at least, and of its pixels that lie outside at most
+FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # that become black and white where nothing else is said
+WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # which may have colours of 16 bits a channel
+_HINT = "--image_value_range scales images of one channel (docs/images.md)"
+
+
+def is_deep(image: Image.Image) -> bool:
+    """True for an image of one channel of 16 or 32 bits, by its header."""
+    return image.mode in ("I", "F") or image.mode.startswith("I;16")
+
+
+def is_narrowed(image: Image.Image) -> bool:
+    """True for an image that is not decoded yet, and of whose 16 bits a channel Pillow reads the upper 8."""
+    if image.format not in WIDE_FORMATS or not image.tile or is_deep(image):
+        return False
+    raw = image.tile[0][3]
+    return ";16" in str(raw if isinstance(raw, str) or not raw else raw[0])
+
+
+def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.Image:
+    """Convert a deep image to one of 8 bits: round(255 * (value - low) / (high - low)), within 0 and 255.
+
+    value_range: of ImageOptions. Without one, low and high are 0 and 255 for floats, and for integers where an image
+    of 32 bits has no value above 255; else 0 and 65,535. An image of one value is black with a range of its own.
+    Raises ValueError for floats that are no finite numbers.
+    """
+    values = _values(image, value_range is not None)
+    if value_range is not None:
+        low, high = _least_and_most(values) if value_range == OWN_RANGE else range_of_values(value_range)
+        return Image.fromarray(_scaled(values, low, high))
+    if values.dtype.kind == "f":
+        return Image.fromarray(values.clip(0, 255).round().astype(np.uint8))
+    if image.mode == "I" and values.max(initial=0) <= 255:
+        return Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    # 16 bits to 8; Pillow's own conversion would clip at 255.
+    return Image.fromarray(_sixteen_to_eight()[values.clip(0, 65535)])
+
+
+def described(image: Image.Image, value_range: str | None = None) -> str:
+    """Describe an image that was decoded and uses less than 1/16 of its range, or leaves it with more than 1/16 of its
+    pixels; "" for others. Raises ValueError as to_eight_bits does."""
+    if not is_deep(image):
+        extrema = image.getextrema()
+        bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
+        most = max(high for _, high in bands[: 1 if image.mode == "LA" else 3])
+        return f"16 bits a channel, up to {256 * most + 255} of 65535, read with 8" if most < 256 * PART else ""
+    values = _values(image, value_range is not None)
+    least, most = _least_and_most(values)
+    if value_range is None:
+        low, high = FLOAT_RANGE if values.dtype.kind == "f" or (image.mode == "I" and most <= 255) else INTEGER_RANGE
+    else:
+        low, high = (least, most) if value_range == OWN_RANGE else range_of_values(value_range)
+    shown = min(most, high) - max(least, low)
+    outside = np.count_nonzero((values < low) | (values > high)) / max(1, values.size)
+    if shown >= PART * (high - low) and outside <= PART:
+        return ""
+    kind = "floats" if values.dtype.kind == "f" else "16 bits" if image.mode != "I" else "integers"
+    return f"{kind} from {least:g} to {most:g}, black to white {low:g} to {high:g}"
+
+
+def deep_images_line(number: int, first: list[str]) -> str:
+    """A line about images that `described` describes. first: some of these."""
+    more = f" and {number - len(first):,} more" if number > len(first) else ""
+    have = "image uses" if number == 1 else "images use"
+    return f"{number:,} {have} less than 1/16 of their range, or lie outside of it: {'; '.join(first)}{more}: {_HINT}"
+
+
+def _values(image: Image.Image, as_stored: bool) -> np.ndarray:
+    """(h, w). as_stored: unsigned integers of 32 bits as such, which Pillow reads as signed ones."""
+    values = np.asarray(image)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError("it holds values that are no finite numbers, NaN or infinity")
+    tags = getattr(image, "tag_v2", {})
+    if as_stored and image.mode == "I" and tags.get(258) == (32,) and tags.get(339, (1,)) == (1,):
+        return values.view(np.uint32)
+    return values
+
+
+def _least_and_most(values: np.ndarray) -> tuple[float, float]:
+    return (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
+
+
+def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
+    """(h, w) uint8."""
+    if high == low:
+        return np.zeros(values.shape, np.uint8)
+    scaled = (values.astype(np.float64) - low) * (255 / (high - low))
+    return np.rint(scaled.clip(0, 255)).astype(np.uint8)
+
+
+@functools.cache
+def _sixteen_to_eight() -> np.ndarray:
+    return ((np.arange(65536) + 128) // 257).astype(np.uint8)

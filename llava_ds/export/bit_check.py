@@ -1,0 +1,46 @@
+"""Files of an export read again: every tensor has the bits that were written."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llava_ds.export.layer_by_layer import LIMIT_S, TooSlow
+from llava_ds.model.open.weights import WeightFiles
+
+# Of files, or folders of weights: a sum of each tensor's bits, by its name there.
+Written = dict[Path, dict[str, int]]
+
+
+def sums_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """A sum of each tensor's bits, which a single flipped one changes."""
+    return {name: _word_sum(tensor) for name, tensor in tensors}
+
+
+def _word_sum(tensor: torch.Tensor) -> int:
+    """The sum of a tensor's words of 64 bits, modulo 2**64, and of the bytes behind the last: 20 GB a second."""
+    content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    whole = len(content) // 8 * 8
+    return int(content[:whole].view(np.int64).sum()) + int(content[whole:].sum())
+
+
+def check_written(written: Written) -> None:
+    """Read tensors again and compare the sums of their bits.
+
+    Raises RuntimeError for others, DataError for a file that can't be read, and TooSlow where it takes too long.
+    """
+    end = time.monotonic() + LIMIT_S
+    for path, sums in written.items():
+        files = WeightFiles(path)
+        if files.shapes.keys() != sums.keys():
+            raise RuntimeError(f"{path} holds {len(files.shapes)} tensors, and {len(sums)} were written: report this")
+        for number, (name, read) in enumerate(files.tensors()):
+            if time.monotonic() > end:
+                raise TooSlow(f"after {LIMIT_S:g} s only {number} of {len(sums)} tensors of {path} were read again")
+            if _word_sum(read()) != sums[name]:
+                raise RuntimeError(
+                    f"{path} was exported, but {name} in it is not what was written (other bits): keep the checkpoint, "
+                    "check the disk and export it again"
+                )

@@ -1,0 +1,174 @@
+"""Files of a folder's processor: its settings and its chat template, from the file that transformers reads.
+
+Several files may say the same thing. transformers' own functions choose among them here, so that a model is trained and
+asked with what its users' programs read.
+"""
+
+import json
+from pathlib import Path
+
+from transformers import AutoImageProcessor, ProcessorMixin
+from transformers.image_processing_base import ImageProcessingMixin
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
+from transformers.video_processing_utils import BaseVideoProcessor
+
+from llava_ds.constants import ConfigError
+from llava_ds.files.model_files import (
+    check_folder,
+    is_there,
+    library_errors,
+    own_file,
+    read_json,
+    read_json_if_there,
+    shown,
+)
+
+SETTINGS_FILES = (IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
+TEMPLATE_FILES = ("chat_template.json", "chat_template.jinja")
+# Settings that change no pixel.
+_NAMES_OF_KINDS = (
+    "processor_class",
+    "image_processor_type",
+    "video_processor_type",
+    "feature_extractor_type",
+    "auto_map",
+)
+_HERE = {"local_files_only": True}
+
+
+def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
+    """Settings of a folder's image processor, and the file that they are in. Raises ConfigError without any."""
+    folder = Path(folder)
+    found = _seen(folder, where)
+    nested = found.get(PROCESSOR_NAME, {}).get("image_processor")
+    if nested is None and IMAGE_PROCESSOR_NAME not in found:
+        raise ConfigError(f"{where}: there is no {IMAGE_PROCESSOR_NAME}: copy the folder again")
+    with library_errors(where):
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(folder, **_HERE)
+    file = PROCESSOR_NAME if settings == nested else IMAGE_PROCESSOR_NAME
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{where}: {file} can't be used: image_processor is no object: copy it again")
+    return settings, file
+
+
+def video_settings(folder: str | Path, where: str) -> tuple[dict, str]:
+    """The same of its video processor; empty where no file has any."""
+    folder = Path(folder)
+    found = _seen(folder, where)
+    nested = found.pop(PROCESSOR_NAME, {}).get("video_processor")
+    if nested is None and not found:
+        return {}, ""
+    with library_errors(where):
+        settings, _ = BaseVideoProcessor.get_video_processor_dict(folder, **_HERE)
+    file = PROCESSOR_NAME if settings == nested else next(name for name, own in found.items() if own == settings)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{where}: {file} can't be used: video_processor is no object: copy it again")
+    return settings, file
+
+
+def whole_settings(folder: str | Path, where: str) -> dict:
+    """All that processor_config.json says, with the chat template that transformers' processor takes, if any.
+
+    Raises ConfigError for a folder that transformers' processors refuse.
+    """
+    folder = Path(folder)
+    check_folder(folder, where)  # transformers opens templates itself
+    found = _seen(folder, where)
+    if is_there(folder / "audio_tokenizer_config.json") or "audio_tokenizer" in found.get(PROCESSOR_NAME, {}):
+        raise ConfigError(
+            f"{where}: its processor brings a model for sounds (audio_tokenizer), which is not opened here: take it out"
+        )
+    _old_template(folder, where)
+    with library_errors(where, "its processor's files can't be read"):
+        settings, _ = ProcessorMixin.get_processor_dict(folder, **_HERE)
+    return settings
+
+
+def processor_template(folder: str | Path, where: str) -> str | None:
+    """The chat template that transformers' processor takes from a folder; None if only the tokenizer may have one."""
+    template = whole_settings(folder, where).get("chat_template")
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, (str, type(None))):
+        raise ConfigError(f"{where}: {PROCESSOR_NAME} says chat_template {shown(template)}, expected a text")
+    return template
+
+
+def settings_passed_over(folder: str | Path, where: str) -> list[str]:
+    """Clauses about files of settings that transformers passes over, and that say something else than the ones it
+    takes."""
+    folder, clauses = Path(folder), []
+    found = _seen(folder, where)
+    kinds = (("images", image_settings, IMAGE_PROCESSOR_NAME), ("videos", video_settings, VIDEO_PROCESSOR_NAME))
+    for what, read, name in kinds:
+        if name not in found:
+            continue
+        taken, file = read(folder, where)
+        if file != name and (others := _others(folder, taken, found[name], what)):
+            said = ", ".join(f"{key} {shown(new)} (taken: {shown(old)})" for key, (old, new) in others.items())
+            which = f"settings for {what} are those of {file}: {name} is passed over"
+            clauses.append(f"{which}, and its {said} has no effect on {what}")
+    return clauses
+
+
+def _seen(folder: Path, where: str) -> dict[str, dict]:
+    """The files of settings that are there, by name, looked at before transformers opens them."""
+    return {name: read_json(folder / name, where) for name in SETTINGS_FILES if is_there(folder / name)}
+
+
+def _old_template(folder: Path, where: str) -> str | None:
+    template = read_json_if_there(folder / TEMPLATE_FILES[0], where).get("chat_template")
+    if not isinstance(template, (str, type(None))):
+        raise ConfigError(f"{where}: {TEMPLATE_FILES[0]} says chat_template {shown(template)}, expected a text")
+    return template
+
+
+def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tuple[object, object]]:
+    """The settings in which two files differ, by name: the values taken and passed over.
+
+    As transformers' class understands them, which knows defaults and earlier names of settings; as they are written
+    where it has no class that runs without torchvision.
+    """
+    if taken == other:
+        return {}
+    names = set(other)
+    if what == "images":
+        try:
+            opened = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, **_HERE)
+            kind = type(opened)
+            taken, other = (json.loads(json.dumps(kind.from_dict(each).to_dict())) for each in (taken, other))
+            names = set(kind.valid_kwargs.__annotations__)
+        except Exception:  # of any type, as each class has its own checks
+            pass
+    names -= set(_NAMES_OF_KINDS)
+    return {name: (taken.get(name), other.get(name)) for name in sorted(names) if taken.get(name) != other.get(name)}
+
+
+def templates_passed_over(folder: str | Path, where: str, template: str) -> list[str]:
+    """A clause about files with another chat template than the one that is taken, or none."""
+    folder = Path(folder)
+    texts: dict[str, object] = {TEMPLATE_FILES[0]: _old_template(folder, where)}
+    jinja = folder / TEMPLATE_FILES[1]
+    if is_there(jinja):
+        with library_errors(where):
+            texts[jinja.name] = own_file(jinja).read_text(encoding="utf-8")
+    for name in (PROCESSOR_NAME, "tokenizer_config.json"):
+        texts[name] = _default(read_json_if_there(folder / name, where).get("chat_template"))
+    same = {name: _as_rendered(text) == _as_rendered(template) for name, text in texts.items() if isinstance(text, str)}
+    others = [name for name, is_same in same.items() if not is_same]
+    if not others:
+        return []
+    taken = next((name for name, is_same in same.items() if is_same), "another file")
+    which, be = " and ".join(others), "is" if len(others) == 1 else "are"
+    return [f"the chat template is that of {taken}: {which}, with another one, {be} passed over"]
+
+
+def _default(templates: object) -> object:
+    """The default one of a tokenizer's named templates."""
+    if isinstance(templates, list):
+        return next((t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
+    return templates
+
+
+def _as_rendered(template: str) -> str:
+    return template.removesuffix("\n")  # as jinja takes it

@@ -1,0 +1,51 @@
+"""Scratch folders that lie among a user's files: the next start removes those whose process was killed."""
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from llava_ds.runtime.output_lock import Process
+
+OTHERS_AGE_S = 24 * 3600  # without a write, after which a folder of another machine's process counts as left
+_STAMP = re.compile(r"([0-9a-f]{12})-(\d{1,10})-(\d{1,12})-")
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str, parent: Path) -> Iterator[Path]:
+    """A folder in parent that is deleted at the end, with a name that begins with prefix and tells its process.
+
+    Folders of this prefix that killed processes left there are deleted first. Raises OSError where none can be made.
+    """
+    _remove_leftovers(prefix, parent)
+    own = Process.current()
+    stamp = f"{_machine(own)}-{own.pid}-{int(own.started)}-"
+    with tempfile.TemporaryDirectory(prefix=prefix + stamp, dir=parent) as folder:
+        yield Path(folder)
+
+
+def _remove_leftovers(prefix: str, parent: Path) -> None:
+    for folder in parent.iterdir():
+        if folder.name.startswith(prefix) and folder.is_dir() and not folder.is_symlink():
+            with contextlib.suppress(OSError):  # its owner may delete it right now
+                if _is_left(folder, folder.name.removeprefix(prefix)):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left(folder: Path, rest: str) -> bool:
+    """True if no process writes to a scratch folder any more. rest: its name without the prefix."""
+    own, stamp = Process.current(), _STAMP.match(rest)
+    if stamp is not None and stamp[1] == _machine(own):
+        return not Process(own.host, own.namespace, int(stamp[2]), float(stamp[3])).is_alive
+    written = max(os.lstat(path).st_mtime for path in (folder, *folder.rglob("*")))
+    return time.time() - written > OTHERS_AGE_S
+
+
+def _machine(process: Process) -> str:
+    """A word for the processes among which a number is unique."""
+    return hashlib.sha256((process.namespace or process.host).encode()).hexdigest()[:12]

@@ -1,0 +1,62 @@
+"""The flags of training, read before anything that takes seconds to import.
+
+What a model can't be trained with, whatever further flags say, is told before those flags are asked for.
+"""
+
+from typing import TYPE_CHECKING
+
+from llava_ds.constants import ConfigError, DataError, FlagProblems
+from llava_ds.runtime.cli import read_training_flags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+    from llava_ds.model.open.folder import ModelFolder
+
+
+def read_flags(argv: list[str]) -> None:
+    """Check the flags. Raises ConfigError: for what the model can't be trained with before flags that are missing."""
+    try:
+        read_training_flags(argv)
+    except FlagProblems as error:
+        _refuse_impossible(error)
+        raise
+
+
+def _refuse_impossible(problems: FlagProblems) -> None:
+    """Raise ConfigError where the model refuses some of the flags: with that reason alone, as no further flag helps;
+    where an axis has to go, before the other problems.
+
+    problems: of the command line, without regard to its model.
+    """
+    # Imports that take seconds, once something is wrong.
+    from llava_ds.engine.ds_config.parallel import check_axes
+    from llava_ds.model.open.folder import read_folder
+    from llava_ds.model.open.merged_adapters import is_adapter
+
+    args = problems.arguments
+    path = args.model.model_name_or_path
+    if path is None or (is_adapter(path) and args.model.model_base is None):
+        return
+    try:
+        folder = read_folder(path, args.model.model_base)
+    except (DataError, OSError):
+        return  # training says so, once the flags are right
+    if lines := _never(args, folder):
+        raise ConfigError("\n".join(lines))
+    try:
+        check_axes(args, folder.text_config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{problems}") from None
+
+
+def _never(args: "Arguments", folder: "ModelFolder") -> list[str]:
+    from llava_ds.model.open.folder import ready_problems
+    from llava_ds.model.upcycling import check_upcycled
+
+    if folder.ready is not None:
+        return ready_problems(args, folder)
+    try:
+        check_upcycled(args, folder.text_config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []

@@ -1,0 +1,115 @@
+"""Other trainers' and other versions' names in a DeepSpeed JSON: advice repeats what was asked, or none is given."""
+
+import pytest
+from ds_json import arguments, refused, resolve
+
+from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.resolve import axes_from
+
+IGNORED = "DeepSpeed would ignore it, remove it"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("tensor_model_parallel_size", 8, 'remove it, write "tensor_parallel": {"autotp_size": 8}'),
+        ("tp", 3, 'remove it, write "tensor_parallel": {"autotp_size": 3}'),
+        ("pp_size", 4, 'remove it, write "pipeline": {"stages": 4}'),
+        ("ep_size", 8, 'remove it, write "moe_expert_parallel_size": 8, which shares experts out over ranks'),
+        (
+            "cp_size",
+            4,
+            'remove it, write "sequence_parallel_size": 4, which shares the tokens of a sample out by heads',
+        ),
+        ("data_parallel_size", 4, "remove it, it follows from the ranks that are started and from the other axes"),
+        ("dtype", "bf16", 'remove it, write "bf16": {"enabled": true}, or "fp16" in its place, or neither for fp32'),
+        ("mixed_precision", "no", 'remove it, write "bf16": {"enabled": true}, or "fp16" in its place, or neither'),
+        ("kernel_inject", True, "remove it, it is a key of DeepSpeed's inference, and this JSON is for training"),
+        ("lr", 1e-4, "remove it, write it into params of optimizer"),
+        ("zero", {"stage": 3}, "remove it, write zero_optimization, an object with stage"),
+        ("monitor_config", {}, "remove it, write tensorboard, wandb, comet or csv_monitor, which stand at the top"),
+        ("grad_clip", 1.0, "is an old spelling: write gradient_clipping"),
+        ("fp32_allreduce", True, 'is an old spelling: write "communication_data_type": "fp32"'),
+        ("warmup_ratio", 0.1, "it is a flag, give --warmup_ratio 0.1"),
+        ("zenflow", {"topk_ratio": 0.1}, "remove it, ZenFlow is not supported yet"),
+        ("topk_ratio", 0.1, "it is ZenFlow's, which is not supported yet: remove it"),
+        ("cpu_offload", True, 'write "offload_optimizer": {"device": "cpu"}, in zero_optimization'),
+        ("mics_shard_size", 8, IGNORED),
+        ("offload_optimizer", {"device": "cpu"}, "it belongs into zero_optimization"),
+        # Similar as strings, of another meaning or another kind
+        ("context_parallel", 2, IGNORED),
+        ("master_port", 29500, IGNORED),
+        ("tensorboard_dir", "logs", IGNORED),
+        ("comm", 3, IGNORED),
+        ("quantization", 8, IGNORED),
+        ("optimizers", 1, IGNORED),
+        # Slips
+        ("optimizers", {"type": "AdamW"}, "did you mean optimizer?"),
+        ("micro_batch_size", 4, "did you mean train_micro_batch_size_per_gpu?"),
+        ("gradient_acumulation_step", 4, "did you mean gradient_accumulation_steps?"),
+        ("activationcheckpointing", {}, "did you mean activation_checkpointing?"),
+    ],
+)
+def test_advice_about_a_name_means_the_same_or_is_not_given(name, value, advice):
+    (line,) = refused({name: value})
+    assert advice in line
+
+
+def test_all_unknown_keys_are_in_one_message():
+    raw = {
+        "zzz": 1,
+        "zero_optimization": {"stage": 2, "aaa": 1},
+        "optimizer": {"type": "AdamW", "params": {"foo": 1}},
+        "scheduler": {"type": "WarmupLR", "params": {"bar": 1}},
+        "tensor_parallel": {"autotp_size": 2, "qqq": 1, "rrr": 2},
+        "pipeline": {"stages": 3, "sss": 1},
+    }
+    names = ("zzz", "zero_optimization.aaa", "optimizer.params.foo", "scheduler.params.bar")
+    names += ("tensor_parallel.qqq", "tensor_parallel.rrr", "pipeline.sss")
+    with pytest.raises(ConfigError) as caught:  # before ranks meet
+        axes_from(raw, arguments())
+    for lines in (refused(raw), str(caught.value).splitlines()):
+        assert all(any(line.startswith(name) for line in lines) for name in names), lines
+    advice = [line.rpartition("write ")[2] for line in lines if line.startswith(("tensor_parallel", "pipeline"))]
+    assert advice == ['{"autotp_size": 2} alone'] * 2 + ['{"stages": 3} alone']
+
+
+def test_axes_that_can_be_used_are_taken_before_ranks_meet():
+    assert axes_from({"tensor_parallel": {"autotp_size": 2}}, arguments()).training.tensor_parallel_size == 2
+
+
+# As axolotl's and InternVL's files have them: DeepSpeed 0.19 takes names of stage 3 without their prefix.
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_live_parameters", 10**9),
+        ("max_reuse_distance", 10**9),
+        ("prefetch_bucket_size", 10**6),
+        ("param_persistence_threshold", 10**5),
+        ("gather_16bit_weights_on_model_save", True),
+    ],
+)
+def test_names_of_stage_3_without_their_prefix_are_the_same_keys(name, value):
+    resolved = resolve({"zero_optimization": {"stage": 3, name: value}}).config["zero_optimization"]
+    assert resolved == {"stage": 3, f"stage3_{name}": value}
+    both = refused({"zero_optimization": {"stage": 3, name: value, f"stage3_{name}": value}})
+    assert both == [f"zero_optimization has both {name} and stage3_{name}, which are one key: remove one of them"]
+
+
+def test_auto_is_huggingfaces_formula_or_refused_with_deepspeeds_default():
+    zero = {"stage": 3, "prefetch_bucket_size": "auto", "param_persistence_threshold": "auto"}
+    filled = resolve({"zero_optimization": zero}).config["zero_optimization"]
+    assert filled == {"stage": 3, "stage3_prefetch_bucket_size": 2073, "stage3_param_persistence_threshold": 480}
+    zero = {"stage": 3, "max_live_parameters": "auto", "offload_param": {"device": "cpu", "buffer_size": "auto"}}
+    why = "which neither Hugging Face's integration nor DeepSpeed fills in: leave it out for DeepSpeed's default"
+    assert refused({"zero_optimization": zero, "fp16": {"initial_scale_power": "auto"}}) == [
+        f'zero_optimization.offload_param.buffer_size is "auto", {why}, 100000000, or write a value',
+        f'zero_optimization.stage3_max_live_parameters is "auto", {why}, 1000000000, or write a value',
+        f'fp16.initial_scale_power is "auto", {why}, 16, or write a value',
+    ]
+
+
+@pytest.mark.parametrize("block", ["optimizer", "scheduler"])
+def test_auto_within_a_block_whose_type_is_refused_is_not_complained_about(block):
+    (line,) = refused({block: {"type": "Nonsense", "params": {"lr": "auto", "warmup_num_steps": "auto"}}})
+    assert line.startswith(f'{block}.type "Nonsense" in the DeepSpeed JSON is unknown: give one of')

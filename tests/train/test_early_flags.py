@@ -1,0 +1,75 @@
+"""What a model can't be trained with is the only reason of a refusal, before further flags are asked for."""
+
+from pathlib import Path
+
+import pytest
+import toys
+from ready_models import write_ready
+
+from llava_ds.constants import ConfigError
+from llava_ds.train.early_flags import read_flags
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ["--deepspeed_config", "zero2", "--output_dir", "out", "--data_path", str(ROOT / "pyproject.toml")]
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory) -> list[str]:
+    return ["--model_name_or_path", write_ready(tmp_path_factory.mktemp("ready"))["model_name_or_path"]]
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory) -> list[str]:
+    base = toys.write_base(tmp_path_factory.mktemp("composed"))
+    return [word for name, value in base.items() for word in (f"--{name}", str(value))]
+
+
+def refusal(argv: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read_flags([*PLAIN, *argv])
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "begins", "end"),
+    [
+        ("--objective grpo", "--objective grpo: ", "which trains on answers alone so far: give sft"),
+        ("--objective ppo --num_generations 1", "--objective ppo: ", "which trains on answers alone so far: give sft"),
+        ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
+        ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
+        (
+            "--tensor_parallel_size 2 --sample_data_path x.json",
+            "--tensor_parallel_size 2: ",
+            "can't share so far: give 1",
+        ),
+        ("--moe_enable True --top_k_experts 9", "--moe_enable True: ", "can't become experts so far: leave it out"),
+    ],
+)
+def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
+    (line,) = refusal([*ready, *flags.split()])
+    assert line.startswith(begins) and line.endswith(end)
+
+
+def test_every_reason_that_can_not_be_helped_is_given(ready):
+    lines = refusal([*ready, "--objective", "grpo", "--bits", "4", "--version", "v1"])
+    assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--bits 4", "--version"]
+
+
+def test_a_families_axes_come_before_missing_flags(composed):
+    *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
+    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
+    assert bits.startswith("--bits 4 needs --lora_enable True")
+    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
+    assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
+    assert asked.startswith("--sample_data_path ")
+
+
+def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
+    lines = refusal(["--model_name_or_path", str(tmp_path), "--objective", "grpo"])
+    assert "mllama" in lines[0] and not any("--reward_funcs" in line for line in lines)
+
+
+def test_flags_that_a_model_can_have_are_asked_for(composed):
+    assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
+    assert "needs --lora_enable True" in "\n".join(refusal([*composed, "--bits", "4"]))
