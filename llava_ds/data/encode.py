@@ -459,7 +459,7 @@ def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
     """The pieces up to num_chars characters; the same list if they have no more."""
     for i, piece in enumerate(pieces):
         if len(piece.text) > num_chars:
-            return [*pieces[:i], replace(piece, text=piece.text[:num_chars])]
+            return [*pieces[:i], piece._replace(text=piece.text[:num_chars])]
         num_chars -= len(piece.text)
     return pieces
 

@@ -34,9 +34,9 @@ from llava_ds.data.sources.fields import (
 )
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
-from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
+from llava_ds.data.sources.options import EMPTY, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
-from llava_ds.data.sources.record_forms import EMPTY, UNMARKED_FORMS, as_conversation
+from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
 from llava_ds.data.sources.turn_lists import is_turn_list
