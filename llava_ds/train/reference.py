@@ -145,8 +145,8 @@ def log_probs(
 def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     """A text that changes with any bit of the weights, and is the same on any mesh and at any ZeRO stage.
 
-    From the sums of the bits of every parameter, of the scales of quantized ones, and of every buffer; ZeRO-3's shards
-    end with zeros.
+    Numbers that change places within a tensor don't show. From the sums of the bits of every parameter, of the scales
+    of quantized ones, and of every buffer; ZeRO-3's shards end with zeros.
     """
     names, sums = [], []
     for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):

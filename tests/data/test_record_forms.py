@@ -1,5 +1,7 @@
 """Records in the forms of other trainers and of published data sets are the conversation that their authors mean."""
 
+import base64
+import functools
 import io
 import json
 from pathlib import Path
@@ -220,6 +222,9 @@ def test_the_most_frequent_answer_is_learned(data, answers, learned):
         ({"question": "What?", "answers": "['a', 'b']"}, "has a text under 'answers' that is no JSON list"),
         ({"question": "What?", "answers": {"start": 3}}, "has {'start': 3} under 'answers', expected an answer"),
         ({"question": "What?", "answer": True}, "has True under 'answer', expected a text"),
+        ({"question": "What?", "answer": " "}, "has ' ' under 'answer', expected an answer"),
+        ({"prompt": "What?", "completion": ""}, "has '' under 'completion', expected an answer"),
+        ({"question": "What?", "answers": [{"answer": ""}]}, "has '' under 'answers', expected an answer"),
         ({"question": ["a", 3], "answer": "b"}, "has ['a', 3] under 'question', expected a text"),
         ({"prompt": "a", "completion": {"x": 1}}, "has {'x': 1} under 'completion', expected a text"),
         (
@@ -298,12 +303,30 @@ def test_a_record_of_texts_that_has_none_says_why(data):
         ({"image": "0.png", "text": ["a"]}, "has ['a'] under 'text', expected a caption"),
         ({"image": "0.png", "label": 3}, "has an image, and a text under no key that is known"),
         ({"url": "a", "n": 3}, "no key of them is known (keys found: 'url', 'n')"),
+        (
+            {"Image": "0.png", "Question": "Who?", "Answer": "Me."},
+            "names that are not read: give --data_columns image=Image,question=Question,answer=Answer, if that is",
+        ),
+        ({"conversation": [ASKED, SAID], "n": [1]}, "give --data_columns conversations=conversation, if"),
+        ({"image": "0.png", "dialog": json.dumps([ASKED, SAID])}, "give --data_columns conversations=dialog, if"),
+        ({"image": "0.png", "chat": {"from": ["human"], "value": ["Who?"]}}, "give --data_columns conversations=chat"),
     ],
 )
 def test_an_unknown_layout_is_refused_with_what_is_wrong_with_its_value(data, record, says):
     message = refused(lambda: data.json(record))
     assert f"its records are of no known format: {says if says.startswith(('the', 'no')) else ''}" in message
     assert says in message
+
+
+def test_names_of_a_table_that_are_nearly_known_are_suggested(data):
+    """Whose cells are not read yet."""
+    talk = {"images": [{"bytes": png(4), "path": None}], "conversation": [ASKED, SAID]}
+    message = refused(lambda: data.parquet(talk))
+    assert "give --data_columns conversations=conversation, if that is what they are" in message
+    assert said(data.parquet(talk, columns="conversations=conversation")) == TALK
+    assert "give --data_columns image=Image,text=Caption, if" in refused(
+        lambda: data.parquet({"Image": "", "Caption": ""})
+    )
 
 
 def test_a_question_beside_a_caption_is_not_dropped(data):
@@ -375,12 +398,94 @@ def test_records_of_several_forms_in_one_file_are_each_read_in_their_own(data):
 def test_answers_that_are_numbers_of_choices_are_refused(data, key):
     rows = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in (1, 0)]
     message = refused(lambda: data.json(*rows))
-    assert f"its answers, such as 1, are numbers or letters of {key!r}, which are not part of the question" in message
+    assert (
+        f"its answers under 'answer', such as 1, are numbers or letters of {key!r}, which are not part of the question"
+        in message
+    )
     assert f"of {key!r}, which" in refused(lambda: data.parquet(*rows))
     letters = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in ("B", "(A)")]
-    assert "its answers, such as 'B', are" in refused(lambda: data.json(*letters))
+    assert "its answers under 'answer', such as 'B', are" in refused(lambda: data.json(*letters))
     assert [sample.messages[1].text for sample in samples(data.json(*rows, columns="answer=answer"))] == ["1", "0"]
     assert len(samples(data.json(*({**row, "answer": "a dog"} for row in rows)))) == 2
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASKED, SAID]},
+        {"conversations": [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "A boat."}]},
+        {"texts": [{"user": "What is it?", "assistant": "A boat."}]},
+        {"prompt": "What is it?", "chosen": "A boat.", "rejected": "A cat."},
+    ],
+)
+def test_no_form_is_learned_blindly(data, record, kind):
+    """Of conversations without marks nothing else would tell that images are missing."""
+    pairs = "chosen" in record
+    message = refused(lambda: getattr(data, kind)({**record, "image_path": "0.png"}, are_preferences=pairs))
+    assert "something like one under 'image_path': name it with --data_columns image=image_path" in message
+    source = getattr(data, kind)({**record, "image_path": "0.png"}, are_preferences=pairs, columns="image=image_path")
+    assert samples(source)[0].messages[0].text == "<image>\nWhat is it?"
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_columns_of_tables_that_name_images_are_asked_about(data, is_saved):
+    """GQA has its images in another table; a column of paths is as easily missed as one of bytes."""
+
+    def opened(more: dict) -> Source:
+        row = {"question": "What is it?", "answer": "A boat.", **more}
+        if not is_saved:
+            return data.parquet(row)
+        datasets.Dataset.from_list([row]).save_to_disk(str(data.folder / "saved"))
+        return data.open(data.folder / "saved")
+
+    for key, value in (
+        ("image_path", "0.png"),
+        ("imageId", "2370799"),
+        ("image_id", 7),
+        ("frames", ["0.png", "1.png"]),
+    ):
+        assert f"something like one under {key!r}: " in refused(functools.partial(opened, {key: value}))
+    assert len(samples(opened({"url": "https://x.org/a.png", "number": 7, "kinds": ["a"]}))) == 1
+
+
+def test_numbers_of_any_size_are_texts(data):
+    assert said(data.json({"question": "How many?", "answer": 10**400}))[1] == ("gpt", str(10**400))
+    pair = {"question": "a", "chosen": "b", "rejected": "c"}
+    source = data.json(pair, *({**pair, "margin": each} for each in (10**400, "3", [1], True)), are_preferences=True)
+    for number in range(1, 5):
+        assert "under 'margin', expected a number" in rejected(source, number)
+
+
+def test_answers_are_choices_whatever_stands_beside_them(data):
+    """Of an explanation beside the number, and of choices in columns of their own."""
+    row = {"question": "Which?", "choices": ["a", "b"], "answer": 1, "solution": "Because."}
+    assert "its answers under 'answer', such as 1, are numbers or letters of 'choices'" in refused(
+        lambda: data.parquet(row)
+    )
+    for names in (("A", "B"), ("choice_a", "choice_b"), ("option1", "option2")):
+        row = {"question": "Which?", **dict.fromkeys(names, "x"), "answer": "B"}
+        message = refused(functools.partial(data.json, row))
+        assert f"such as 'B', are numbers or letters of {names[0]!r}" in message
+    assert said(data.json({"question": "Which?", "A": "x", "answer": "A boat."}))[1] == ("gpt", "A boat.")
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        ({"messages": [ASKED, SAID]}, "label"),
+        ({"prompt": "What?", "completion": "A boat."}, "label"),
+        ({"instruction": "What?", "output": "A boat."}, "kto_tag"),
+    ],
+)
+def test_answers_that_are_marked_as_bad_ones_are_not_learned(data, record, key, kind):
+    """Data for KTO have good and bad answers."""
+    source = getattr(data, kind)({**record, key: True}, {**record, key: False})
+    assert f"has False under {key!r}, which says that its answer is not a good one" in rejected(source, 1)
+    text, *_ = source.read()
+    assert to_sample(text.text, source, 0).messages[1].text == "A boat."
+    assert "has 'False' under" in rejected(getattr(data, kind)({**record, key: "False"}))  # as CSV has it
 
 
 def test_images_under_names_that_are_not_read_are_asked_about(data):
@@ -398,7 +503,14 @@ def test_images_under_names_that_are_not_read_are_asked_about(data):
     assert said(data.csv("photo,question,answer\n0.png,What is it?,A boat.\n", columns="image=photo")) == TALK
     assert "like one under 'image_url': name it" in refused(lambda: data.json({**row, "image_url": "https://x.org/7"}))
     assert "'img_paths': name it" in refused(lambda: data.json({**row, "img_paths": ["0.png", "1.png"]}))
-    assert len(samples(data.json({**row, "url": "https://x.org/a.png", "image_id": "7"}))) == 1  # where it is from
+    assert len(samples(data.json({**row, "url": "https://x.org/a.png"}))) == 1  # where it is from
+    for key, value in (("image_id", 7), ("imageId", "2370799"), ("img_name", "COCO_7")):
+        message = refused(functools.partial(data.json, {**row, key: value}))
+        assert f"like one under {key!r}: write the paths of" in message
+        assert len(samples(data.json({**row, key: value, "image": "0.png"}))) == 1
+    text = base64.b64encode(png(9)).decode()
+    assert "like one under 'encoded': name it" in refused(lambda: data.json({**row, "encoded": text}))
+    assert "looks like base64, which needs data:image/png" in rejected(data.json({**row, "image": text * 3}))
     assert len(samples(data.json({**row, "photo": "0.png"}, on_unmarked_image="text"))) == 1
 
 
@@ -582,6 +694,21 @@ def test_preferences_that_miss_one_name_it(data):
     assert "has no answer under 'chosen'" in rejected(source, 1)
     source = data.json(good, {"messages": [ASKED, SAID], "rejected": 3}, are_preferences=True)
     assert "has 3 under 'rejected', expected a text, a message or a list of messages" in rejected(source, 1)
+
+
+def test_preferences_of_ultrafeedback_repeat_the_question(data):
+    record = {"prompt": ASKED["content"], "chosen": [ASKED, SAID], "rejected": [ASKED, {**SAID, "content": "A cat."}]}
+    record |= {"messages": [ASKED, SAID], "image": "0.png"}
+    check_pair(data.json(record, are_preferences=True))
+    source = data.json(record, {**record, "prompt": "Another?"}, are_preferences=True)
+    assert "has both 'messages' and 'prompt': give the question once" in rejected(source, 1)
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_images_of_a_rejected_answer_are_not_left_out(data, kind):
+    record = {"messages": [ASKED, SAID], "rejected_response": "A car.", "images": ["0.png"]}
+    source = getattr(data, kind)({**record, "rejected_images": ["1.png"]}, are_preferences=True)
+    assert "has 'rejected_images': pairs whose answers have images of their own" in rejected(source)
 
 
 # Hostile values

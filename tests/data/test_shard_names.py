@@ -127,6 +127,18 @@ def test_records_are_what_names_mean(tmp_path, members, expected):
     assert sorted(read(opened(tmp_path, *reversed(members)))) == sorted(expected)
 
 
+@pytest.mark.parametrize("named", ["{}", "k.{}", "x/k.{}", "elsewhere/k.{}"])
+def test_images_stand_in_the_order_that_the_record_names_them_in(tmp_path, named):
+    """By the names that members have behind the key, too."""
+    talk = [{"from": "human", "value": "<image> <image>"}, {"from": "gpt", "value": "ok"}]
+    record = {"images": [named.format("b.png"), named.format("a.png")], "conversations": talk}
+    source = opened(tmp_path, ("x/k.a.png", png(1)), ("x/k.b.png", png(2)), ("x/k.json", record))
+    assert read(source) == [("x/k", "ok", [2, 1])]
+    assert read(
+        opened(tmp_path, ("k.1.png", png(1)), ("k.2.png", png(2)), ("k.json", {**record, "images": ["c", "d"]}))
+    )[0][2] == [1, 2]
+
+
 def test_two_captions_that_differ_are_asked_about(tmp_path):
     members = [("k.jpg", png(1)), ("k.txt", "alt text"), ("k.json", {"caption": "a boat at sea", "url": "u"})]
     with pytest.raises(ConfigError, match="have 'text' and 'caption', and either could be the text: name one with"):

@@ -267,7 +267,7 @@ def test_a_data_path_that_can_not_be_read_says_what_can(tmp_path):
         (tmp_path / "empty" / name).write_bytes(b"")
     found = "holds the splits 'train' (train-0.parquet) and 'test' (test-0.parquet): choose one with --data_split train"
     assert found in refused(tmp_path / "empty")
-    assert f"or name its files, like {tmp_path}/empty/train*.parquet" in refused(tmp_path / "empty")
+    assert f"or name its files, like {tmp_path}/empty/train-0.parquet" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "0.tar").write_bytes(b"")
     assert "holds .tar and .parquet files" in refused(tmp_path / "empty")
     for name in ("metadata.csv", "metadata.jsonl"):
@@ -282,12 +282,13 @@ def test_columns_are_parsed_or_every_mistake_named():
         ("image", "a picture"),
     )
     with pytest.raises(ConfigError) as caught:
-        parse_columns("imge=x,image,id=a,id=b,system=")
+        parse_columns("imge=x,image,id=a,id=b,system=,question=q,answer=q")
     assert str(caught.value).removeprefix("--data_columns: ").split("; ") == [
         "there is no field 'imge': did you mean image?",
         "'image' is no field=column, like image=picture",
         "the field 'id' is named twice",
         "'system=' is no field=column, like image=picture",
+        "the name 'q' is given for two fields",
     ]
 
 

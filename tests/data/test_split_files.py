@@ -265,3 +265,32 @@ def test_one_file_needs_no_datasets(tmp_path):
     code += f"open_sources({str(tmp_path / 'd')!r}, SourceOptions(cache_dir={str(tmp_path)!r})); "
     code += "sys.exit('datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "pattern"),
+    [
+        (["train/000.parquet", "val/000.parquet"], "train", "train/000.parquet"),  # a folder's only file, a number
+        (["train/a.jsonl", "train/b.jsonl", "dev/a.jsonl"], "train", "train/*.jsonl"),  # all of its files
+        (["charts/train.jsonl", "docs/train.jsonl", "charts/test.jsonl"], "train", "*/train*.jsonl"),
+        (["data/test_sft-00000-of-00001.parquet", "data/train_sft-00000-of-00001.parquet"], "train_sft", "train_sft-"),
+        (["a/train.jsonl", "train.jsonl", "b/dev.jsonl"], "train", None),  # which no simple pattern tells apart
+    ],
+)
+def test_the_split_and_the_pattern_of_a_message_are_ones_to_train_on(tmp_path, names, split, pattern):
+    for name in names:
+        write(tmp_path / name)
+    message = refused(tmp_path)
+    assert f"--data_split {split} " in message
+    taken = opened(tmp_path, split).files
+    if pattern is None:
+        assert "name its files" not in message
+    else:
+        suggested = message.partition("name its files, like ")[2]
+        assert pattern in suggested and set(opened(suggested).files) == set(taken)
+
+
+def test_words_for_other_data_are_splits(tmp_path):
+    for name in ("data.jsonl", "validate.jsonl", "benchmark_v2.jsonl"):
+        write(tmp_path / name)
+    assert read(opened(tmp_path, "train")) == ["data.jsonl"]

@@ -67,4 +67,5 @@ def test_inference_is_without(monkeypatch):
     """Of run/evaluate.py and run/chat.py: torch's default would compute a tower's convolution with it."""
     allow_tf32(True)
     monkeypatch.setattr(engines, "load_model", lambda *_, **__: switches())
+    monkeypatch.setattr(engines, "with_variables", lambda loaded, _: loaded)
     assert engines.load_for_inference("anywhere", engines.EngineOptions()) == (False, False)

@@ -17,6 +17,7 @@ from llava_ds.train.sampling import DrawRules
 from llava_ds.train.vllm_client import VllmServer, with_one_token_an_image
 
 ONE = Ranks(0, 0, 1, torch.device("cpu"))
+EXPORT = SimpleNamespace(form="hf", image_options=toys.image_options())
 RULES = DrawRules(3, 4, 20, (2, 9), toys.image_options(), temperature=0.7, top_k=0, top_p=0.9)
 SEEDS = [(42, 1, 0, 0), (42, 1, 5, 0)]
 
@@ -36,7 +37,7 @@ def client(tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text(json.dumps({"image_token_index": 399}))
     with serving("start") as (url, stand_in):
-        yield VllmServer(url, tmp_path / "weights", SimpleNamespace(form="hf"), ONE), stand_in
+        yield VllmServer(url, tmp_path / "weights", EXPORT, ONE), stand_in
 
 
 def test_one_token_stands_for_each_image():
@@ -72,7 +73,7 @@ def test_what_goes_wrong_is_said(client, tmp_path):
     stand_in.generate = lambda *_, **__: 1 / 0
     with pytest.raises(DataError, match="failed at /draw: ZeroDivisionError"):
         server.draw([sample(4)], [[]], SEEDS[:1], RULES)
-    gone = VllmServer("http://127.0.0.1:9", tmp_path / "weights", SimpleNamespace(form="hf"), ONE)
+    gone = VllmServer("http://127.0.0.1:9", tmp_path / "weights", EXPORT, ONE)
     with pytest.raises(DataError, match=r"does not answer .* start python run/vllm_server.py"):
         gone.draw([sample(4)], [[]], SEEDS[:1], RULES)
     with pytest.raises(ConfigError, match="transformers' format"):

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sources.embedded import REJECTED
-from llava_ds.data.sources.fields import either
+from llava_ds.data.sources.fields import BASE64_BEGINNINGS, either
 from llava_ds.data.sources.options import ANSWERS, QUESTIONS, Columns, SourceOptions, short
 from llava_ds.data.sources.preferences import FORMS
 from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, WITHOUT_TURNS, present
 from llava_ds.data.sources.tars import IMAGE_SUFFIXES
-from llava_ds.data.sources.turn_lists import as_turns
+from llava_ds.data.sources.turn_lists import as_turns, is_turn_list
 from llava_ds.files.places import local_path, real_path
 
 NUM_RECORDS = 100  # to detect the format from
@@ -29,6 +29,9 @@ FORMATS_HELP = (
 )
 OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # that only later records may have
 _IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
+_IMAGE_NAME = re.compile("(?:image|img|picture|photo)s?[ _-]?(?:id|name|idx|index|no)s?", re.IGNORECASE)  # no path
+_OPTION_KEY = re.compile("A|(?:choice|option)_?(?:a|1)", re.IGNORECASE)  # a column of the first choice
+MIN_BASE64 = 64  # characters that no name of a file begins an image with
 ALPACA_QUESTION = {"instruction", "input"}
 IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
@@ -50,7 +53,8 @@ class Found:
 class FirstRecords:
     """The first records of a source: those that are objects, all keys, and the reasons of rejected ones.
 
-    held: keys of images or other files as bytes; has_all_keys: no later record has other keys.
+    held: keys of images or other files as bytes, and of unread columns that name images; has_all_keys: no later record
+    has other keys.
     """
 
     records: list[dict]
@@ -95,13 +99,13 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
     if found is None:
         raise ConfigError(_unknown(first, columns, path))
     used = _used_fields(found, votes if options.data_format == "auto" else [])
+    if "answer" in used and not {field for field, _ in options.columns} & set(ANSWERS):
+        _refuse_choices(first, columns, path)
     seen = _seen(first.records, columns.only(used), path)
     if "answer" in used:
         _refuse_several(first.records, columns, path)
-        if not {field for field, _ in options.columns} & set(ANSWERS):
-            _refuse_choices(first, columns, path)
     sees = any(field in ("image", "video") for field, _ in seen)
-    if found in WITHOUT_TURNS and not sees and options.on_unmarked_image != "text":
+    if found != "caption" and not sees and options.on_unmarked_image != "text":
         _refuse_unread_images(first, columns, path)
     seen = tuple(("conversation" if field == "turns" else field, name) for field, name in seen)
     has_marks = found in ("sharegpt", "messages", *WITHOUT_TURNS)
@@ -119,7 +123,7 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
     """The message about records that no format fits: it says what is wrong with the first one."""
     if not first.records and first.reasons:
         return f"{path}: none of its first records can be used; the first: {first.reasons[0]}"
-    why = next(filter(None, (_wrong_with(record, columns) for record in first.records)), None)
+    why = next(filter(None, (_wrong_with(record, first.keys, columns) for record in first.records)), None)
     found = f"the first {why}" if why else "no key of them is known"
     return (
         f"{path}: its records are of no known format: {found} ({_shown(first.keys)}); known are {FORMATS_HELP}. Name "
@@ -127,8 +131,8 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
     )
 
 
-def _wrong_with(record: dict, columns: Columns) -> str | None:
-    """What is wrong with the values of a record that has no known format."""
+def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
+    """What is wrong with the values of a record that has no known format. keys: of all records and columns."""
     for fields in (("turns",), ("texts",)):
         for _, name in present(record, columns, fields):
             try:
@@ -144,6 +148,9 @@ def _wrong_with(record: dict, columns: Columns) -> str | None:
         example = texts[0][1] if texts else "NAME"
         caption = f", or learn {example!r} alone with --data_format caption" if texts else ""
         return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
+    named = _likely_columns(record, keys, columns)
+    if named:
+        return f"has names that are not read: give --data_columns {','.join(named)}, if that is what they are"
     texts = present(record, columns, ("text",))
     if texts and isinstance(record[texts[0][1]], str):
         return f"has a text under {texts[0][1]!r} and no image under {either(columns.image)}, as a caption has"
@@ -152,6 +159,27 @@ def _wrong_with(record: dict, columns: Columns) -> str | None:
     if _has_media(record, columns):
         return "has an image, and a text under no key that is known"
     return None
+
+
+def _likely_columns(record: dict, keys: list[str], columns: Columns) -> list[str]:
+    """Pairs for --data_columns: of names in other capitals or without their s, or of the only list of turns under
+    another name."""
+    field_of_name = {name: field for field, names in columns.by_field().items() for name in names}
+    field_of_name |= {name.removesuffix("s"): "turns" for name in columns.turns}
+    odd = [name for name in keys if name not in columns.all()]
+    pairs = {field_of_name[name.lower()]: name for name in odd if name.lower() in field_of_name}
+    if pairs:
+        return [f"{'conversations' if field == 'turns' else field}={name}" for field, name in pairs.items()]
+    lists = [name for name, value in record.items() if name not in field_of_name and _begins_with_turn(value, name)]
+    return [f"conversations={lists[0]}"] if len(lists) == 1 else []
+
+
+def _begins_with_turn(value: object, name: str) -> bool:
+    try:
+        turns = as_turns(value, name)
+    except DataError:
+        return False
+    return is_turn_list(value) or (isinstance(value, (str, dict)) and is_turn_list(turns))
 
 
 def _refuse_no_preferences(first: FirstRecords, columns: Columns, path: str) -> None:
@@ -182,15 +210,20 @@ def _refuse_several(records: list[dict], columns: Columns, path: str) -> None:
 
 def _refuse_choices(first: FirstRecords, columns: Columns, path: str) -> None:
     """Raise ConfigError where answers are numbers or letters of choices, which no question shows."""
-    choices = next((key for key in CHOICE_KEYS if key in first.keys), None)
-    answers = [record[name] for record in first.records for _, name in present(record, columns, ANSWERS)]
-    if choices is None or not answers or not all(_is_choice(answer) for answer in answers):
+    choices = next((key for key in first.keys if key in CHOICE_KEYS or _OPTION_KEY.fullmatch(key)), None)
+    if choices is None:
         return
-    raise ConfigError(
-        f"{path}: its answers, such as {short(answers[0])}, are numbers or letters of {choices!r}, which are not part "
-        "of the question: write questions and answers as texts, or name the answers with --data_columns answer=… to "
-        "learn them as they are"
-    )
+    answers: dict[str, list[object]] = {}
+    for record in first.records:
+        for _, name in present(record, columns, ANSWERS):
+            answers.setdefault(name, []).append(record[name])
+    for name, values in answers.items():
+        if all(map(_is_choice, values)):
+            raise ConfigError(
+                f"{path}: its answers under {name!r}, such as {short(values[0])}, are numbers or letters of "
+                f"{choices!r}, which are not part of the question: write questions and answers as texts, or name the "
+                "answers with --data_columns answer=… to learn them as they are"
+            )
 
 
 def _is_choice(answer: object) -> bool:
@@ -204,23 +237,30 @@ def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> N
     known = set(columns.all())
     unread = [key for key in first.held if key not in known]
     others = [key for key in first.keys if key not in known and key not in unread]
-    unread += [key for key in others if any(_names_image(key, record.get(key)) for record in first.records)]
+    unread += [key for key in others if any(names_image(key, record.get(key)) for record in first.records)]
     if unread:
         some = ", ".join(map(repr, unread[:8]))
         one = f"name it with --data_columns image={unread[0]}"
         several = "put them in one list under 'images', or name the only one with --data_columns image=…"
+        how = one if len(unread) == 1 else several
+        if all(map(_IMAGE_NAME.fullmatch, unread)):
+            how = "write the paths of the images themselves under 'image'"
         raise ConfigError(
             f"{path}: its records have no image under {either(columns.image)}, but something like one under {some}: "
-            f"{one if len(unread) == 1 else several}; --on_unmarked_image text learns the text alone"
+            f"{how}; --on_unmarked_image text learns the text alone"
         )
 
 
-def _names_image(key: str, value: object) -> bool:
-    """True for a path with an image's ending, and for any path or URL under a key such as image_url."""
+def names_image(key: str, value: object) -> bool:
+    """True for a path with an image's ending, a path or URL under a key such as image_url, base64, and an image_id."""
     if isinstance(value, list) and value:
         value = value[0]
+    if _IMAGE_NAME.fullmatch(key) and value not in (None, "", []):
+        return True
     if not isinstance(value, str) or not value:
         return False
+    if len(value) >= MIN_BASE64 and value.startswith(BASE64_BEGINNINGS):
+        return True
     is_file = value.lower().endswith(IMAGE_ENDINGS) and "://" not in value
     return is_file or (_IMAGE_KEY.search(key) is not None and ("/" in value or value.lower().endswith(IMAGE_ENDINGS)))
 

@@ -20,6 +20,7 @@ from llava_ds.files.places import inside, size_of
 from llava_ds.files.reading import KINDS
 
 MAX_PATH_BYTES = 4096  # Linux's own limit
+MAX_NAME = 255  # characters of a file's name, the same
 BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")  # of PNG, JPEG, GIF, WebP and BMP
 MAX_FILES_PER_RECORD = 10_000
 
@@ -74,11 +75,11 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
         name = urllib.parse.unquote(name[len("file://") :])
     if root is None:
         raise DataError(f"names the {what} {short(name)}: give {flag}")
+    looks = len(name) > MAX_NAME and name.startswith(BASE64_BEGINNINGS)
+    base64 = ", and looks like base64, which needs data:image/png;base64, before it" if looks else ""
     try:
         if not name or len(name.encode()) > MAX_PATH_BYTES:
-            base64 = ", and looks like base64, which needs data:image/png;base64, before it"
-            hint = base64 if name.startswith(BASE64_BEGINNINGS) else ""
-            raise ValueError(f"it is longer than {MAX_PATH_BYTES} bytes{hint}" if name else "it is empty")
+            raise ValueError(f"it is longer than {MAX_PATH_BYTES} bytes{base64}" if name else "it is empty")
         parent, base = os.path.split(os.path.join(root, name))
         if base in ("", ".", ".."):
             parent, base = os.path.split(os.path.realpath(os.path.join(root, name)))
@@ -94,7 +95,7 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}") from error
-        raise FileProblem(f"names the {what} {short(name)}, which can't be read: {error.strerror}") from error
+        raise FileProblem(f"names the {what} {short(name)}, which can't be read: {error.strerror}{base64}") from error
     if path is None:
         raise FileProblem(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
     if not stat.S_ISREG(mode):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.json_files import first_value, read_jsonl
+from llava_ds.data.sources.options import short
 from llava_ds.data.sources.split_files import choose_files
 from llava_ds.data.sources.tables import open_saved, saved_splits
 from llava_ds.files.object_store import is_remote
@@ -37,6 +38,7 @@ KINDS = {
     "webdataset": "WebDataset shards",
 }
 
+_FIRST_KEY = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"([^"\\]*)"')
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -230,8 +232,11 @@ def _kind_of_file(path: str) -> str:
         raise DataError(f"{path} can't be read as JSON: {found}; --data_path takes {_EXPECTED}")
     if first_value(path)[1] == "{":
         return "jsonl"
+    key = _FIRST_KEY.match(start)
+    found = f" of the key {short(key[1].decode('utf-8', 'replace'))}" if key else ""
     raise DataError(
         f"{path} holds one object, expected a JSON list of records like "
         '{"id": "1", "image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, '
-        '{"from": "gpt", "value": "A cat."}]}, or JSONL'
+        '{"from": "gpt", "value": "A cat."}]}, or JSONL. '
+        f"It begins with the value{found}: write the list of its records into a file of its own"
     )

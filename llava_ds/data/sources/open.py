@@ -13,20 +13,27 @@ from llava_ds.boxes import BBOX_TYPES
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.file_slices import read_errors
 from llava_ds.data.sample import Sample
-from llava_ds.data.sources.detect import NUM_RECORDS, FirstRecords, detect, folder_of, metadata_columns
+from llava_ds.data.sources.detect import NUM_RECORDS, FirstRecords, detect, folder_of, metadata_columns, names_image
 from llava_ds.data.sources.locate import locate
 from llava_ds.data.sources.options import Columns, SourceOptions, nearest, parse_columns, short
 from llava_ds.data.sources.records import to_sample
 from llava_ds.data.sources.selection import DEFAULT_SEED, Selection, parse_selection
 from llava_ds.data.sources.source import FORMATS, SPOOLED_KINDS, Source
-from llava_ds.data.sources.tables import byte_columns, csv_columns, open_saved, parquet_schema, read_columns
+from llava_ds.data.sources.tables import (
+    byte_columns,
+    csv_columns,
+    first_names,
+    open_saved,
+    parquet_schema,
+    read_columns,
+)
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import exists, is_file, join, local_path, open_data, real_path
 from llava_ds.files.reading import state_of
 
 MAX_SHOWN = 5  # problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20
-SPOOL_VERSION = 2  # raise it if the same files would be spooled differently
+SPOOL_VERSION = 3  # raise it if the same files would be spooled differently
 MIXTURE_SUFFIXES = (".yaml", ".yml")
 ENTRY_KEYS = (
     "path",
@@ -129,15 +136,20 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
 
 
 def _table_columns(source: Source) -> tuple[list[str], list[str]]:
-    """All columns of a table, and those that hold images or other files as bytes; none for other kinds of files."""
+    """All columns of a table, and those that hold images or other files as bytes, or that are not read and name images;
+    none for other kinds of files."""
+    path = source.files[0]
     if source.kind == "datasets":
-        schema = open_saved(os.path.dirname(source.files[0])).data.schema
-    elif source.files[0].endswith(".parquet"):
-        schema = parquet_schema(source.files[0])
+        path = os.path.dirname(path)
+        schema = open_saved(path).data.schema
+    elif path.endswith(".parquet"):
+        schema = parquet_schema(path)
     else:
         is_csv = source.kind == "csv" or source.files[0].endswith(".csv")
         return csv_columns(source.files[0]) if is_csv else [], []
-    return schema.names, byte_columns(schema)
+    rows = first_names(path, source.columns)
+    named = [name for name in (rows[0] if rows else ()) if any(names_image(name, row[name]) for row in rows)]
+    return schema.names, [*byte_columns(schema), *named]
 
 
 def _keys(text: str) -> list[str]:

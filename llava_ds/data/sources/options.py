@@ -17,6 +17,11 @@ TEMPLATE_KWARGS, TOOLS = "chat_template_kwargs", "tools"
 # Of a turn, or of a record with a list: OpenAI's fine-tuning, ms-swift, axolotl, TRL and verl.
 WEIGHT_KEYS = ("weight", "loss", "loss_scale", "train", "training", "trainable", "loss_mask")
 
+# Of a record: keys that are false beside an answer that is no good one (KTO's, of ms-swift, TRL and LLaMA-Factory), and
+# ms-swift's images of a rejected answer.
+GOOD_ANSWER_KEYS = ("label", "kto_tag")
+REJECTED_IMAGES = "rejected_images"
+
 QUESTIONS = ("prompt", "query", "question", "instruction", "input")  # fields of a question; input stands behind another
 ANSWERS = ("completion", "response", "answer", "output")  # fields of the answer to it
 PAIRS = ("chosen", "rejected", "margin")
@@ -150,6 +155,8 @@ def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
             problems.append(f"there is no field {field!r}: {nearest(field, FIELDS)}")
         elif field in dict(pairs):
             problems.append(f"the field {field!r} is named twice")
+        elif column in dict(map(reversed, pairs)):
+            problems.append(f"the name {column!r} is given for two fields")
         pairs.append((field, column))
     if problems:
         raise ConfigError("--data_columns: " + "; ".join(problems))

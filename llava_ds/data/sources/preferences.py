@@ -6,7 +6,7 @@ import math
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import field_of, keys_of
-from llava_ds.data.sources.options import QUESTIONS, Columns, short
+from llava_ds.data.sources.options import QUESTIONS, REJECTED_IMAGES, Columns, short
 from llava_ds.data.sources.record_forms import SAID_BY_MODEL, names_of, present, question_of, said
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_lists import as_turns, is_turn
@@ -28,6 +28,8 @@ def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
     Raises DataError with the reason where it is no preference.
     """
     record, columns = _unpacked(record), source.columns
+    if record.get(REJECTED_IMAGES) not in (None, "", []):
+        raise DataError(f"has {REJECTED_IMAGES!r}: pairs whose answers have images of their own are not supported")
     question, answers = _question_and_answers(record, columns)
     if question is None or all(len(messages) > 1 for messages in answers):
         # Both are whole conversations, which part at the last answer.
@@ -71,9 +73,13 @@ def margin_of(record: dict, columns: Columns) -> float:
     name, margin = field_of(_unpacked(record), columns.margin)
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, (int, float)) or not math.isfinite(margin):
+    try:
+        number = math.nan if isinstance(margin, (bool, str)) else float(margin)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(f"has {short(margin)} under {name!r}, expected a number")
-    return float(margin)
+    return number
 
 
 def _unpacked(record: dict) -> dict:
@@ -94,6 +100,8 @@ def _question(record: dict, columns: Columns) -> list | None:
     asked = question_of(record, columns)
     if turns is None:
         return None if asked is None else [*asked[0], *asked[1]]
+    if asked is not None and _text_of(asked[1][-1]) in map(_text_of, as_turns(turns, turns_name)):
+        return [*asked[0], *asked[1]]  # the same question once more, as UltraFeedback has it
     if asked is not None:
         names = [name for _, name in present(record, columns, QUESTIONS)]
         raise DataError(f"has both {turns_name!r} and {names[0]!r}: give the question once")

@@ -118,7 +118,9 @@ def answer_of(record: dict, columns: Columns) -> Turns | None:
     value = record[name]
     if field == "answer" and not is_turn(value) and not _holds_turns(value):
         texts = accepted_answers(value, name)
-        return [{"from": SAID_BY_MODEL, "value": Counter(texts).most_common(1)[0][0]}]  # of equal counts the first
+        value = Counter(texts).most_common(1)[0][0]  # of equal counts the first
+    if isinstance(value, str) and not value.strip():
+        raise DataError(f"has {short(value)} under {name!r}, expected an answer")
     return said(value, name, SAID_BY_MODEL)
 
 
@@ -184,7 +186,7 @@ def _not_learned(turn: object) -> object:
 
 
 def _text(value: object, name: str) -> str:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if type(value) is int or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     return checked_text(value, f"has {short(value)} under {name!r}, expected a text")
 

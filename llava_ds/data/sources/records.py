@@ -34,7 +34,7 @@ from llava_ds.data.sources.fields import (
 )
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
-from llava_ds.data.sources.options import EMPTY, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
+from llava_ds.data.sources.options import EMPTY, GOOD_ANSWER_KEYS, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
@@ -77,6 +77,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     if source.format == "caption":
         messages, marks, named = _caption(record, source)
     else:
+        _refuse_bad_answer(record, source)
         messages, marks, named = _conversation(record, source)
         unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(mark, source) for mark in _matched(marks, named, source)) if marks else ()
@@ -100,6 +101,18 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         template_kwargs=json_of(record[TEMPLATE_KWARGS], TEMPLATE_KWARGS) if TEMPLATE_KWARGS in record else "",
         unread=unread_keys(record, source),
     )
+
+
+def _refuse_bad_answer(record: dict, source: Source) -> None:
+    """Raise DataError for a record that says its answer is one not to give."""
+    if source.format == "preference":
+        return
+    for key in GOOD_ANSWER_KEYS:
+        if key in record and str(record[key]).lower() == "false" and key not in source.columns.all():
+            raise DataError(
+                f"has {short(record[key])} under {key!r}, which says that its answer is not a good one, as in data for "
+                "KTO: leave such records out, or the key if it says something else"
+            )
 
 
 def _json(values: Sequence[object]) -> str:

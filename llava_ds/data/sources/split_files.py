@@ -4,6 +4,7 @@ Where its rules leave a file out beside a split that they find, or take all file
 another split (testmini, Val), such files are a split of their own here, so that none is trained on unasked.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from llava_ds.files.places import is_file, join, open_data, relative_to
 TRAIN = "train"
 MAX_README_BYTES = 4 << 20
 # Names of splits that datasets has no keyword for, and what people write before or behind its keywords.
-HELD_OUT = ("holdout", "heldout")
+HELD_OUT = ("holdout", "heldout", "validate", "benchmark")
 AFFIXES = (
     "", "a", "b", "c", "mini", "small", "tiny", "full", "set", "split", "std", "public", "private", "hard", "all",
 )  # fmt: skip
@@ -39,10 +40,12 @@ def choose_files(folder: str, files: list[str], split: str | None) -> Chosen:
     splits, read_by = _splits(folder, list(names), split)
     found = " and ".join(f"{each!r} ({_some(part)})" for each, part in splits.items())
     if split is None and len(splits) > 1:
+        first, part = next(iter(splits.items()))
+        pattern = _pattern_for(part, list(names))
+        files = f", or name its files, like {join(folder, pattern)}" if pattern else ""
         raise ConfigError(
-            f"{folder} holds the splits {found}: choose one with --data_split {next(iter(splits))} (--eval_data_split "
-            "for --eval_data_path, split: in a mixture, --split of run/evaluate.py), or name its files, like "
-            f"{join(folder, _like(next(iter(splits.values()))[0]))}"
+            f"{folder} holds the splits {found}: choose one with --data_split {first} (--eval_data_split for "
+            f"--eval_data_path, split: in a mixture, --split of run/evaluate.py){files}"
         )
     split = _known_split(split, splits)
     if split is not None and split not in splits:
@@ -83,7 +86,7 @@ def _splits(folder: str, names: list[str], split: str | None) -> tuple[dict[str,
 
 
 def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Relative names of files by the split that they are named after, "train" first."""
+    """Relative names of files by the split that they are named after, "train" first, then names with that word."""
     names = sorted(names)
     from datasets.data_files import SPLIT_PATTERN_SHARDED  # imports pandas: only for folders of several files
 
@@ -191,7 +194,8 @@ def _grouped(names: list[str], splits: list[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, split in zip(names, splits):
         found.setdefault(split, []).append(name)
-    return {split: found[split] for split in sorted(found, key=lambda split: (split != TRAIN, split))}
+    order = sorted(found, key=lambda split: (split != TRAIN, TRAIN not in split.lower(), split))
+    return {split: found[split] for split in order}
 
 
 def _configs(folder: str) -> dict[str, dict] | None:
@@ -259,11 +263,18 @@ def _regex(pattern: str) -> str:
     return glob_translate(pattern)
 
 
-def _like(name: str) -> str:
-    """A pattern for the files of a name's split."""
-    folder, _, base = name.rpartition("/")
-    base = f"{_own_name(base)}*{os.path.splitext(base)[1]}"
-    return f"{folder}/{base}" if folder else base
+def _pattern_for(part: list[str], names: list[str]) -> str | None:
+    """A pattern that matches these files and no other one; None if no simple one does."""
+    ending = os.path.splitext(part[0])[1]
+    stems = [_no_ending(name) for name in part]
+    bases = [os.path.basename(stem) for stem in stems]
+    simple = (part[0], f"{_shared_start(stems)}*{ending}", f"*/{_shared_start(bases)}*{ending}")
+    return next((each for each in simple if sorted(_matching(names, each)) == part), None)
+
+
+def _shared_start(names: list[str]) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(min(names), max(names)))
+    return "".join(one for one, _ in pairs)
 
 
 def _some(names: list[str]) -> str:

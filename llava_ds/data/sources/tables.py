@@ -16,7 +16,14 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sources.embedded import ImageStore, Row, embed, rejected
 from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.objects import OBJECTS
-from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns
+from llava_ds.data.sources.options import (
+    GOOD_ANSWER_KEYS,
+    REJECTED_IMAGES,
+    TEMPLATE_KWARGS,
+    TOOLS,
+    WEIGHT_KEYS,
+    Columns,
+)
 from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
 
@@ -43,6 +50,32 @@ def parquet_schema(path: str) -> pyarrow.Schema:
 def byte_columns(schema: pyarrow.Schema) -> list[str]:
     """The columns of a table that hold files as bytes: images, sounds or videos, one or a list of them in a cell."""
     return [field.name for field in schema if _holds_bytes(field.type)]
+
+
+def first_names(folder_or_file: str, columns: Columns) -> list[dict]:
+    """The first rows of those columns of a table that are not read and hold texts or numbers, or lists of them.
+
+    Raises DataError where they can't be read.
+    """
+    saved = None if folder_or_file.endswith(".parquet") else open_saved(folder_or_file)
+    schema = parquet_schema(folder_or_file) if saved is None else saved.data.schema
+    read = read_columns(schema.names, columns)
+    names = [field.name for field in schema if field.name not in read and _holds_names(field.type)]
+    if not names:
+        return []
+    try:
+        if saved is not None:
+            return saved.select_columns(names).with_format("arrow")[:BATCH_ROWS].to_pylist()
+        batch = next(_open_parquet(folder_or_file).iter_batches(BATCH_ROWS, columns=names), None)
+        return [] if batch is None else batch.to_pylist()
+    except Exception as error:  # damaged data can raise anything in Arrow and Python
+        raise DataError(f"{folder_or_file}: its first rows can't be read: {error}") from error
+
+
+def _holds_names(kind: pyarrow.DataType) -> bool:
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        kind = kind.value_type
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_integer(kind)
 
 
 def _holds_bytes(kind: pyarrow.DataType) -> bool:
@@ -194,7 +227,7 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
     """The columns of a table that its records have."""
-    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS}
+    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *GOOD_ANSWER_KEYS, REJECTED_IMAGES}
     return [name for name in names if name in known]
 
 

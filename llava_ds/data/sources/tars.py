@@ -162,9 +162,11 @@ def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, pa
                     True  # no member of a JSON is called so: named with the keys that are not read
                 )
         videos = [member for member in media if member.suffix in VIDEO_SUFFIXES]
-        _name_members(record, columns.image, [member for member in media if member not in videos] if videos else media)
-        _name_members(record, columns.video, videos)
-        return json.dumps(embed(record, columns, _resolver(key, group, path)))
+        resolve = _resolver(key, group, path)
+        images = [member for member in media if member not in videos] if videos else media
+        _name_members(record, columns.image, images, resolve)
+        _name_members(record, columns.video, videos, resolve)
+        return json.dumps(embed(record, columns, resolve))
     except RecursionError:
         return rejected("its .json is nested too deeply")
     except DataError as error:
@@ -219,16 +221,16 @@ def _natural(member: Member) -> tuple[list[object], str]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", member.stem)], member.name
 
 
-def _name_members(record: dict, names: tuple[str, ...], members: list[Member]) -> None:
+def _name_members(
+    record: dict, names: tuple[str, ...], members: list[Member], resolve: Callable[[object], object]
+) -> None:
     """Let a record name its image members if it names none, or as many by other names, from before the packing."""
-    bases = None
     for name in names:
         value = record.get(name)
         if value is None:
             continue
         values = value if isinstance(value, list) else [value]
-        bases = bases or {member.name.rpartition("/")[2] for member in members}
-        known = any(isinstance(each, str) and each.rpartition("/")[2] in bases for each in values)
+        known = any(isinstance(each, str) and resolve(each) is not each for each in values)
         if not known and len(values) == len(members):
             record[name] = [member.name for member in members]
         return
