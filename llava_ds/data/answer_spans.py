@@ -6,7 +6,7 @@ in everything around them.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from llava_ds.constants import DataError
 from llava_ds.data.special_tokens import PART_END
@@ -26,8 +26,7 @@ UNWRITTEN_CALLS = (
 MARKER = re.compile("\ue000([0-9]+)([a-z][0-9]*)\ue001")
 
 
-@dataclass(frozen=True)
-class AnswerParts:
+class AnswerParts(NamedTuple):
     """The parts of an answer for which markers can stand, by their names: "t" thought, "c" text, "n0", "n1", …: names
     of called functions. A part without a text has no marker. turn: number of the turn among all."""
 
@@ -44,8 +43,7 @@ class AnswerParts:
         return f"\ue000{self.turn}{part}\ue001"
 
 
-@dataclass(frozen=True)
-class AnswerSpan:
+class AnswerSpan(NamedTuple):
     """The place of an answer. first: of the first of its parts that is written, with the template's own words for it in
     front; end: behind the answer and its end marker; left_out: True if it has a thought that is not written."""
 
@@ -115,9 +113,11 @@ def _written(text: str, place: int, value: str | None, after: str) -> str:
     """What the text has at a place for a value: itself, or without some of its outer spaces, or of those of parts."""
     if value is not None:
         whole = value.replace(PART_END, "")
-        ways = [whole, whole.strip(), whole.strip("\n"), whole.lstrip(), whole.rstrip()]
+        if text.startswith(whole + after, place):
+            return whole
+        ways = [whole.strip(), whole.strip("\n"), whole.lstrip(), whole.rstrip()]
         ways += ["".join(part.strip() for part in value.split(PART_END))] * (PART_END in value)
-        for each in dict.fromkeys(ways):
+        for each in ways:
             if text.startswith(each + after, place):
                 return each
     raise DataError(UNSTABLE)

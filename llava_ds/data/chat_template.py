@@ -5,7 +5,8 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -77,8 +78,7 @@ def own_template(tokenizer: PreTrainedTokenizerBase, offers_tools: bool = False)
     return source
 
 
-@dataclass(frozen=True)
-class _Chat:
+class _Chat(NamedTuple):
     """All that a Jinja template is handed of a conversation: turns as dicts, tools, and values of its variables.
 
     answers: the message of each turn that is an answer, by the turn's number; form: of the template's turns; is_plain:
@@ -89,8 +89,8 @@ class _Chat:
     answers: dict[int, Message]
     form: TurnForm
     is_plain: bool
-    tools: list[object] | None = None
-    variables: dict[str, object] = field(default_factory=dict)
+    tools: list[object] | None
+    variables: dict[str, object]
 
     def marked(self, parts: Sequence[AnswerParts], num_turns: int | None = None) -> "_Chat":
         """The chat, or its first turns, with markers in place of the parts of answers."""
@@ -98,7 +98,7 @@ class _Chat:
         for each in parts:
             if each.turn < len(turns):
                 turns[each.turn] = {**turns[each.turn], **self._marked_answer(each)}
-        return replace(self, turns=turns)
+        return self._replace(turns=turns)
 
     def _marked_answer(self, parts: AnswerParts) -> dict[str, object]:
         message = self.answers[parts.turn]
@@ -172,10 +172,12 @@ def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_p
 @dataclass(frozen=True)
 class AnswerPrompt:
     """The text that a template writes before an answer that is to come, "" for none; between that and an answer that is
-    there it writes one of gaps, such as a space or an empty thought, which is learned with the answer."""
+    there it writes one of gaps, such as a space or an empty thought, which is learned with the answer. end_marker: the
+    pattern of the tokenizer's special tokens, kept here as collecting them takes long; None where it is not known."""
 
     text: str = ""
     gaps: tuple[str, ...] = ()
+    end_marker: re.Pattern[str] | None = None
 
     def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
         """The place behind the prompt before the answer that begins at start; None where there is no prompt.
@@ -214,7 +216,7 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
         given = [(prompt.end_before(text, start, of_spaces=True) or start, end) for start, end in given]
         if chat.is_plain and all(message.weight == 1 for message in chat.answers.values()):
             return _cut(text, [_Span(start, end) for start, end in given])
-        answers = _answers(chat, text, tokenizer, source)
+        answers = _answers(chat, text, tokenizer, source, prompt)
         messages = [*chat.answers.values()]
         spans = []
         for start, end in given:
@@ -224,7 +226,7 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
         return _cut(text, spans)
     text, _ = _rendered(chat, tokenizer, source)
     spans, floor = [], 0
-    for (turn, message), found in zip(chat.answers.items(), _answers(chat, text, tokenizer, source)):
+    for (turn, message), found in zip(chat.answers.items(), _answers(chat, text, tokenizer, source, prompt)):
         start = prompt.end_before(text, found.first)
         if start is None and (message.thought is not None or message.tool_calls):
             start = _behind_header(text, (floor, found.first), chat, turn, (tokenizer, source))
@@ -234,7 +236,14 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
     return _cut(text, spans)
 
 
-def _answers(chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source: str) -> list[AnswerSpan]:
+def _end_marker(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """Spaces and the special token that may end an answer."""
+    return re.compile(r"\s*(?:" + "|".join(map(re.escape, special_tokens(tokenizer))) + ")")
+
+
+def _answers(
+    chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source: str, prompt: AnswerPrompt
+) -> list[AnswerSpan]:
     """The places of the answers in the rendered text."""
     parts = [_answer_parts(turn, message) for turn, message in chat.answers.items()]
     if not parts:
@@ -244,9 +253,8 @@ def _answers(chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source:
     def marked_up_to(turn: int) -> str:
         return _rendered(chat.marked(parts, turn + 1), tokenizer, source)[0]
 
-    special = re.compile(r"\s*(?:" + "|".join(map(re.escape, special_tokens(tokenizer))) + ")")
     try:
-        return find_answers(text, marked, parts, marked_up_to, special)
+        return find_answers(text, marked, parts, marked_up_to, prompt.end_marker or _end_marker(tokenizer))
     except DataError as error:
         if chat.is_plain or chat.form.thought or not any(holds_thought(each) for each in chat.answers.values()):
             raise
@@ -269,7 +277,7 @@ def _behind_header(
         asked = chat.form.prompt if text.startswith(chat.form.prompt, at, first) else header
         return at + len(asked)
     # The answer goes on with a turn that is open, as Gemma 4's behind a tool's result.
-    asked = _rendered(replace(chat, turns=chat.turns[:turn]), *template, prompt=True)[0]
+    asked = _rendered(chat._replace(turns=chat.turns[:turn]), *template, prompt=True)[0]
     if not text.startswith(asked) or not floor <= len(asked) <= first:
         raise DataError(UNSTABLE)
     return len(asked)
@@ -328,7 +336,7 @@ def answer_prompt(
             if text.startswith(asked) and mark in text:
                 gaps[text[len(asked) : text.index(mark)]] = None
     prompt = asked[len(before) :] if asked.startswith(before) else ""
-    return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)))
+    return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)), _end_marker(tokenizer))
 
 
 _ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
@@ -411,8 +419,7 @@ def _rendered(
     )
 
 
-@dataclass(frozen=True)
-class _Span:
+class _Span(NamedTuple):
     """A part of the rendered text that is supervised. left_out: True if its answer's thought is not written."""
 
     start: int

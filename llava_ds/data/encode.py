@@ -48,7 +48,7 @@ class EncodingOptions:
     answer_is_reference: bool = False  # the last answer is compared with those that a model draws, and not learned
 
 
-@dataclass(frozen=True)
+@dataclass
 class Encoded:
     """Ids of one sample (int32), with IMAGE_TOKEN_INDEX once per image feature, and labels (int32).
 
@@ -87,8 +87,7 @@ class Span(NamedTuple):
     weight: float = 1.0
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A text to tokenize by itself. before: ids in front of it; base: its place in the whole text."""
 
     text: str
@@ -166,8 +165,8 @@ class Encoder:
             except DataError as error:
                 results.append(error)
                 continue
-            if self.template.write is None and any(segment.thought_left_out for segment in segments):
-                left_out[len(results)] = sum(segment.thought_left_out for segment in segments)
+            if number := sum([segment.thought_left_out for segment in segments]):
+                left_out[len(results)] = number
             rows.append((len(results), pieces, spans, features))
             results.append(None)
         limit = self.options.max_length
@@ -180,8 +179,9 @@ class Encoder:
                 results[index] = self._in_larger_parts(pieces, num_chars, spans, features)
             else:
                 results[index] = joined.cut(limit)
-            if index in left_out and isinstance(results[index], Encoded):
-                results[index] = replace(results[index], left_out=left_out[index])
+        for index, number in left_out.items():
+            if isinstance(results[index], Encoded):
+                results[index] = replace(results[index], left_out=number)
         if self.num_rows is None:
             return results
         return [one if isinstance(one, DataError) else self._without_row(one.input_ids) or one for one in results]
@@ -280,15 +280,10 @@ class Encoder:
         template, messages = self.options.template, conversation.messages
         if conversation.template_kwargs:
             raise DataError(f"sets template variables under 'chat_template_kwargs', and --version {template} has none")
-        if conversation.tools or any(message.role == "tool" or message.tool_calls for message in messages):
+        if conversation.tools or any([message.role == "tool" or message.tool_calls for message in messages]):
             what = "offers tools" if conversation.tools else "has tool calls or their results"
             raise DataError(f"{what}, which --version {template} has no place for")
-        if all(message.thought is None for message in messages):
-            return messages
-        return [
-            message if message.thought is None else replace(message, text=_with_thought(message), thought=None)
-            for message in messages
-        ]
+        return [message if message.thought is None else _with_thought_in_text(message) for message in messages]
 
     def _guarded(self, conversation: Transcript) -> Transcript:
         messages = conversation.messages
@@ -444,8 +439,9 @@ class Encoder:
         return None
 
 
-def _with_thought(message: Message) -> str:
-    return "<think>\n" + message.thought.strip("\n") + "\n</think>\n\n" + message.text
+def _with_thought_in_text(message: Message) -> Message:
+    thought = message.thought.strip("\n")
+    return replace(message, text=f"<think>\n{thought}\n</think>\n\n{message.text}", thought=None)
 
 
 def _weights(labels: np.ndarray, supervised: Sequence[tuple[int, int, float]]) -> np.ndarray | None:
@@ -463,7 +459,7 @@ def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
     """The pieces up to num_chars characters; the same list if they have no more."""
     for i, piece in enumerate(pieces):
         if len(piece.text) > num_chars:
-            return [*pieces[:i], replace(piece, text=piece.text[:num_chars])]
+            return [*pieces[:i], piece._replace(text=piece.text[:num_chars])]
         num_chars -= len(piece.text)
     return pieces
 

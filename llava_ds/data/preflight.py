@@ -153,9 +153,13 @@ class Checker:
         return pa.table([columns[field.name] for field in self.schema], schema=self.schema)
 
     def _encoded(self, conversations: list[tuple[Transcript, list[int | ImageText]]]) -> Iterator[Encoded | DataError]:
-        for conversation, one in zip(conversations, self.encoder.encode_batch(conversations), strict=True):
-            is_asked = self.encoder.options.answer_is_reference and isinstance(one, Encoded)
-            yield with_asked_prompt(self.encoder, *conversation, one) if is_asked else one
+        coded = self.encoder.encode_batch(conversations)
+        if not self.encoder.options.answer_is_reference:
+            return iter(coded)
+        return (
+            with_asked_prompt(self.encoder, *conversation, one) if isinstance(one, Encoded) else one
+            for conversation, one in zip(conversations, coded, strict=True)
+        )
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:
@@ -207,9 +211,10 @@ class Checker:
             targets += own
             if own == 0:
                 return _rejected(sample.id, DataError(f"nothing to learn from: {self._why_nothing(sample, coded)}"))
-        words = 0
+        words = turns = 0
         for message in sample.messages:
             words += len(message.text.split())
+            turns += message.role == "gpt"
             if message.thought is not None or message.tool_calls:
                 words += len(f"{message.thought or ''} {message.tool_calls}".split())
         has_field = one.media or sample.unmarked == IMAGE_LEFT_OUT  # LLaVA tests for the record's field "image"
@@ -221,17 +226,17 @@ class Checker:
             "labels": _joined([coded.labels for coded in answers]),
             "weights": _joined_weights(answers),
             "media": media_to_text(one.media),
-            "length": sum(len(coded.input_ids) for coded in answers),
+            "length": sum([len(coded.input_ids) for coded in answers]),
             "num_targets": targets,
             "chosen_length": len(answers[0].input_ids),
             "margin": sample.margin,
-            "num_turns": sum(message.role == "gpt" for message in sample.messages),
-            "num_pictures": sum(len(sized.sizes) for sized in one.media),
+            "num_turns": turns,
+            "num_pictures": sum([len(sized.sizes) for sized in one.media]),
             "words": words if has_field else -words,
-            "truncated": any(coded.truncated for coded in answers),
+            "truncated": any([coded.truncated for coded in answers]),
             "unmarked": sample.unmarked,
-            "unread": "\n".join(map(printable, sample.unread)),
-            "left_out": sum(coded.left_out for coded in answers),
+            "unread": "\n".join(map(printable, sample.unread)) if sample.unread else "",
+            "left_out": sum([coded.left_out for coded in answers]),
             "seen": one.seen,
         }
 
@@ -246,7 +251,7 @@ class Checker:
         return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Checked:
     """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
 
@@ -262,7 +267,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
-    if all(coded.weights is None for coded in answers):
+    if all([coded.weights is None for coded in answers]):
         return None
     weights = [np.ones(len(coded.labels), np.float32) if coded.weights is None else coded.weights for coded in answers]
     return _joined(weights)

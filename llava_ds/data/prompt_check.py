@@ -106,9 +106,9 @@ class PromptCheck:
 
     def reason(self, transcript: Transcript, marks: Marks) -> str:
         """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
-        with_video = any(isinstance(mark, ImageText) and mark.is_video for mark in marks)
         if self.encoder.options.answer_is_reference:
             return ""
+        with_video = any([isinstance(mark, ImageText) and mark.is_video for mark in marks])
         forms = self.forms(transcript.template_kwargs, with_video)
         if forms.plain is None and forms.thought is None and self.encoder.template.write is not None:
             return ""

@@ -117,7 +117,7 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
     placed = []
     for message in messages:
         if IMAGE_TOKEN in message.text:
-            message = replace(message, text=place(message.text).replace(IMAGE_TOKEN, mark))
+            message = message.with_text(place(message.text).replace(IMAGE_TOKEN, mark))
         placed.append(message)
     return placed, system
 

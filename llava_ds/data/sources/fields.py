@@ -12,7 +12,7 @@ from llava_ds.constants import DataError, FileProblem
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources.embedded import REFERENCE
 from llava_ds.data.sources.media_parts import Mark, is_absent, joined, read_file
-from llava_ds.data.sources.options import short
+from llava_ds.data.sources.options import EMPTY, short
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
 from llava_ds.files.object_store import is_remote
@@ -189,21 +189,27 @@ def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
     return found, value
 
 
-def json_of(value: object, name: str, kind: type) -> str:
-    """JSON of a record's list or object, which may be given as JSON text; "" for none or an empty one."""
-    found = value
-    if isinstance(value, str) and value.strip():
-        try:
-            found = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"has {short(value)} under {name!r}, which is no JSON: {error}") from None
-    if found is None or found == "" or found == [] or found == {}:
+def json_of(value: object, name: str) -> str:
+    """JSON of a record's object, which may be given as JSON text; "" for none or an empty one."""
+    found = (
+        "" if isinstance(value, str) and not value.strip() else from_json(value, f"has {short(value)} under {name!r}")
+    )
+    if found in EMPTY:
         return ""
-    if not isinstance(found, kind):
-        expected = "a list" if kind is list else "an object"
-        raise DataError(f"has {short(value)} under {name!r}, expected {expected}, or {expected} as JSON text")
+    if not isinstance(found, dict):
+        raise DataError(f"has {short(value)} under {name!r}, expected an object, or an object as JSON text")
     text = json.dumps(found, ensure_ascii=False)
     return checked_text(text, f"has {short(value)} under {name!r}, which is not valid Unicode")
+
+
+def from_json(value: object, what: str) -> object:
+    """The value, read as JSON if it is a text. what: the beginning of an error message."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what}, which is no JSON: {error}") from None
 
 
 def checked_text(value: object, otherwise: str) -> str:

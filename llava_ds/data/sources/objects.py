@@ -26,8 +26,7 @@ def objects_of(
     num_images: that it shows; bbox_type: of boxes of which the record does not say it. Without a mark in the text, the
     field may be anything. Raises DataError with the reason where they don't fit.
     """
-    texts = [message.text for message in messages if BOX_MARK in message.text or REF_MARK in message.text]
-    found = [match.groups() for text in texts for match in MARKS.finditer(text)]
+    found = [match.groups() for message in messages for match in MARKS.finditer(message.text)]
     wanted = Counter(mark for backslashes, mark in found if len(backslashes) % 2 == 0)
     if not wanted:
         return (), ()

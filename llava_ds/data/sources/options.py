@@ -163,6 +163,9 @@ def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+EMPTY = (None, "", [], {})  # values as good as absent: a table gives every record all keys
+
+
 def nearest(word: object, known: tuple[str, ...]) -> str:
     """A hint for an unknown word: the most similar known one, or all."""
     return did_you_mean(str(word), known, "known are " + ", ".join(known))

@@ -11,12 +11,11 @@ from typing import Any
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import checked_text, either, field_of, keys_of
-from llava_ds.data.sources.options import ANSWERS, PAIRS, QUESTIONS, Columns, short
+from llava_ds.data.sources.options import ANSWERS, EMPTY, PAIRS, QUESTIONS, Columns, short
 from llava_ds.data.sources.turn_lists import as_turns, is_turn, is_turn_list, loose_turns
 
 Turns = list[dict[str, Any]]
 
-EMPTY = (None, "", [], {})  # values of a field that a record does not have
 ANSWER_KEYS = ("answer", "text", "ground_truth")  # of an answer that is an object: VQAv2's, SQuAD's and verl's
 CHOICE_KEYS = ("choices", "options")  # lists that an answer may be a number or a letter of
 SAID_BY_HUMAN, SAID_BY_MODEL = "human", "gpt"

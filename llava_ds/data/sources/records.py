@@ -4,14 +4,21 @@ These functions run for every record, in worker processes. They raise DataError 
 make system calls for images and videos only.
 """
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.sample import IMAGE_LEFT_OUT, IMAGE_PREPENDED, MARK_AS_TEXT, Message, Sample
+from llava_ds.data.sample import (
+    BOX_MARK,
+    IMAGE_LEFT_OUT,
+    IMAGE_PREPENDED,
+    MARK_AS_TEXT,
+    REF_MARK,
+    Message,
+    Sample,
+)
 from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.fields import (
     MAX_FILES_PER_RECORD,
@@ -27,11 +34,12 @@ from llava_ds.data.sources.fields import (
 )
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
-from llava_ds.data.sources.options import GOOD_ANSWER_KEYS, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, short
+from llava_ds.data.sources.options import EMPTY, GOOD_ANSWER_KEYS, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
+from llava_ds.data.sources.turn_lists import is_turn_list
 from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
@@ -70,14 +78,16 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         messages, marks, named = _caption(record, source)
     else:
         _refuse_bad_answer(record, source)
-        messages, marks, named = _conversation(as_conversation(record, source.columns), source)
+        messages, marks, named = _conversation(record, source)
         unmarked = _settle_unmarked(messages, marks, named, source)
     media = tuple(to_media(mark, source) for mark in _matched(marks, named, source)) if marks else ()
     if sum(len(each.refs) for each in media) > MAX_FILES_PER_RECORD:
         raise DataError(f"names more than {MAX_FILES_PER_RECORD:,} images")
-    refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
-    if not refs and not boxes and any("\\<" in each.text for each in messages):
-        messages = [replace(each, text=fill_marks(each.text, str)) for each in messages]
+    refs, boxes = (), ()
+    if any([BOX_MARK in each.text or REF_MARK in each.text for each in messages]):
+        refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
+        if not refs and not boxes:  # all of them are words
+            messages = [each.with_text(fill_marks(each.text, str)) for each in messages]
     kind = record.get("kind")
     return Sample(
         _id(record, source, index),
@@ -87,8 +97,8 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         unmarked,
         refs=refs,
         boxes=boxes,
-        tools=_json(read_tools(record.get(TOOLS))),
-        template_kwargs=json_of(record.get(TEMPLATE_KWARGS), TEMPLATE_KWARGS, dict),
+        tools=_json(read_tools(record[TOOLS])) if TOOLS in record else "",
+        template_kwargs=json_of(record[TEMPLATE_KWARGS], TEMPLATE_KWARGS) if TEMPLATE_KWARGS in record else "",
         unread=unread_keys(record, source),
     )
 
@@ -98,7 +108,7 @@ def _refuse_bad_answer(record: dict, source: Source) -> None:
     if source.format == "preference":
         return
     for key in GOOD_ANSWER_KEYS:
-        if str(record.get(key)).lower() == "false" and key not in source.columns.all():
+        if key in record and str(record[key]).lower() == "false" and key not in source.columns.all():
             raise DataError(
                 f"has {short(record[key])} under {key!r}, which says that its answer is not a good one, as in data for "
                 "KTO: leave such records out, or the key if it says something else"
@@ -115,28 +125,22 @@ def _json(values: Sequence[object]) -> str:
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
     """The keys of a record, and columns of its table, that have a value and are not read."""
-    known = _known_keys(source.columns, source.format)
-    found = [key for key in record if key not in known and record[key] not in (None, "", [], {})]
+    known, found = source.read_keys, source.unread_columns
+    if not record.keys() <= known:
+        found += tuple(key for key in record if key not in known and record[key] not in EMPTY)
     if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
-        empty = (None, "", [])
-        found += [key for key in WEIGHT_KEYS if record.get(key) not in empty and not gives_weights(key, record[key])]
-    return (*source.unread_columns, *found)
-
-
-@functools.lru_cache(maxsize=64)
-def _known_keys(columns: Columns, format: str) -> frozenset[str]:
-    """All keys that are read of a record."""
-    names = (*columns.all(), OBJECTS, "kind")
-    if format == "caption":
-        return frozenset(names) - {*columns.turns}
-    more = (*WEIGHT_KEYS, TOOLS, TEMPLATE_KWARGS)
-    return frozenset((*names, *more))
+        values = [(key, record.get(key)) for key in WEIGHT_KEYS]
+        found += tuple(key for key, value in values if value not in (None, "", []) and not gives_weights(key, value))
+    return found
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
     """Messages, their marks, and the images and videos that the record lists."""
     columns = source.columns
     _, turns = field_of(record, columns.turns)
+    if not is_turn_list(turns):
+        record = as_conversation(record, columns)
+        _, turns = field_of(record, columns.turns)
     if not isinstance(turns, list) or not turns:
         raise DataError(f"has no list under {either(columns.turns)} ({keys_of(record)})")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
@@ -162,8 +166,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         if turn.is_plain and not weights:
             messages.append(Message(turn.role, content, keeps_spaces=keeps_spaces))
         else:
-            _add_message(messages, turn, content, weight_of(turn, weights, i), i)
-            messages[-1] = replace(messages[-1], keeps_spaces=keeps_spaces or messages[-1].keeps_spaces)
+            _add_message(messages, turn._replace(content=content, weight=weight_of(turn, weights, i)), keeps_spaces, i)
     if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
         raise DataError(
             f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
@@ -178,18 +181,20 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     return messages, marks, named
 
 
-def _add_message(messages: list[Message], turn: Turn, text: str, weight: float, i: int) -> None:
-    """Add a turn as a message. A turn of calls alone belongs to the answer before it, as ms-swift joins them."""
+def _add_message(messages: list[Message], turn: Turn, keeps_spaces: bool, i: int) -> None:
+    """Append a turn, its content a text and its weight known. Calls alone belong to the answer before them, as in
+    ms-swift."""
     calls = turn.tool_calls
     last = messages[-1] if messages else None
     if turn.is_call and last is not None and last.role == "gpt":
-        if turn.thought is not None or weight != last.weight:
+        if turn.thought is not None or turn.weight != last.weight:
             raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
         calls = (*(json.loads(last.tool_calls) if last.tool_calls else ()), *calls)
         messages[-1] = replace(last, tool_calls=_json(calls))
         return
     thought = None if turn.thought is None else turn.thought.replace(IMAGE_TOKEN, LITERAL_IMAGE)
-    messages.append(Message(turn.role, text, thought, _json(calls), weight, name=turn.name, call_id=turn.call_id))
+    more = (keeps_spaces, turn.name, turn.call_id)
+    messages.append(Message(turn.role, turn.content, thought, _json(calls), turn.weight, *more))
 
 
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:
@@ -207,7 +212,7 @@ def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str
         named |= {"image": [], "video": []}
         return IMAGE_LEFT_OUT
     if choice == "text" and all(mark.value is None for mark in marks):
-        messages[:] = [replace(each, text=each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
+        messages[:] = [each.with_text(each.text.replace(IMAGE_TOKEN, LITERAL_IMAGE)) for each in messages]
         marks.clear()
         return MARK_AS_TEXT
     if images or all(mark.value is None for mark in marks):
@@ -240,7 +245,7 @@ def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, 
         if message.role == "human":
             line = "" if message.keeps_spaces else "\n"
             shown = line.join([IMAGE_TOKEN] * len(marks))
-            messages[i] = replace(message, text=f"{shown}{line}{message.text}" if message.text else shown)
+            messages[i] = message.with_text(f"{shown}{line}{message.text}" if message.text else shown)
             return
     raise DataError("has images, but no question that could show them")
 
@@ -271,9 +276,9 @@ def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Itera
 def _in_order(values: list, marks: list[Mark]) -> list:
     """The record's images or videos in the order of the marks for them. Raises DataError for indices that don't name
     each of them once."""
-    if all(mark.index is None for mark in marks):
-        return values
     indices = [mark.index for mark in marks]
+    if not any([index is not None for index in indices]):
+        return values
     if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
         raise DataError(
             f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "

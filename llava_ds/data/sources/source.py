@@ -1,5 +1,6 @@
 """A source of records: its files, their format, and reading them."""
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from llava_ds.data.file_slices import read_errors
 from llava_ds.data.sources.embedded import IMAGES, ImageStore, Row, embed, rejected, spooled
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
-from llava_ds.data.sources.options import Columns, RawRecord
+from llava_ds.data.sources.objects import OBJECTS
+from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, RawRecord
 from llava_ds.data.sources.selection import Selection
 from llava_ds.data.sources.tables import num_parquet_rows, open_saved, read_csv, read_parquet, read_saved
 from llava_ds.data.sources.tars import read_shard
@@ -60,6 +62,14 @@ class Source:
     def __post_init__(self) -> None:
         slices = frozenset(self.files) if self.kind == "webdataset" else frozenset([f"{self.spool}/{IMAGES}"])
         object.__setattr__(self, "slices_of", slices)
+
+    @functools.cached_property
+    def read_keys(self) -> frozenset[str]:
+        """All keys that are read of a record."""
+        names = frozenset((*self.columns.all(), OBJECTS, "kind"))
+        if self.format == "caption":
+            return names.difference(self.columns.turns)
+        return names.union(WEIGHT_KEYS, (TOOLS, TEMPLATE_KWARGS))
 
     def read(self) -> Iterator[RawRecord]:
         """The selected records in the files' order, the same in every process.

@@ -18,22 +18,8 @@ MAX_README_BYTES = 4 << 20
 # Names of splits that datasets has no keyword for, and what people write before or behind its keywords.
 HELD_OUT = ("holdout", "heldout", "validate", "benchmark")
 AFFIXES = (
-    "",
-    "a",
-    "b",
-    "c",
-    "mini",
-    "small",
-    "tiny",
-    "full",
-    "set",
-    "split",
-    "std",
-    "public",
-    "private",
-    "hard",
-    "all",
-)
+    "", "a", "b", "c", "mini", "small", "tiny", "full", "set", "split", "std", "public", "private", "hard", "all",
+)  # fmt: skip
 
 _WORDS = re.compile(r"[A-Za-z]+")
 _MAYBE_OTHER = re.compile("val|test|dev|eval|h[oe]ld", re.IGNORECASE)  # in the name of an only file: look closer
@@ -66,8 +52,10 @@ def choose_files(folder: str, files: list[str], split: str | None) -> Chosen:
         raise ConfigError(f"{folder} has no split {split!r}: it holds {found}")
     taken = next(iter(splits)) if split is None else split
     others = [name for name in splits if name != taken]
-    notes = [f"the split {taken!r}" + (f", and not {', '.join(_quoted(others))}" if others else "")] if others else []
-    if not others and taken != TRAIN:
+    notes = []
+    if others:
+        notes.append(f"the split {taken!r}, and not {', '.join(map(repr, others))}")
+    elif taken != TRAIN:
         notes.append(f"its only split, {taken!r}")
     subsets = sorted({name.partition("/")[0] for name in splits[taken] if name.count("/")})
     if len(subsets) > 1:
@@ -291,7 +279,3 @@ def _shared_start(names: list[str]) -> str:
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{len(names):,} files, like {names[0]}"
-
-
-def _quoted(names: Iterable[str]) -> list[str]:
-    return [repr(name) for name in names]

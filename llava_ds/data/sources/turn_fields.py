@@ -1,14 +1,13 @@
 """Fields of a turn beside its role and content: a thought, tool calls, the weight of the loss."""
 
-import json
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from llava_ds.constants import DataError
-from llava_ds.data.sources.fields import is_text
+from llava_ds.data.sources.fields import from_json, is_text
 from llava_ds.data.sources.media_parts import refuse_unknown
-from llava_ds.data.sources.options import WEIGHT_KEYS, nearest, short
+from llava_ds.data.sources.options import EMPTY, WEIGHT_KEYS, nearest, short
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
@@ -26,7 +25,6 @@ _READ_KEYS = (
     "from", "value", "role", "content", *THOUGHT_KEYS, *CALL_KEYS, "name", "tool_call_id", *WEIGHT_KEYS,
 )  # fmt: skip
 _KNOWN = frozenset((*_READ_KEYS, *IGNORED_KEYS))
-_EMPTY = (None, "", [], {})  # values of a key that is as good as absent: a table gives every key of a struct
 _CALL = '{"name": text, "arguments": an object, or one as JSON text}'
 _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
@@ -48,7 +46,7 @@ class Turn(NamedTuple):
 
 def refuse_unknown_keys(turn: dict, i: int) -> None:
     """Raise DataError for a key that is not read, with the nearest known one."""
-    unknown = next((key for key, value in turn.items() if key not in _KNOWN and value not in _EMPTY), None)
+    unknown = next((key for key, value in turn.items() if key not in _KNOWN and value not in EMPTY), None)
     if unknown is not None:
         raise DataError(f"turn {i} has the key {short(unknown)}, which is not read: {nearest(unknown, _READ_KEYS)}")
 
@@ -57,12 +55,12 @@ def with_fields(role: str, content: str | list, turn: dict, i: int) -> Turn:
     """A turn with all that its fields say. role: a value of turns.ROLES. Raises DataError."""
     refuse_unknown_keys(turn, i)
     thought, content = _thought(turn, content, i)
-    calls = tuple(call for key in CALL_KEYS if turn.get(key) not in _EMPTY for call in read_calls(turn[key], i))
+    calls = tuple(call for key in CALL_KEYS if turn.get(key) not in EMPTY for call in read_calls(turn[key], i))
     if role != "gpt" and (thought is not None or calls):
         what = "a thought" if thought is not None else "tool calls"
         raise DataError(f"turn {i} has {what}, which belong to answers, but is from {short(_speaker(turn))}")
     name, call_id = (_short_text(turn, key, i) for key in ("name", "tool_call_id"))
-    weight = _one([_weight(turn[key], f"turn {i} has", key) for key in WEIGHT_KEYS if turn.get(key) not in _EMPTY], i)
+    weight = _one([_weight(turn[key], f"turn {i} has", key) for key in WEIGHT_KEYS if turn.get(key) not in EMPTY], i)
     return Turn(role, content, thought, calls, weight, name, call_id)
 
 
@@ -80,13 +78,13 @@ def call_turn(text: str, turn: dict, i: int) -> Turn:
 def read_calls(value: object, i: int) -> list[dict]:
     """Calls in OpenAI's form, with arguments as an object. value: one call or a list, or either as JSON text."""
     if isinstance(value, str):
-        value = _from_json(value, f"turn {i} has {short(value)} for its tool calls")
+        value = from_json(value, f"turn {i} has {short(value)} for its tool calls")
     calls = value if isinstance(value, list) else [value]
-    return [_call(_from_json(call, f"turn {i} has {short(call)} for a tool call"), i) for call in calls]
+    return [_call(from_json(call, f"turn {i} has {short(call)} for a tool call"), i) for call in calls]
 
 
 def _call(call: object, i: int) -> dict:
-    outer = {k: v for k, v in call.items() if v not in _EMPTY} if isinstance(call, dict) else {}
+    outer = {k: v for k, v in call.items() if v not in EMPTY} if isinstance(call, dict) else {}
     inner = outer.get("function", {k: v for k, v in outer.items() if k in ("name", "arguments")})
     allowed = ("type", "id", "index", "function") if "function" in outer else ("type", "id", "index", *inner)
     inner_keys = ("name", "arguments")
@@ -94,14 +92,14 @@ def _call(call: object, i: int) -> dict:
         not isinstance(inner, dict)
         or not is_text(inner.get("name"))
         or any(key not in allowed for key in outer)
-        or any(key not in inner_keys for key, value in inner.items() if value not in _EMPTY)
+        or any(key not in inner_keys for key, value in inner.items() if value not in EMPTY)
         or outer.get("type", "function") != "function"
     ):
         raise DataError(f"turn {i} has the tool call {short(call)}, expected {_CALL}, alone or under 'function'")
     arguments = inner.get("arguments")
-    if arguments in _EMPTY:
+    if arguments in EMPTY:
         arguments = {}
-    arguments = _from_json(arguments, f"turn {i} has the arguments {short(arguments)} in a tool call")
+    arguments = from_json(arguments, f"turn {i} has the arguments {short(arguments)} in a tool call")
     if not isinstance(arguments, dict):
         raise DataError(f"turn {i} has the arguments {short(arguments)} in a tool call, expected an object")
     more = {"id": str(outer["id"])} if "id" in outer else {}
@@ -111,12 +109,12 @@ def _call(call: object, i: int) -> dict:
 def read_tools(value: object) -> list[dict]:
     """The tools that a record offers, in OpenAI's form. value: None, a list, or one as JSON text; an item may be JSON
     text as well, and may leave out {"type": "function", "function": …} around it."""
-    if value in _EMPTY:
+    if value in EMPTY:
         return []
-    found = _from_json(value, f"has {short(value)} under 'tools'")
+    found = from_json(value, f"has {short(value)} under 'tools'")
     tools = []
     for tool in found if isinstance(found, list) else [None]:
-        tool = _from_json(tool, f"has the tool {short(tool)}")
+        tool = from_json(tool, f"has the tool {short(tool)}")
         own = tool if not isinstance(tool, dict) or isinstance(tool.get("function"), dict) else _wrapped(tool)
         if not isinstance(own, dict) or not is_text(own["function"].get("name")):
             raise DataError(
@@ -146,7 +144,7 @@ def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
         if not gives_weights(key, values):
             continue
         if isinstance(values, str):
-            values = _from_json(values, f"has {short(values)} under {key!r}")
+            values = from_json(values, f"has {short(values)} under {key!r}")
         if not isinstance(values, list):
             values = [values] * len(answers)
         if len(values) not in (len(turns), len(answers)):
@@ -203,7 +201,7 @@ def _weight(value: object, where: str, key: str) -> float:
 
 def _thought(turn: dict, content: str | list, i: int) -> tuple[str | None, str | list]:
     """The thought of a turn's fields and of its parts, and the content without these parts."""
-    found = [turn[key] for key in THOUGHT_KEYS if turn.get(key) not in _EMPTY]
+    found = [turn[key] for key in THOUGHT_KEYS if turn.get(key) not in EMPTY]
     if isinstance(content, list):
         thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in THOUGHT_PARTS]
         if thoughts and (len(thoughts) > 1 or content[0] is not thoughts[0]):
@@ -221,7 +219,7 @@ def _thought(turn: dict, content: str | list, i: int) -> tuple[str | None, str |
 def _text_of_part(part: dict, i: int) -> object:
     names = (*THOUGHT_KEYS, "text", "content")
     refuse_unknown(part, ("type", *names, "signature"), f"turn {i} has a part of type {part['type']!r}")
-    texts = [part[key] for key in names if part.get(key) not in _EMPTY]
+    texts = [part[key] for key in names if part.get(key) not in EMPTY]
     if len(texts) != 1:
         raise DataError(f"turn {i} has the part {short(part)}, expected a text under {part['type']!r}")
     return texts[0]
@@ -229,7 +227,7 @@ def _text_of_part(part: dict, i: int) -> object:
 
 def _short_text(turn: dict, key: str, i: int) -> str:
     value = turn.get(key)
-    if value in _EMPTY:
+    if value in EMPTY:
         return ""
     if not is_text(value):
         raise DataError(f"turn {i} has {short(value)} under {key!r}, expected a text")
@@ -238,13 +236,3 @@ def _short_text(turn: dict, key: str, i: int) -> str:
 
 def _speaker(turn: dict) -> object:
     return turn.get("from") if turn.get("from") is not None else turn.get("role")
-
-
-def _from_json(value: object, what: str) -> object:
-    """The value, read as JSON if it is a text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{what}, which is no JSON: {error}") from None

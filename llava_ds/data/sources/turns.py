@@ -42,10 +42,12 @@ _MARK = re.compile(rf"(\\*)({IMAGE_TOKEN}|{VIDEO_TOKEN})")
 def read_turn(turn: object, i: int) -> Turn:
     """A turn in the form of LLaVA and ShareGPT, or of OpenAI. Raises DataError for keys that are not read."""
     role = content = None
+    is_plain = False
     if isinstance(turn, dict):
         role, content = turn.get("from"), turn.get("value")
         if role is None:
             role, content = turn.get("role"), turn.get("content")
+        is_plain = len(turn) == 2 and isinstance(content, str)
         if content is None and (turn.get("tool_calls") or turn.get("function_call")):
             content = ""
     if isinstance(content, str):
@@ -64,7 +66,7 @@ def read_turn(turn: object, i: int) -> Turn:
         if not isinstance(content, str):
             raise DataError(f"turn {i}, from {short(role)}, has {short(content)}, expected the JSON of a call")
         return call_turn(content, turn, i)
-    if len(turn) == 2 and isinstance(content, str) and "tool_calls" not in turn and "function_call" not in turn:
+    if is_plain:
         return Turn(known, content, is_plain=True)
     _refuse_two_spellings(turn, i)
     return with_fields(known, content, turn, i)
