@@ -258,7 +258,7 @@ def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
     plan, _, folder = planned
     kind = plan.ready.config.model_type
     for name, value, wrong in (
-        ("preprocessor_config.json", {"do_rescale": False}, "do_rescale False, expected True"),
+        ("preprocessor_config.json", {"do_rescale": False}, "it says do_rescale false, expected true"),
         ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),
         ("preprocessor_config.json", {"do_image_splitting": 3, "max_patches": "x"}, "expected a value like"),
         ("preprocessor_config.json", {"do_pan_and_scan": True}, "do_pan_and_scan True, expected False"),
@@ -320,7 +320,7 @@ def test_ranks_that_share_are_refused_where_the_json_says_so(planned, name):
     [
         ("preprocessor_config", {"patch_size": 9}, "cells of 2 x 2 patches of 9 pixels, but its vision_config says"),
         ("preprocessor_config", {"max_soft_tokens": 151}, "max_soft_tokens 151, expected 1 to 150"),
-        ("preprocessor_config", {"image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
+        ("preprocessor_config", {"do_normalize": True, "image_mean": [0.5, 0.5, 0.5]}, "image_mean"),
         ("text_config", {"use_bidirectional_attention": "all"}, "all of its tokens see each other"),
         (
             "text_config",
