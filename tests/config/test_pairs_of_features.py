@@ -1,0 +1,112 @@
+"""Every pair of features, from flags and DeepSpeed JSON alone: pairs stay taken, or refused.
+
+goldens/pairs.json has a reason for each refused pair. Only whether a pair is refused is compared, so that a message may
+get better. python tests/config/test_pairs_of_features.py writes the file anew: read what changed in it.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from toys import language_model_config
+
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.parallel import check_axes, with_axes
+from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
+
+ROOT = Path(__file__).parents[2]
+GOLDENS = Path(__file__).parent / "goldens" / "pairs.json"
+BASE = {"model_name_or_path": ROOT, "vision_tower": ROOT, "data_path": ROOT / "setup.py", "output_dir": "o"}
+BASE |= {"learning_rate": 1e-3, "train_batch_size": 8, "image_folder": ROOT}
+LORA, MOE = {"lora_enable": True}, {"moe_enable": True}
+EVAL = {"eval_fraction": 0.1, "eval_steps": 10}
+FEATURES: dict[str, dict[str, object]] = {
+    "zero0": {"stage": 0},
+    "zero3": {"stage": 3},
+    "offload": {"stage": "3_offload"},
+    "bf16": {"bf16": True},
+    "sequence": {"sequence_parallel_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "pipeline": {"pipeline_parallel_size": 2, "stage": 1},
+    "experts": MOE,
+    "experts over ranks": {**MOE, "ep_size": 2},
+    "capacity": {**MOE, "capacity_factor": 1.5},
+    "router loss": {"router_aux_loss_coef": 0.01},
+    "lora": LORA,
+    "qlora": {**LORA, "bits": 4},
+    "dora": {**LORA, "use_dora": True},
+    "pissa": {**LORA, "init_lora_weights": "pissa"},
+    "dpo": {"objective": "dpo"},
+    "reward": {"objective": "reward"},
+    "grpo": {"objective": "grpo", "reward_funcs": "exact_match"},
+    "ppo": {"objective": "ppo", "reward_funcs": "exact_match"},
+    "ema": {"enable_ema": True},
+    "streaming": {"stream": True},
+    "auto tokens": {"tokens_per_micro_batch": "auto"},
+    "eval loss": EVAL,
+    "best": {**EVAL, "load_best_model_at_end": True, "save_steps": 10},
+    "samples": {"sample_steps": 10},
+    "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
+    "rewind": {"on_loss_spike": "rewind"},
+    "replicas": {"check_divergence_steps": 10},
+    "liger": {"use_liger_kernel": True},
+    "tiles": {"mlp_tile_tokens": 64},
+    "compile": {"torch_compile": True},
+    "recomputed": {"gradient_checkpointing": True},
+    "weights only": {"save_only_model": True},
+    "projector alone": {"tune_mm_mlp_adapter": True},
+    "last layers": {"freeze_backbone": True, "unfreeze_topk_llm": 1},
+    "across epochs": {"steps_across_epochs": True},
+    "by modality": {"group_by_modality_length": True},
+    "micro-batch loss": {"loss_reduction": "micro_batch"},
+}
+ZERO2 = 2
+
+
+def verdict(*names: str) -> str:
+    """The first reason against these features together; "" if there is none."""
+    flags = {name: value for feature in names for name, value in FEATURES[feature].items()}
+    path = ROOT / "ds_configs" / f"zero{flags.pop('stage', ZERO2)}.json"
+    words = [word for name, value in {**BASE, **flags}.items() for word in (f"--{name}", str(value))]
+    try:
+        args, _ = parse_arguments(["--deepspeed_config", str(path), *words])
+        raw = read_ds_config(path)
+        args = with_axes(args, raw)
+        check_axes(args, language_model_config(num_attention_heads=4, num_key_value_heads=2))
+        resolve_ds_config(raw, args, dp=2, hidden_size=32, num_steps=100)
+    except ConfigError as error:
+        return str(error).replace(str(ROOT), "").splitlines()[0]
+    return ""
+
+
+def contradicts(first: str, second: str) -> bool:
+    """True for two values of one flag, which no command line can have together."""
+    a, b = FEATURES[first], FEATURES[second]
+    return any(a[name] != b[name] for name in a.keys() & b.keys())
+
+
+def verdicts() -> dict[str, str]:
+    alone = {name: verdict(name) for name in FEATURES}
+    pairs = {f"{a} + {b}": verdict(a, b) for a, b in itertools.combinations(FEATURES, 2) if not contradicts(a, b)}
+    return {**alone, **pairs}
+
+
+def test_every_pair_is_taken_or_refused_as_before():
+    before, now = json.loads(GOLDENS.read_text()), verdicts()
+    other = [f"{pair}: {now[pair] or 'taken'}" for pair in before if bool(before[pair]) != bool(now[pair])]
+    assert now.keys() == before.keys() and not other, "\n".join(other)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_alone_is_taken_or_says_what_it_needs(name):
+    alone = json.loads(GOLDENS.read_text())[name]
+    assert alone == "" or "--" in alone or "needs" in alone, alone
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    GOLDENS.parent.mkdir(exist_ok=True)
+    GOLDENS.write_text(json.dumps(verdicts(), indent=1) + "\n")
