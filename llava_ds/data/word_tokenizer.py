@@ -5,10 +5,9 @@ import operator
 import random
 import re
 from bisect import bisect_left
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise, starmap
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -47,20 +46,17 @@ class Words:
         rows = []
         for text in texts:
             first, *rest = self.space.split(text)
-            rows.append([_FIRST + first, *[" " + word for word in rest]])
-        coded = self._coded({word for row in rows for word in row})
-        return (WordRow([coded[word] for word in row]) for row in rows)
-
-    def _coded(self, words: set[str]) -> Mapping[str, "_Word"]:
-        """The tokens of at least these words. Short words stay in the cache."""
+            rows.append([_FIRST + first, *map(" ".__add__, rest)])
+        words = set().union(*rows)
         unknown = list(words.difference(self.known))
-        found = dict(zip(unknown, self._tokenized(unknown)))
-        if len(self.known) + len(found) > MAX_KNOWN:
-            found |= {word: self.known[word] for word in words.intersection(self.known)}
-            self.known.clear()
-        short = {word: coded for word, coded in found.items() if coded.length <= MAX_WORD}
-        self.known |= short
-        return self.known if len(short) == len(found) else ChainMap(found, self.known)
+        if len(self.known) + len(unknown) > MAX_KNOWN:
+            self.known = {word: self.known[word] for word in words.intersection(self.known)}
+        self.known.update(zip(unknown, self._tokenized(unknown)))
+        coded = [list(map(self.known.__getitem__, row)) for row in rows]
+        for word in unknown:
+            if len(word) > MAX_WORD:
+                del self.known[word]
+        return map(WordRow, coded)
 
     def _tokenized(self, words: list[str]) -> Iterator["_Word"]:
         shown = [word[1:] if word[0] == _FIRST else self.joint + word[1:] for word in words]
@@ -70,8 +66,7 @@ class Words:
             yield _Word(ids, [begin + shift if i else begin for i, (begin, _) in enumerate(offsets)], length)
 
 
-@dataclass(frozen=True, slots=True)
-class _Word:
+class _Word(NamedTuple):
     """ids, the first character of each token, and the number of characters, with the space in front."""
 
     ids: list[int]
@@ -83,26 +78,25 @@ class WordRow:
     """The tokens of one text, by its words."""
 
     def __init__(self, words: list[_Word]) -> None:
-        self.words = words
-        self.ids = list(chain.from_iterable([word.ids for word in words]))
+        self.word_ids, self.word_begins, self.lengths = zip(*words)
+        self.ids = list(chain.from_iterable(self.word_ids))
 
     def begins(self) -> list[int]:
         """The first character of each token."""
-        starts = accumulate([word.length for word in self.words], initial=0)
-        return [start + begin for start, word in zip(starts, self.words) for begin in word.begins]
+        starts = accumulate(self.lengths, initial=0)
+        return [start + begin for start, begins in zip(starts, self.word_begins) for begin in begins]
 
     def tokens_before(self, places: Sequence[int]) -> list[int]:
         """Number of tokens that begin before each place (characters of the text)."""
-        ends = list(accumulate([word.length for word in self.words]))
-        counts = list(accumulate([len(word.ids) for word in self.words]))
+        starts = list(accumulate(self.lengths, initial=0))
+        counts = list(accumulate(map(len, self.word_ids), initial=0))
         found = []
         for place in places:
-            i = bisect_left(ends, place)
-            if i == len(ends):
+            i = bisect_left(starts, place, 1) - 1
+            if i == len(self.lengths):
                 found.append(counts[-1])
             else:
-                word = self.words[i]
-                found.append(counts[i] - len(word.ids) + bisect_left(word.begins, place - ends[i] + word.length))
+                found.append(counts[i] + bisect_left(self.word_begins[i], place - starts[i]))
         return found
 
 
