@@ -6,7 +6,7 @@ make system calls for images and videos only.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
@@ -38,9 +38,9 @@ from llava_ds.data.sources.options import EMPTY, GOOD_ANSWER_KEYS, TEMPLATE_KWAR
 from llava_ds.data.sources.preferences import as_conversations, margin_of
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
-from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
+from llava_ds.data.sources.turn_fields import gives_weights, join_calls, read_tools, to_json, weigh
 from llava_ds.data.sources.turn_lists import is_turn_list
-from llava_ds.data.sources.turns import VIDEO_TOKEN, marks_videos, read_parts, read_turn, with_marks
+from llava_ds.data.sources.turns import VIDEO_TOKEN, is_call, marks_videos, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 AUDIO_TOKEN, AUDIO_KEYS = "<audio>", ("audio", "audios")  # LLaMA-Factory's and ms-swift's
@@ -97,7 +97,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
         unmarked,
         refs=refs,
         boxes=boxes,
-        tools=_json(read_tools(record[TOOLS])) if TOOLS in record else "",
+        tools=to_json(read_tools(record[TOOLS])) if TOOLS in record else "",
         template_kwargs=json_of(record[TEMPLATE_KWARGS], TEMPLATE_KWARGS) if TEMPLATE_KWARGS in record else "",
         unread=unread_keys(record, source),
     )
@@ -113,14 +113,6 @@ def _refuse_bad_answer(record: dict, source: Source) -> None:
                 f"has {short(record[key])} under {key!r}, which says that its answer is not a good one, as in data for "
                 "KTO: leave such records out, or the key if it says something else"
             )
-
-
-def _json(values: Sequence[object]) -> str:
-    """Calls or tools as JSON, "" for none. Marks of images in them are words."""
-    if not values:
-        return ""
-    text = checked_text(json.dumps(values, ensure_ascii=False), "has tools or calls that are not valid Unicode")
-    return text.replace(IMAGE_TOKEN, LITERAL_IMAGE)
 
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
@@ -151,22 +143,18 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     if system is not None and system != "":
         system = checked_text(system, f"has {short(system)} under {name!r}, expected a text")
         messages.append(Message("system", with_marks(system, marks, has_videos=False)))
-    turns = [read_turn(turn, i) for i, turn in enumerate(turns)]
-    weights = list_weights(record, turns)
-    for i, turn in enumerate(turns):
-        content, keeps_spaces = turn.content, False
-        if not isinstance(content, str):
-            content, keeps_spaces = read_parts(content, i, marks, has_videos)
-        elif "<" in content:
-            content = with_marks(content, marks, has_videos)
-        if turn.role == "system" and messages:
+    said = [read_turn(turn, i, marks, has_videos) for i, turn in enumerate(turns)]
+    if not record.keys().isdisjoint(WEIGHT_KEYS) or any([len(turn) > 2 for turn in turns]):
+        weigh(said, turns, record)
+    for i, message in enumerate(said):
+        if message.role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
-        if turn.role == "tool" and not any(message.role == "gpt" for message in messages):
+        if message.role == "tool" and not any(message.role == "gpt" for message in messages):
             raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
-        if turn.is_plain and not weights:
-            messages.append(Message(turn.role, content, keeps_spaces=keeps_spaces))
+        if message.tool_calls and messages and messages[-1].role == "gpt" and is_call(turns[i]):
+            _add_calls(messages[-1], message, i)
         else:
-            _add_message(messages, turn._replace(content=content, weight=weight_of(turn, weights, i)), keeps_spaces, i)
+            messages.append(message)
     if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
         raise DataError(
             f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
@@ -181,20 +169,11 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     return messages, marks, named
 
 
-def _add_message(messages: list[Message], turn: Turn, keeps_spaces: bool, i: int) -> None:
-    """Append a turn, its content a text and its weight known. Calls alone belong to the answer before them, as in
-    ms-swift."""
-    calls = turn.tool_calls
-    last = messages[-1] if messages else None
-    if turn.is_call and last is not None and last.role == "gpt":
-        if turn.thought is not None or turn.weight != last.weight:
-            raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
-        calls = (*(json.loads(last.tool_calls) if last.tool_calls else ()), *calls)
-        messages[-1] = replace(last, tool_calls=_json(calls))
-        return
-    thought = None if turn.thought is None else turn.thought.replace(IMAGE_TOKEN, LITERAL_IMAGE)
-    more = (keeps_spaces, turn.name, turn.call_id)
-    messages.append(Message(turn.role, turn.content, thought, _json(calls), turn.weight, *more))
+def _add_calls(answer: Message, message: Message, i: int) -> None:
+    """Add the calls of turn i to the answer before it."""
+    if message.thought is not None or message.weight != answer.weight:
+        raise DataError(f"turn {i} belongs to the answer before it, and has another weight or a thought of its own")
+    answer.tool_calls = join_calls(answer.tool_calls, message.tool_calls)
 
 
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:

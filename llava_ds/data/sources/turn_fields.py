@@ -1,13 +1,15 @@
 """Fields of a turn beside its role and content: a thought, tool calls, the weight of the loss."""
 
+import json
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from llava_ds.constants import DataError
-from llava_ds.data.sources.fields import from_json, is_text
+from llava_ds.constants import IMAGE_TOKEN, DataError
+from llava_ds.data.sample import Message
+from llava_ds.data.sources.fields import checked_text, from_json, is_text
 from llava_ds.data.sources.media_parts import refuse_unknown
 from llava_ds.data.sources.options import EMPTY, WEIGHT_KEYS, nearest, short
+from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
@@ -29,21 +31,6 @@ _CALL = '{"name": text, "arguments": an object, or one as JSON text}'
 _LEADING_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
-class Turn(NamedTuple):
-    """One turn as its record gives it. weight: None where it says none; is_call: its content was the calls, which
-    belong to the answer before them; is_plain: it has a role and a content alone."""
-
-    role: str
-    content: str | list
-    thought: str | None = None
-    tool_calls: tuple[dict, ...] = ()
-    weight: float | None = None
-    name: str = ""
-    call_id: str = ""
-    is_call: bool = False
-    is_plain: bool = False
-
-
 def refuse_unknown_keys(turn: dict, i: int) -> None:
     """Raise DataError for a key that is not read, with the nearest known one."""
     unknown = next((key for key, value in turn.items() if key not in _KNOWN and value not in EMPTY), None)
@@ -51,28 +38,50 @@ def refuse_unknown_keys(turn: dict, i: int) -> None:
         raise DataError(f"turn {i} has the key {short(unknown)}, which is not read: {nearest(unknown, _READ_KEYS)}")
 
 
-def with_fields(role: str, content: str | list, turn: dict, i: int) -> Turn:
-    """A turn with all that its fields say. role: a value of turns.ROLES. Raises DataError."""
+def read_fields(role: str, content: str | list, turn: dict, i: int) -> tuple[Message, str | list]:
+    """A message with all that a turn's fields say but its text and weight, and its content without a thought. role: of
+    Message. Raises DataError."""
     refuse_unknown_keys(turn, i)
     thought, content = _thought(turn, content, i)
-    calls = tuple(call for key in CALL_KEYS if turn.get(key) not in EMPTY for call in read_calls(turn[key], i))
+    calls = [call for key in CALL_KEYS if turn.get(key) not in EMPTY for call in read_calls(turn[key], i)]
     if role != "gpt" and (thought is not None or calls):
         what = "a thought" if thought is not None else "tool calls"
-        raise DataError(f"turn {i} has {what}, which belong to answers, but is from {short(_speaker(turn))}")
+        raise DataError(f"turn {i} has {what}, which belong to answers, but is from {short(speaker(turn))}")
     name, call_id = (_short_text(turn, key, i) for key in ("name", "tool_call_id"))
-    weight = _one([_weight(turn[key], f"turn {i} has", key) for key in WEIGHT_KEYS if turn.get(key) not in EMPTY], i)
-    return Turn(role, content, thought, calls, weight, name, call_id)
+    return Message(role, "", _as_words(thought), to_json(calls), name=name, call_id=call_id), content
 
 
-def call_turn(text: str, turn: dict, i: int) -> Turn:
-    """The turn of a role whose content is the JSON of one call or a list of calls, perhaps with a thought before it."""
+def read_call(text: str, turn: dict, i: int) -> Message:
+    """An answer without a text, from a turn whose content is the JSON of one call or a list of calls, perhaps with a
+    thought before it."""
     found = _LEADING_THOUGHT.match(text)
     thought, text = (found[1].strip("\n"), found[2]) if found else (None, text)
-    rest = with_fields("gpt", "", {key: value for key, value in turn.items() if key not in ("value", "content")}, i)
-    if thought is not None and rest.thought is not None:
-        raise DataError(f"turn {i} has two thoughts, one of them in its text: give it once")
-    thought = rest.thought if thought is None else thought
-    return rest._replace(thought=thought, tool_calls=(*rest.tool_calls, *read_calls(text, i)), is_call=True)
+    rest = {key: value for key, value in turn.items() if key not in ("value", "content")}
+    message, _ = read_fields("gpt", "", rest, i)
+    if thought is not None:
+        if message.thought is not None:
+            raise DataError(f"turn {i} has two thoughts, one of them in its text: give it once")
+        message.thought = _as_words(thought)
+    message.tool_calls = join_calls(message.tool_calls, to_json(read_calls(text, i)))
+    return message
+
+
+def join_calls(one: str, other: str) -> str:
+    """The calls of two answers, as Message.tool_calls has them."""
+    return json.dumps([call for calls in (one, other) if calls for call in json.loads(calls)], ensure_ascii=False)
+
+
+def to_json(values: Sequence[object]) -> str:
+    """Calls or tools as JSON, "" for none. Marks of images in them are words."""
+    if not values:
+        return ""
+    text = checked_text(json.dumps(values, ensure_ascii=False), "has tools or calls that are not valid Unicode")
+    return _as_words(text)
+
+
+def _as_words(text: str | None) -> str | None:
+    """The text with the characters <image> in place of marks."""
+    return text and text.replace(IMAGE_TOKEN, LITERAL_IMAGE)
 
 
 def read_calls(value: object, i: int) -> list[dict]:
@@ -129,16 +138,29 @@ def _wrapped(tool: dict) -> dict:
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
-def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
-    """The weight of each turn by the fields of its record, None where they say none; [] for a record without them.
+def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> None:
+    """Set the weight of each message, by the fields of its turn and of its record. Raises DataError where they
+    contradict each other, and for the weight of a question."""
+    listed = _listed_weights(record, messages)
+    for i, (message, turn, own) in enumerate(zip(messages, turns, listed, strict=True)):
+        given = [_weight(turn[key], f"turn {i} has", key) for key in WEIGHT_KEYS if turn.get(key) not in EMPTY]
+        weight = _one([*given, *([] if own is None else [own])], i)
+        if weight and message.role != "gpt":
+            raise DataError(
+                f"turn {i} is no answer and has the weight {weight:g}, but only answers are learned: give it 0, or none"
+            )
+        if weight is not None and message.role == "gpt":
+            message.weight = weight
+
+
+def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | None]:
+    """The weight of each message by the fields of its record, None where they say none.
 
     A list has an entry for each turn, or for each answer; true or false is for all answers. Raises DataError for a list
     of another length.
     """
-    if record.keys().isdisjoint(WEIGHT_KEYS):
-        return []
-    found: list[float | None] = [None] * len(turns)
-    answers = [i for i, turn in enumerate(turns) if turn.role == "gpt"]
+    found: list[float | None] = [None] * len(messages)
+    answers = [i for i, message in enumerate(messages) if message.role == "gpt"]
     for key in WEIGHT_KEYS:
         values = record.get(key)
         if not gives_weights(key, values):
@@ -147,12 +169,12 @@ def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
             values = from_json(values, f"has {short(values)} under {key!r}")
         if not isinstance(values, list):
             values = [values] * len(answers)
-        if len(values) not in (len(turns), len(answers)):
+        if len(values) not in (len(messages), len(answers)):
             raise DataError(
-                f"has {len(values)} values under {key!r} for {len(turns)} turns with {len(answers)} answers, expected "
-                "one for each turn, or for each answer"
+                f"has {len(values)} values under {key!r} for {len(messages)} turns with {len(answers)} answers, "
+                "expected one for each turn, or for each answer"
             )
-        for i, value in zip(range(len(turns)) if len(values) == len(turns) else answers, values):
+        for i, value in zip(range(len(messages)) if len(values) == len(messages) else answers, values):
             own = None if value is None else _weight(value, "has", key)
             found[i] = _one([each for each in (found[i], own) if each is not None], i)
     return found
@@ -166,20 +188,6 @@ def gives_weights(key: str, value: object) -> bool:
     if isinstance(value, list):
         return bool(value)
     return isinstance(value, bool) or (key in SWITCHES and isinstance(value, (int, float)))
-
-
-def weight_of(turn: Turn, listed: Sequence[float | None], i: int) -> float:
-    """The weight of a turn, by its own fields and what list_weights gives. Raises DataError for one on a question."""
-    if turn.weight is None and not listed:
-        return 1.0
-    weight = _one([each for each in (turn.weight, listed[i] if listed else None) if each is not None], i)
-    if weight is None:
-        return 1.0
-    if weight and turn.role != "gpt":
-        raise DataError(
-            f"turn {i} is no answer and has the weight {weight:g}, but only answers are learned: give it 0, or none"
-        )
-    return weight if turn.role == "gpt" else 1.0
 
 
 def _one(weights: list[float], i: int) -> float | None:
@@ -234,5 +242,6 @@ def _short_text(turn: dict, key: str, i: int) -> str:
     return value
 
 
-def _speaker(turn: dict) -> object:
+def speaker(turn: dict) -> object:
+    """The role that a turn gives."""
     return turn.get("from") if turn.get("from") is not None else turn.get("role")

@@ -3,11 +3,12 @@
 import re
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
+from llava_ds.data.sample import Message
 from llava_ds.data.sources.fields import checked_text
 from llava_ds.data.sources.media_parts import INDEX, KINDS, SOUNDS, Mark, read_mark, refuse_unknown
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
-from llava_ds.data.sources.turn_fields import Turn, call_turn, with_fields
+from llava_ds.data.sources.turn_fields import read_call, read_fields, speaker
 from llava_ds.data.special_tokens import LITERAL_IMAGE, join_parts
 
 VIDEO_TOKEN = "<video>"
@@ -39,20 +40,22 @@ IMAGE_MARK = Mark("image")
 _MARK = re.compile(rf"(\\*)({IMAGE_TOKEN}|{VIDEO_TOKEN})")
 
 
-def read_turn(turn: object, i: int) -> Turn:
-    """A turn in the form of LLaVA and ShareGPT, or of OpenAI. Raises DataError for keys that are not read."""
+def read_turn(turn: object, i: int, marks: list[Mark], has_videos: bool) -> Message:
+    """A message from a turn in the form of LLaVA and ShareGPT, or of OpenAI; adds its marks to the list.
+
+    Its weight is for turn_fields.weigh. Raises DataError for keys that are not read.
+    """
     role = content = None
-    is_plain = False
     if isinstance(turn, dict):
         role, content = turn.get("from"), turn.get("value")
         if role is None:
             role, content = turn.get("role"), turn.get("content")
-        is_plain = len(turn) == 2 and isinstance(content, str)
-        if content is None and (turn.get("tool_calls") or turn.get("function_call")):
-            content = ""
+    is_plain = isinstance(content, str) and len(turn) == 2
+    if content is None and isinstance(turn, dict) and (turn.get("tool_calls") or turn.get("function_call")):
+        content = ""
     if isinstance(content, str):
         try:
-            content.encode()
+            content.isascii() or content.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"turn {i} is not valid Unicode: {error}") from None
     elif not isinstance(content, list) or role is None:
@@ -65,11 +68,21 @@ def read_turn(turn: object, i: int) -> Turn:
     if known == "call":
         if not isinstance(content, str):
             raise DataError(f"turn {i}, from {short(role)}, has {short(content)}, expected the JSON of a call")
-        return call_turn(content, turn, i)
+        return read_call(content, turn, i)
     if is_plain:
-        return Turn(known, content, is_plain=True)
+        return Message(known, with_marks(content, marks, has_videos) if "<" in content else content)
     _refuse_two_spellings(turn, i)
-    return with_fields(known, content, turn, i)
+    message, content = read_fields(known, content, turn, i)
+    if isinstance(content, str):
+        message.text = with_marks(content, marks, has_videos)
+    else:
+        message.text, message.keeps_spaces = read_parts(content, i, marks, has_videos)
+    return message
+
+
+def is_call(turn: dict) -> bool:
+    """True for a turn of a role whose content is calls. They belong to the answer before it, as in ms-swift."""
+    return ROLES[speaker(turn)] == "call"
 
 
 def _refuse_two_spellings(turn: dict, i: int) -> None:
