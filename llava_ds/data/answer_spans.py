@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from llava_ds.constants import DataError
 from llava_ds.data.special_tokens import PART_END
+from llava_ds.data.templates import Span
 
 UNSTABLE = (
     "the tokenizer's chat template writes something else around an answer when its text is another, so what is "
@@ -43,25 +44,18 @@ class AnswerParts(NamedTuple):
         return f"\ue000{self.turn}{part}\ue001"
 
 
-class AnswerSpan(NamedTuple):
-    """The place of an answer. first: of the first of its parts that is written, with the template's own words for it in
-    front; end: behind the answer and its end marker; left_out: True if it has a thought that is not written."""
-
-    first: int
-    end: int
-    left_out: bool
-
-
 def find_answers(
     text: str,
     marked: str,
     answers: Sequence[AnswerParts],
     marked_up_to: Callable[[int], str],
     special: re.Pattern[str],
-) -> list[AnswerSpan]:
-    """Find every answer in a text. marked: the same with markers; marked_up_to: the same of the first turns alone, by
-    the number of the last; special: spaces and the special token that may end an answer. Raises DataError where they
-    don't agree."""
+) -> list[Span]:
+    """Find every answer in a text: from the first of its parts that is written to the end of its end marker.
+
+    marked: the same text with markers; marked_up_to: the same of the first turns alone, by the number of the last;
+    special: spaces and the special token that may end an answer. Raises DataError where they don't agree.
+    """
     values = {answer.turn: answer.values for answer in answers}
     around, found = _split(marked, values)
     ends: list[tuple[int, int]] = []  # start and end of every part
@@ -86,7 +80,8 @@ def find_answers(
         else:
             end = special.match(around[last + 1])
             length = end.end() if end else 0
-        spans.append(AnswerSpan(ends[k][0], ends[last][1] + length, "t" in answer.values and "t" not in own))
+        left_out = "t" in answer.values and "t" not in own
+        spans.append(Span(ends[k][0], ends[last][1] + length, thought_left_out=left_out))
         k = last + 1
     if k != len(found):
         raise DataError(UNSTABLE)

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data import template_process
-from llava_ds.data.answer_spans import UNSTABLE, AnswerParts, AnswerSpan, find_answers
+from llava_ds.data.answer_spans import UNSTABLE, AnswerParts, find_answers
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import split_parts
-from llava_ds.data.templates import TEMPLATES, Segment, prepare, render_prompt
+from llava_ds.data.templates import TEMPLATES, Segment, Span, prepare, render_prompt
 from llava_ds.data.turn_form import (
     TurnForm,
     find_form,
@@ -162,8 +162,11 @@ def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_p
             turn = {"role": "tool", "content": message.text}
         else:
             turn = {"role": ROLES[message.role], "content": content}
-        named = {"name": message.name, "tool_call_id": message.call_id}
-        turns.append({**turn, **{key: value for key, value in named.items() if value}})
+        if message.name:
+            turn["name"] = message.name
+        if message.call_id:
+            turn["tool_call_id"] = message.call_id
+        turns.append(turn)
     tools = json.loads(conversation.tools) if conversation.tools else None
     variables = json.loads(conversation.template_kwargs) if conversation.template_kwargs else {}
     return _Chat(turns, answers, form, is_plain, tools, variables)
@@ -215,23 +218,23 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
         text, given = _rendered(chat, tokenizer, source, marks=True)
         given = [(prompt.end_before(text, start, of_spaces=True) or start, end) for start, end in given]
         if chat.is_plain and all(message.weight == 1 for message in chat.answers.values()):
-            return _cut(text, [_Span(start, end) for start, end in given])
+            return _cut(text, [Span(*each) for each in given])
         answers = _answers(chat, text, tokenizer, source, prompt)
         messages = [*chat.answers.values()]
         spans = []
         for start, end in given:
-            own = next((i for i, each in enumerate(answers) if start < each.end and each.first < end), None)
+            own = next((i for i, each in enumerate(answers) if start < each.end and each.start < end), None)
             weight = 1.0 if own is None else messages[own].weight
-            spans.append(_Span(start, end, weight, own is not None and answers[own].left_out))
+            spans.append(Span(start, end, 0, weight, own is not None and answers[own].thought_left_out))
         return _cut(text, spans)
     text, _ = _rendered(chat, tokenizer, source)
     spans, floor = [], 0
     for (turn, message), found in zip(chat.answers.items(), _answers(chat, text, tokenizer, source, prompt)):
-        start = prompt.end_before(text, found.first)
+        start = prompt.end_before(text, found.start)
         if start is None and (message.thought is not None or message.tool_calls):
-            start = _behind_header(text, (floor, found.first), chat, turn, (tokenizer, source))
-        start = found.first if start is None else start
-        spans.append(_Span(start, found.end, message.weight, found.left_out))
+            start = _behind_header(text, (floor, found.start), chat, turn, (tokenizer, source))
+        start = found.start if start is None else start
+        spans.append(Span(start, found.end, 0, message.weight, found.thought_left_out))
         floor = found.end
     return _cut(text, spans)
 
@@ -243,7 +246,7 @@ def _end_marker(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 def _answers(
     chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source: str, prompt: AnswerPrompt
-) -> list[AnswerSpan]:
+) -> list[Span]:
     """The places of the answers in the rendered text."""
     parts = [_answer_parts(turn, message) for turn, message in chat.answers.items()]
     if not parts:
@@ -419,21 +422,11 @@ def _rendered(
     )
 
 
-class _Span(NamedTuple):
-    """A part of the rendered text that is supervised. left_out: True if its answer's thought is not written."""
-
-    start: int
-    end: int
-    weight: float = 1.0
-    left_out: bool = False
-
-
-def _cut(text: str, spans: list[_Span]) -> list[Segment]:
+def _cut(text: str, spans: list[Span]) -> list[Segment]:
     segments, done = [], 0
-    for span in spans:
-        answer = Segment(text[span.start : span.end], True, True, weight=span.weight, thought_left_out=span.left_out)
-        segments += [Segment(text[done : span.start]), answer]
-        done = span.end
+    for start, end, *rest in spans:
+        segments += [Segment(text[done:start]), Segment(text[start:end], True, True, *rest)]
+        done = end
     return [*segments, Segment(text[done:])]
 
 

@@ -21,7 +21,7 @@ from llava_ds.constants import (
 from llava_ds.data.chat_template import AnswerPrompt, answer_end, answer_prompt, render_own, render_own_prompt
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
-from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
+from llava_ds.data.templates import TEMPLATES, Segment, Span, Template, render, render_prompt, resolve_template
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
 from llava_ds.layouts import ImageText
@@ -75,16 +75,6 @@ class Encoded:
     def num_targets(self) -> int:
         """Number of supervised positions. The first position can't be predicted."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
-
-
-class Span(NamedTuple):
-    """A supervised part of a text. first_tokens: above 0, only so many of its tokens are; weight: of the loss, where 0
-    takes back what is supervised everywhere."""
-
-    start: int
-    end: int
-    first_tokens: int = 0
-    weight: float = 1.0
 
 
 class Piece(NamedTuple):
@@ -165,7 +155,7 @@ class Encoder:
             except DataError as error:
                 results.append(error)
                 continue
-            if number := sum([segment.thought_left_out for segment in segments]):
+            if self.template.write is None and (number := sum([segment.thought_left_out for segment in segments])):
                 left_out[len(results)] = number
             rows.append((len(results), pieces, spans, features))
             results.append(None)
@@ -313,15 +303,16 @@ class Encoder:
         return [segment._replace(text=self.special.named(segment.text)) for segment in segments]
 
     def _pieces(self, segments: Sequence[Segment], features: Sequence[int]) -> tuple[list[Piece], list[Span]]:
-        """Texts to tokenize separately, and supervised spans of the whole text: start, end, most tokens (0: all)."""
-        segments = self._chosen(segments)
+        """Texts to tokenize separately, and supervised spans of the whole text."""
         spans: list[Span] = []
+        texts: list[str] = []
         end = 0
-        for segment in segments:
-            start, end = end, end + len(segment.text)
-            if segment.supervised:
-                spans.append(Span(start, end, segment.first_tokens, segment.weight))
-        text = "".join([segment.text for segment in segments])
+        for text, supervised, _, *rest in self._chosen(segments):
+            start, end = end, end + len(text)
+            texts.append(text)
+            if supervised:
+                spans.append(Span(start, end, *rest))
+        text = "".join(texts)
         marks = text.count(IMAGE_TOKEN)
         if marks != len(features):
             raise DataError(f"the text has {marks} {IMAGE_TOKEN} marks for {len(features)} images: make them equal")
@@ -389,7 +380,7 @@ class Encoder:
                 span for span in spans if span[1] > base and span[0] < piece_end and not (span[2] and span[0] < base)
             ]
             counts = tokens.tokens_before([place - base for span in mine for place in span[:2]]) if mine else []
-            for first, last, (_, _, most, weight) in zip(counts[::2], counts[1::2], mine):
+            for first, last, (_, _, most, weight, _) in zip(counts[::2], counts[1::2], mine):
                 supervised.append((length + first, length + (min(last, first + most) if most else last), weight))
                 weighed = weighed or weight != 1
             row = [*piece.before, *tokens.ids, *self.last_ids]

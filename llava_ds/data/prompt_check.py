@@ -9,6 +9,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class AnswerForms:
 
     def difference_for(self, answer: Message | None) -> Difference | None:
         """The difference for an answer."""
-        if answer is None:
+        if answer is None or (self.plain is None and self.thought is None):
             return None
         return self.thought if has_thought(answer) and self.writes_thought else self.plain
 
@@ -104,14 +105,21 @@ class PromptCheck:
             self._found[key] = AnswerForms(*first, *map(bool, found))
         return self._found[key]
 
+    @cached_property
+    def is_settled(self) -> bool:
+        """True if no record has to be looked at: its last answer is never learned, or one of LLaVA's templates, which
+        read no variables, asks for all answers as they are learned."""
+        if self.encoder.options.answer_is_reference:
+            return True
+        forms = self.forms() if self.encoder.template.write is not None else None
+        return forms is not None and forms.plain is None and forms.thought is None
+
     def reason(self, transcript: Transcript, marks: Marks) -> str:
         """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
-        if self.encoder.options.answer_is_reference:
+        if self.is_settled:
             return ""
         with_video = any([isinstance(mark, ImageText) and mark.is_video for mark in marks])
         forms = self.forms(transcript.template_kwargs, with_video)
-        if forms.plain is None and forms.thought is None and self.encoder.template.write is not None:
-            return ""
         answer = last_answer(transcript)
         difference = forms.difference_for(answer)
         if difference is None and self._may_join(transcript):
@@ -120,9 +128,14 @@ class PromptCheck:
                     return f"its last answer begins with a line break: {joined.clause()}: take the line break away"
         if difference is None:
             return ""
-        has = "has a thought" if has_thought(answer) else "has no thought"
-        text = f"its last answer {has}, and would be learned behind another text than is asked: {difference.clause()}"
-        return text + ("" if transcript.template_kwargs else self._remedy(has_thought(answer)))
+        thinks = has_thought(answer)
+        has = "a thought" if thinks else "no thought"
+        text = f"its last answer has {has}, and would be learned behind another text than is asked: "
+        if transcript.template_kwargs:
+            return text + difference.clause()
+        if thinks not in self._remedies:
+            self._remedies[thinks] = _remedy(self, {thinks}, of_record=True)
+        return f"{text}{difference.clause()}: {self._remedies[thinks]}"
 
     def note_on_earlier(self) -> str:
         """A line about earlier answers of a conversation, which some templates write without the thought, empty or not,
@@ -141,17 +154,6 @@ class PromptCheck:
             f"earlier answers of a conversation are learned behind {written!r}, as the chat template writes them, and "
             f"would be asked for behind {asked[place:]!r}: --supervise_last_turn_only True learns the last ones alone"
         )
-
-    def _remedy(self, with_thought: bool) -> str:
-        """What to do about a single record, as the end of a sentence: variables that it brings itself, if any help."""
-        if with_thought not in self._remedies:
-            without = "take the thought out" if with_thought else "write its thought into the record"
-            if self.encoder.template.write is not None:
-                without = "give another --version"
-            elif (variables := fitting_variables(self, {with_thought})) is not None:
-                without = f"give it {FLAG} {variables}"
-            self._remedies[with_thought] = f": {without}"
-        return self._remedies[with_thought]
 
     def _may_join(self, transcript: Transcript) -> bool:
         """True if the last answer begins with a line break, which a tokenizer may join with one before it. LLaVA's own
@@ -277,13 +279,16 @@ def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
     )
 
 
-def _remedy(check: PromptCheck, with_thoughts: set[bool]) -> str:
-    """What to do about answers, with a thought or without, that are not asked for as they are learned."""
-    template = check.encoder.options.template
-    if template not in ("chat_template", "processor"):
+def _remedy(check: PromptCheck, with_thoughts: set[bool], of_record: bool = False) -> str:
+    """What to do about answers, with a thought or without, that are not asked for as they are learned. of_record: of
+    one among others, which may bring variables itself."""
+    if check.encoder.template.write is not None:
         return "give another --version"
     if (variables := fitting_variables(check, with_thoughts)) is not None:
-        return f"give --{FLAG} '{variables}', under which it is"
+        return f"give it {FLAG} {variables}" if of_record else f"give --{FLAG} '{variables}', under which it is"
+    if of_record:
+        return "write its thought into the record" if False in with_thoughts else "take the thought out"
+    template = check.encoder.options.template
     others = ["give --version one of LLaVA's templates"] if template == "chat_template" else []
     if False in with_thoughts:
         others.append("bring answers with thoughts (reasoning_content in a turn)")

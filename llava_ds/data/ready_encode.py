@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.chat_template import render_ready, render_ready_prompt
-from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, Piece, Span
+from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, Piece
 from llava_ds.data.sample import Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE
-from llava_ds.data.templates import Segment
+from llava_ds.data.templates import Segment, Span
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
 from llava_ds.geometry import ImageOptions, ReadyImageOptions
 from llava_ds.layouts import ImageText
@@ -37,6 +37,7 @@ class ReadyEncoder(Encoder):
         self.image_token, self.placeholder = images.tiling.image_token, placeholder_of(images.tiling)
         self.video = images.video
         self.places = [self.placeholder, *([] if self.video is None else [self.video.token])]
+        self.in_place = re.compile("|".join(map(re.escape, self.places)))
         super().__init__(tokenizer, options)
         self.bos = self.tokenizer.bos_token
         self.framing, last = framing_ids(self.tokenizer)
@@ -66,18 +67,17 @@ class ReadyEncoder(Encoder):
 
     def _pieces(self, segments: Sequence[Segment], features: Sequence[ImageText]) -> tuple[list[Piece], list[Span]]:
         """The text with every image's or video's own text in its place, and its supervised spans."""
-        spans, parts, length, left = [], [], 0, iter(mark.text for mark in features)
-        for segment in self._chosen(segments):
-            pieces = re.split(f"({'|'.join(map(re.escape, self.places))})", segment.text)
-            text = "".join(next(left, piece) if i % 2 else piece for i, piece in enumerate(pieces))
-            if segment.supervised:
-                spans.append(Span(length, length + len(text), segment.first_tokens, segment.weight))
+        spans, parts, end, left = [], [], 0, iter([mark.text for mark in features])
+        for text, supervised, _, *rest in self._chosen(segments):
+            text = self.in_place.sub(lambda found: next(left, found[0]), text)
+            start, end = end, end + len(text)
+            if supervised:
+                spans.append(Span(start, end, *rest))
             parts.append(text)
-            length += len(text)
-        written = "".join(segment.text for segment in segments)
-        found = sum(written.count(token) for token in {self.image_token, *self.places})
+        written = "".join([segment.text for segment in segments])
+        found = sum([written.count(token) for token in {self.image_token, *self.places}])
         whole = "".join(parts)
-        num_videos = sum(mark.is_video for mark in features)
+        num_videos = sum([mark.is_video for mark in features])
         if self.video is not None and written.count(self.video.token) != num_videos:
             raise DataError(
                 f"the conversation holds {written.count(self.video.token)} of the model's video token "

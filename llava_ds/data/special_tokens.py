@@ -23,6 +23,8 @@ _NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
 
 def refuse_noncharacters(text: str, of_parts: bool = False) -> None:
     """Raise DataError for a message with a noncharacter. of_parts: its text comes from join_parts."""
+    if text.isascii():
+        return
     text = text.replace(LITERAL_IMAGE, "")
     found = _NONCHARACTER.search(text.replace(PART_END, "") if of_parts else text)
     if found:

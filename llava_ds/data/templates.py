@@ -41,13 +41,23 @@ ORCA_SYSTEM = (
 
 
 class Segment(NamedTuple):
-    """A piece of the rendered conversation. supervised: the model learns to write it, with a weight of the loss, 0 for
-    nothing; thought_left_out: an answer's thought is not in it."""
+    """A piece of the rendered conversation. supervised: the model learns to write it, with a weight of the loss, where
+    0 takes back what is supervised everywhere; thought_left_out: an answer's thought is not in it."""
 
     text: str
     supervised: bool = False
     is_answer: bool = False
     first_tokens: int = 0  # above 0: the number of its tokens that are supervised
+    weight: float = 1.0
+    thought_left_out: bool = False
+
+
+class Span(NamedTuple):
+    """A supervised part of a rendered text, from start to end in characters; the rest as of Segment."""
+
+    start: int
+    end: int
+    first_tokens: int = 0
     weight: float = 1.0
     thought_left_out: bool = False
 

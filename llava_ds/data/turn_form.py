@@ -73,14 +73,16 @@ class TurnForm:
 def needs_form(messages: Sequence[Message], tools: str) -> bool:
     """True for a conversation that a template may read in a form of its own: it has thoughts, calls or tools."""
     return bool(tools) or any(
-        message.role == "tool" or message.thought is not None or message.tool_calls != "" or holds_thought(message)
-        for message in messages
+        [
+            message.role == "tool" or message.thought is not None or message.tool_calls != "" or holds_thought(message)
+            for message in messages
+        ]
     )
 
 
 def holds_thought(message: Message) -> bool:
     """True for an answer whose text may hold a thought."""
-    return message.role == "gpt" and any(end in message.text for end in _ENDS)
+    return message.role == "gpt" and any([end in message.text for end in _ENDS])
 
 
 _THOUGHT, _TEXT, _NAME, _RESULT = "Qthoughtq", "Qanswerq", "Qnameq", "Qresultq"

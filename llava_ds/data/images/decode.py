@@ -15,7 +15,7 @@ from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
 from llava_ds.data.images import video
-from llava_ds.data.images.deep_images import described, is_deep, is_narrowed, to_eight_bits
+from llava_ds.data.images.deep_images import described, is_deep, is_wide, to_eight_bits
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
@@ -60,7 +60,7 @@ def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -
     for ref in used_files(media, options):
         with _opened(ref, options.max_pixels) as (image, _, size):
             sizes.append(size)
-            if notes is not None and (is_deep(image) or is_narrowed(image)):
+            if notes is not None and is_wide(image):
                 _decode(ref, image)
                 if text := described(image, options.value_range):
                     part = f" (at byte {ref.offset:,})" if ref.num_bytes >= 0 else ""

@@ -16,15 +16,18 @@ _HINT = "--image_value_range scales images of one channel (docs/images.md)"
 
 def is_deep(image: Image.Image) -> bool:
     """True for an image of one channel of 16 or 32 bits, by its header."""
-    return image.mode in ("I", "F") or image.mode.startswith("I;16")
+    return image.mode.startswith(("I", "F"))
 
 
-def is_narrowed(image: Image.Image) -> bool:
-    """True for an image that is not decoded yet, and of whose 16 bits a channel Pillow reads the upper 8."""
-    if image.format not in WIDE_FORMATS or not image.tile or is_deep(image):
+def is_wide(image: Image.Image) -> bool:
+    """True for an image, not decoded yet, of more than 8 bits a value: a deep one, or one of 16 bits a channel, of
+    which Pillow reads the upper 8."""
+    if is_deep(image):
+        return True
+    if image.format not in WIDE_FORMATS or not image.tile:
         return False
     raw = image.tile[0][3]
-    return ";16" in str(raw if isinstance(raw, str) or not raw else raw[0])
+    return ";16" in (raw if isinstance(raw, str) else str(raw and raw[0]))
 
 
 def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.Image:

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 
 from llava_ds.constants import DataError, FileProblem
@@ -199,7 +200,7 @@ def json_of(value: object, name: str) -> str:
     if not isinstance(found, dict):
         raise DataError(f"has {short(value)} under {name!r}, expected an object, or an object as JSON text")
     text = json.dumps(found, ensure_ascii=False)
-    return checked_text(text, f"has {short(value)} under {name!r}, which is not valid Unicode")
+    return checked_text(text, lambda: f"has {short(value)} under {name!r}, which is not valid Unicode")
 
 
 def from_json(value: object, what: str) -> object:
@@ -212,10 +213,11 @@ def from_json(value: object, what: str) -> object:
         raise DataError(f"{what}, which is no JSON: {error}") from None
 
 
-def checked_text(value: object, otherwise: str) -> str:
-    """The value if it is a text that can be encoded. Raises DataError with the message `otherwise`."""
+def checked_text(value: object, problem: Callable[[], str]) -> str:
+    """The value if it is a text that can be encoded. Raises DataError with the message of `problem`, which is made only
+    then: showing a value takes longer than all other checks of a record."""
     if not is_text(value):
-        raise DataError(otherwise)
+        raise DataError(problem())
     return value
 
 
@@ -224,7 +226,7 @@ def is_text(value: object) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        value.encode()
+        value.isascii() or value.encode()
     except UnicodeEncodeError:
         return False
     return True

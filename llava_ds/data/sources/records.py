@@ -141,8 +141,8 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     marks: list[Mark] = []
     name, system = field_of(record, columns.system)
     if system is not None and system != "":
-        system = checked_text(system, f"has {short(system)} under {name!r}, expected a text")
-        messages.append(Message("system", with_marks(system, marks, has_videos=False)))
+        text = checked_text(system, lambda: f"has {short(system)} under {name!r}, expected a text")
+        messages.append(Message("system", with_marks(text, marks, has_videos=False)))
     said = [read_turn(turn, i, marks, has_videos) for i, turn in enumerate(turns)]
     if not record.keys().isdisjoint(WEIGHT_KEYS) or any([len(turn) > 2 for turn in turns]):
         weigh(said, turns, record)
@@ -159,9 +159,11 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         raise DataError(
             f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
         )
-    heard = next((key for key in AUDIO_KEYS if record.get(key)), None)
-    if heard and any(AUDIO_TOKEN in message.text for message in messages):
-        raise DataError(f"names sounds under {heard!r}, and has {AUDIO_TOKEN} marks for them, which are not supported")
+    for key in AUDIO_KEYS:
+        if record.get(key) and any(AUDIO_TOKEN in message.text for message in messages):
+            raise DataError(
+                f"names sounds under {key!r}, and has {AUDIO_TOKEN} marks for them, which are not supported"
+            )
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
         raise DataError(
             f"has an {IMAGE_TOKEN} mark in its system message, which shows no images (\\{IMAGE_TOKEN} is the word)"
@@ -204,13 +206,13 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     name, caption = field_of(record, columns.text)
     if caption is None:
         raise DataError(f"has no caption under {either(columns.text)} ({keys_of(record)})")
-    caption = checked_text(caption, f"has {short(caption)} under {name!r}, expected a text")
+    text = checked_text(caption, lambda: f"has {short(caption)} under {name!r}, expected a text")
     marks: list[Mark] = []
-    caption = with_marks(caption, marks, has_videos=False)
+    text = with_marks(text, marks, has_videos=False)
     if marks:
         raise DataError(f"has an {IMAGE_TOKEN} mark in its caption (\\{IMAGE_TOKEN} is the word)")
     named = {"image": listed(record, columns.image), "video": videos(record, columns.video)}
-    messages = [Message("human", ""), Message("gpt", caption)]
+    messages = [Message("human", ""), Message("gpt", text)]
     _prepend_marks(messages, marks, named)
     if not marks:
         raise DataError(f"has no image under {either(columns.image)} ({keys_of(record)})")
@@ -255,9 +257,9 @@ def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Itera
 def _in_order(values: list, marks: list[Mark]) -> list:
     """The record's images or videos in the order of the marks for them. Raises DataError for indices that don't name
     each of them once."""
-    indices = [mark.index for mark in marks]
-    if not any([index is not None for index in indices]):
+    if not any([mark.index is not None for mark in marks]):
         return values
+    indices = [mark.index for mark in marks]
     if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
         raise DataError(
             f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "
@@ -272,5 +274,5 @@ def _id(record: dict, source: Source, index: int) -> str:
         return str(index)
     if isinstance(value, (int, float)):
         return str(value)
-    text = checked_text(value, f"has {short(value)} for an id, expected a text or a number")
+    text = checked_text(value, lambda: f"has {short(value)} for an id, expected a text or a number")
     return text if len(text) <= MAX_ID else f"{text[: MAX_ID - 17]}…{hashlib.sha256(text.encode()).hexdigest()[:16]}"

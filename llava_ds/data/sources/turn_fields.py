@@ -75,8 +75,8 @@ def to_json(values: Sequence[object]) -> str:
     """Calls or tools as JSON, "" for none. Marks of images in them are words."""
     if not values:
         return ""
-    text = checked_text(json.dumps(values, ensure_ascii=False), "has tools or calls that are not valid Unicode")
-    return _as_words(text)
+    text = json.dumps(values, ensure_ascii=False)
+    return _as_words(checked_text(text, lambda: "has tools or calls that are not valid Unicode"))
 
 
 def _as_words(text: str | None) -> str | None:

@@ -4,7 +4,7 @@ import re
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Message
-from llava_ds.data.sources.fields import checked_text
+from llava_ds.data.sources.fields import is_text
 from llava_ds.data.sources.media_parts import INDEX, KINDS, SOUNDS, Mark, read_mark, refuse_unknown
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.source import Source
@@ -134,7 +134,9 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
         where = f"turn {i} has a part of type {kind!r}"
         if kind in TEXTS:
             refuse_unknown(part, ("type", "text", INDEX), where)
-            text = checked_text(part.get("text"), f"turn {i} has the part {short(part)}, expected a text under 'text'")
+            text = part.get("text")
+            if not is_text(text):
+                raise DataError(f"turn {i} has the part {short(part)}, expected a text under 'text'")
             pieces.append(with_marks(text, marks, has_videos))
             has_marks = has_marks or IMAGE_TOKEN in pieces[-1]
         elif kind in KINDS:
