@@ -55,7 +55,9 @@ def configure(folder: str | os.PathLike, max_bytes: int, allow_http: bool) -> No
 
 def is_remote(path: str | os.PathLike) -> bool:
     """True for a URL of a store or server; False for paths, and for file://."""
-    match = _URL.match(path) if isinstance(path, str) else None
+    if not isinstance(path, str) or path.startswith("/"):
+        return False
+    match = _URL.match(path)
     return match is not None and match[1].lower() not in LOCAL
 
 

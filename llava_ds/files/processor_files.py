@@ -4,6 +4,7 @@ Several files may say the same thing. transformers' own functions choose among t
 asked with what its users' programs read.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -136,18 +137,16 @@ def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tupl
     """The settings in which two files differ, by name: the values taken and passed over.
 
     As transformers' class understands them, which knows defaults and earlier names of settings; as they are written
-    where it has no class that runs without torchvision.
+    where it has no class that runs without torchvision, or where that refuses them.
     """
     if taken == other:
         return {}
     names = set(other)
     if what == "images":
-        try:
+        with contextlib.suppress(ConfigError), library_errors(str(folder)):
             kind = type(_image_processor(folder))
             taken, other = (json.loads(json.dumps(kind.from_dict(each).to_dict())) for each in (taken, other))
             names = set(kind.valid_kwargs.__annotations__)
-        except Exception:  # of any type, as each class has its own checks
-            pass
     names -= set(_NAMES_OF_KINDS)
     return {name: (taken.get(name), other.get(name)) for name in sorted(names) if taken.get(name) != other.get(name)}
 

@@ -38,14 +38,19 @@ KINDS = {  # of files that are not regular
 }
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading. Raises OSError, and DataError where it is no regular file; never waits for a writer."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 the caller's
+def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading. Raises OSError, and DataError where it is no regular file; never waits for a writer.
+    buffering: as of open."""
+    file = open(path, "rb", buffering, opener=_open_without_waiting)  # noqa: SIM115 the caller's
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
         raise DataError(f"it is {KINDS.get(stat.S_IFMT(mode), 'no file')}, expected a file")
     return file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def why_not_regular(path: Path) -> str | None:
@@ -184,7 +189,7 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_
     if is_remote(path):
         with RemoteFile(path, offset, num_bytes) as file:
             return _digest(file.read_at, file.num_bytes, whole_bytes)
-    with open_regular(path) as file:
+    with open_regular(path, buffering=0) as file:
         handle = file.fileno()
         if num_bytes < 0:
             num_bytes = os.fstat(handle).st_size - offset

@@ -86,6 +86,10 @@ FOLDERS = {
     "a part of val": (["cocotrain2017.jsonl", "cocominival2014.jsonl"], {"train": 1, "cocominival": 1}),
     "sets": (["trainset.jsonl", "valset.jsonl"], {"trainset": 1, "valset": 1}),
     "folders without a separator": (["vqatrain/a.jsonl", "vqaeval/a.jsonl"], {"train": 1, "vqaeval": 1}),
+    "stages, and an evaluation without a separator": (
+        ["pretrain.jsonl", "finetune.jsonl", "llavaeval.jsonl"],
+        {"train": 2, "llavaeval": 1},
+    ),
     "testmini alone beside data": (["docs.csv", "mini_test.csv"], {"docs": 1, "test": 1}),
 }
 WHOLE = {
@@ -93,6 +97,9 @@ WHOLE = {
     "parts": ["part-0.parquet", "part-1.parquet"],
     "words that only look like splits": ["retrieval.jsonl", "latest.jsonl", "interval.jsonl", "devices.jsonl"],
     "training": ["my_training_0.csv", "my_training_1.csv"],
+    "stages of LLaVA's training": ["pretrain.jsonl", "finetune.jsonl"],
+    "stages in folders": ["pretrain/a.jsonl", "finetune/b.jsonl", "finetune/c.jsonl"],
+    "a word that ends like train": ["constraint.jsonl", "terrain.jsonl", "restrained.jsonl"],
     "training, without a separator": ["vqatrain.jsonl", "coco/reftrain.jsonl"],
 }
 

@@ -101,8 +101,7 @@ def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
     if found is None:
         return _grouped(names, _odd_splits(names))
     split_of = {known[name]: split for split, part in found.items() for name in part}
-    others = [split_of.get(name) or _odd_split(name) for name in names]
-    return _grouped(names, _named_apart(names, others))
+    return _grouped(names, _named_apart(names, [split_of.get(name) or _odd_split(_no_ending(name)) for name in names]))
 
 
 def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
@@ -133,48 +132,40 @@ def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
 def _odd_splits(names: list[str]) -> list[str]:
     """The split of each name, of names that no pattern of datasets tells apart: "train", if nothing speaks against it.
 
-    Beside names with a word such as mytrain all others are splits of their own; so are names that differ in a keyword
-    alone (myval, mytest), and those of _odd_split.
+    Beside a name with a word such as mytrain, one with a word such as mytest is a split of its own; so are names that
+    differ in a keyword alone (myval, mytest), and those of _odd_split. finetune beside pretrain has no such word.
     """
     from datasets.data_files import SPLIT_KEYWORDS
 
-    splits = [_odd_split(name) for name in names]
-    keywords = {str(split): "|".join(words) for split, words in SPLIT_KEYWORDS.items()}
-    at_edge = {
-        split: re.compile(rf"(?i)(?<![a-z])(?:{words})|(?:{words})(?![a-z])") for split, words in keywords.items()
-    }
-    has_train = [bool(at_edge[TRAIN].search(_no_ending(name))) for name in names]
-    if any(has_train) and not all(has_train):
-        return _named_apart(names, [split or (TRAIN if own else None) for split, own in zip(splits, has_train)])
-    seen: dict[str, set[str]] = {}
-    shapes = [
-        {s: re.sub(r"\d+", "#", at_edge[s].sub("*", name)) for s in at_edge if at_edge[s].search(name)}
-        for name in names
-    ]
-    for each in shapes:
-        for split, shape in each.items():
-            seen.setdefault(shape, set()).add(split)
-    differing = [next((s for s, shape in each.items() if len(seen[shape]) > 1), None) for each in shapes]
-    return [split or other or TRAIN for split, other in zip(splits, differing)]
+    words = {str(split): "|".join(keywords) for split, keywords in SPLIT_KEYWORDS.items()}
+    edges = {split: re.compile(rf"(?ai)(?<![a-z])(?:{each})|(?:{each})(?![a-z])") for split, each in words.items()}
+    stems = [_no_ending(name) for name in names]
+    found = [[split for split, edge in edges.items() if edge.search(stem)] for stem in stems]
+    shapes = [{s: re.sub(r"\d+", "#", edges[s].sub("*", stem)) for s in own} for stem, own in zip(stems, found)]
+    has_train = any(TRAIN in each for each in shapes)
+    splits = []
+    for stem, own in zip(stems, shapes):
+        split = _odd_split(stem)
+        if split is None and has_train and own and TRAIN not in own:
+            split = next(word for word in _WORDS.findall(stem) if any(edges[s].search(word) for s in own))
+        elif split is None and not has_train:
+            split = next((s for s in own if any(own[s] in each.values() and s not in each for each in shapes)), None)
+        splits.append(split or TRAIN)
+    return splits
 
 
 def _no_ending(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
-def _odd_split(name: str) -> str | None:
-    """The word in a file's name or folders that is a keyword of a split with an affix, such as testmini; else None."""
+def _odd_split(stem: str) -> str | None:
+    """The word in a path that is a keyword of a split with an affix, such as testmini, or is in HELD_OUT; else None."""
     from datasets.data_files import SPLIT_KEYWORDS
 
-    keywords = [keyword for keywords in SPLIT_KEYWORDS.values() for keyword in keywords]
-    affixes = {*AFFIXES, *keywords}
-    for word in _WORDS.findall(_no_ending(name)):
-        lower = word.lower()
-        ends = (lower[len(key) :] for key in keywords if lower.startswith(key))
-        starts = (lower[: -len(key)] for key in keywords if lower.endswith(key))
-        if lower in HELD_OUT or any(rest in affixes for rest in (*ends, *starts)):
-            return word
-    return None
+    keywords = "|".join(keyword for keywords in SPLIT_KEYWORDS.values() for keyword in keywords)
+    affix = f"(?:{'|'.join(AFFIXES)}|{keywords})"
+    odd = re.compile(f"(?:{keywords}){affix}|{affix}(?:{keywords})|{'|'.join(HELD_OUT)}", re.IGNORECASE)
+    return next(filter(odd.fullmatch, _WORDS.findall(stem)), None)
 
 
 def _named_apart(names: list[str], splits: list[str | None]) -> list[str]:
