@@ -99,9 +99,9 @@ def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
     known = lower if len(lower) == len(names) else {name: name for name in names}
     found = _by_patterns(list(known))
     if found is None:
-        return _grouped(names, _odd_splits(names))
+        return _grouped(names, _splits_by_words(names))
     split_of = {known[name]: split for split, part in found.items() for name in part}
-    return _grouped(names, _named_apart(names, [split_of.get(name) or _odd_split(_no_ending(name)) for name in names]))
+    return _grouped(names, _name_others(names, [split_of.get(name) or _split_word(_no_ending(name)) for name in names]))
 
 
 def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
@@ -129,11 +129,11 @@ def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
     return found
 
 
-def _odd_splits(names: list[str]) -> list[str]:
+def _splits_by_words(names: list[str]) -> list[str]:
     """The split of each name, of names that no pattern of datasets tells apart: "train", if nothing speaks against it.
 
     Beside a name with a word such as mytrain, one with a word such as mytest is a split of its own; so are names that
-    differ in a keyword alone (myval, mytest), and those of _odd_split. finetune beside pretrain has no such word.
+    differ in a keyword alone (myval, mytest), and those of _split_word. finetune beside pretrain has no such word.
     """
     from datasets.data_files import SPLIT_KEYWORDS
 
@@ -145,7 +145,7 @@ def _odd_splits(names: list[str]) -> list[str]:
     has_train = any(TRAIN in each for each in shapes)
     splits = []
     for stem, own in zip(stems, shapes):
-        split = _odd_split(stem)
+        split = _split_word(stem)
         if split is None and has_train and own and TRAIN not in own:
             split = next(word for word in _WORDS.findall(stem) if any(edges[s].search(word) for s in own))
         elif split is None and not has_train:
@@ -158,7 +158,7 @@ def _no_ending(name: str) -> str:
     return os.path.splitext(name)[0]
 
 
-def _odd_split(stem: str) -> str | None:
+def _split_word(stem: str) -> str | None:
     """The word in a path that is a keyword of a split with an affix, such as testmini, or is in HELD_OUT; else None."""
     from datasets.data_files import SPLIT_KEYWORDS
 
@@ -168,7 +168,7 @@ def _odd_split(stem: str) -> str | None:
     return next(filter(odd.fullmatch, _WORDS.findall(stem)), None)
 
 
-def _named_apart(names: list[str], splits: list[str | None]) -> list[str]:
+def _name_others(names: list[str], splits: list[str | None]) -> list[str]:
     """The splits, with a name for those that are None: that of a file or folder which no file of a split has."""
     taken = {_own_name(part) for name, split in zip(names, splits) if split is not None for part in name.split("/")}
     parts = [[_own_name(part) for part in reversed(name.split("/"))] for name in names]

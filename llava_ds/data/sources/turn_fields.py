@@ -144,7 +144,7 @@ def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> N
     listed = _listed_weights(record, messages)
     for i, (message, turn, own) in enumerate(zip(messages, turns, listed, strict=True)):
         given = [_weight(turn[key], f"turn {i} has", key) for key in WEIGHT_KEYS if turn.get(key) not in EMPTY]
-        weight = _one([*given, *([] if own is None else [own])], i)
+        weight = _agreed_weight([*given, *([] if own is None else [own])], i)
         if weight and message.role != "gpt":
             raise DataError(
                 f"turn {i} is no answer and has the weight {weight:g}, but only answers are learned: give it 0, or none"
@@ -176,7 +176,7 @@ def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | N
             )
         for i, value in zip(range(len(messages)) if len(values) == len(messages) else answers, values):
             own = None if value is None else _weight(value, "has", key)
-            found[i] = _one([each for each in (found[i], own) if each is not None], i)
+            found[i] = _agreed_weight([each for each in (found[i], own) if each is not None], i)
     return found
 
 
@@ -190,8 +190,8 @@ def gives_weights(key: str, value: object) -> bool:
     return isinstance(value, bool) or (key in SWITCHES and isinstance(value, (int, float)))
 
 
-def _one(weights: list[float], i: int) -> float | None:
-    """The weight that all of them say."""
+def _agreed_weight(weights: list[float], i: int) -> float | None:
+    """The weight that all fields say; None without one."""
     if len(set(weights)) > 1:
         raise DataError(
             f"turn {i} has the weights {' and '.join(f'{each:g}' for each in weights)}, which contradict each other"
