@@ -214,7 +214,7 @@ def render_own(
 def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPrompt, source: str) -> list[Segment]:
     """Segments of a chat as render_own gives them. An answer is supervised from the end of its prompt on; source: the
     template."""
-    if re.search(r"\{%-?\s*generation\b", source):
+    if _marks_answers(source):
         text, given = _rendered(chat, tokenizer, source, marks=True)
         given = [(prompt.end_before(text, start, of_spaces=True) or start, end) for start, end in given]
         if chat.is_plain and all(message.weight == 1 for message in chat.answers.values()):
@@ -237,6 +237,12 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
         spans.append(Span(start, found.end, 0, message.weight, found.thought_left_out))
         floor = found.end
     return _cut(text, spans)
+
+
+@functools.lru_cache(maxsize=64)
+def _marks_answers(source: str) -> bool:
+    """True for a template that marks answers by {% generation %}."""
+    return re.search(r"\{%-?\s*generation\b", source) is not None
 
 
 def _end_marker(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

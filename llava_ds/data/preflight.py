@@ -85,7 +85,7 @@ ROWS = pa.schema(
 PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("margin", pa.float64()))
 
 
-@dataclass(frozen=True)
+@dataclass
 class SizedMedia:
     """An image or video with the upright size in pixels of each image or sampled frame.
 

@@ -10,9 +10,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -42,8 +42,7 @@ NUM_REMEMBERED = 1 << 18  # stamps, of images that many records have: each takes
 MOST_NAMED = 5
 
 
-@dataclass(frozen=True)
-class SeenFile:
+class SeenFile(NamedTuple):
     """A file that a row was made from: its stamp, and a hash of the file or of the slice that was used."""
 
     path: str
