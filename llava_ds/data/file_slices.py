@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
 from llava_ds.files.object_store import RemoteFile, is_remote
+from llava_ds.files.reading import open_without_waiting
 
 # Errors of the machine, not of the file or disk that was used at that moment.
 LACKING = {
@@ -101,18 +102,13 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
     """
     if is_remote(ref.path):
         return io.BufferedReader(BoundedFile(RemoteFile(ref.path, ref.offset, ref.num_bytes), max_bytes))
-    file = io.FileIO(ref.path, opener=_open_without_waiting)
+    file = io.FileIO(ref.path, opener=open_without_waiting)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise DataError(f"{ref.path} is no regular file: replace it or leave it out")
     return io.BufferedReader(
         BoundedFile(file if ref.num_bytes < 0 else _Slice(file, ref.offset, ref.num_bytes), max_bytes)
     )
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file without blocking, in case it is a named pipe now."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _Slice(io.RawIOBase):

@@ -73,10 +73,7 @@ class TurnForm:
 def needs_form(messages: Sequence[Message], tools: str) -> bool:
     """True for a conversation that a template may read in a form of its own: it has thoughts, calls or tools."""
     return bool(tools) or any(
-        [
-            message.role == "tool" or message.thought is not None or message.tool_calls != "" or holds_thought(message)
-            for message in messages
-        ]
+        [m.role == "tool" or m.thought is not None or m.tool_calls != "" or holds_thought(m) for m in messages]
     )
 
 

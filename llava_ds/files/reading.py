@@ -41,7 +41,7 @@ KINDS = {  # of files that are not regular
 def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
     """Open a file for reading. Raises OSError, and DataError where it is no regular file; never waits for a writer.
     buffering: as of open."""
-    file = open(path, "rb", buffering, opener=_open_without_waiting)  # noqa: SIM115 the caller's
+    file = open(path, "rb", buffering, opener=open_without_waiting)  # noqa: SIM115 the caller's
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
         file.close()
@@ -49,7 +49,8 @@ def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
     return file
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
+def open_without_waiting(path: str, flags: int) -> int:
+    """Open a file without blocking, in case it is a named pipe now."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
