@@ -211,6 +211,12 @@ def render_own(
     return _segments(_as_chat(conversation, tokenizer, source, mm_use_im_start_end), tokenizer, prompt, source)
 
 
+@functools.lru_cache(maxsize=64)
+def _marks_answers(source: str) -> bool:
+    """True for a template that marks answers by {% generation %}."""
+    return re.search(r"\{%-?\s*generation\b", source) is not None
+
+
 def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPrompt, source: str) -> list[Segment]:
     """Segments of a chat as render_own gives them. An answer is supervised from the end of its prompt on; source: the
     template."""
@@ -237,12 +243,6 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
         spans.append(Span(start, found.end, 0, message.weight, found.thought_left_out))
         floor = found.end
     return _cut(text, spans)
-
-
-@functools.lru_cache(maxsize=64)
-def _marks_answers(source: str) -> bool:
-    """True for a template that marks answers by {% generation %}."""
-    return re.search(r"\{%-?\s*generation\b", source) is not None
 
 
 def _end_marker(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:

@@ -144,8 +144,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         text = checked_text(system, lambda: f"has {short(system)} under {name!r}, expected a text")
         messages.append(Message("system", with_marks(text, marks, has_videos=False)))
     said = [read_turn(turn, i, marks, has_videos) for i, turn in enumerate(turns)]
-    if not record.keys().isdisjoint(WEIGHT_KEYS) or any([len(turn) > 2 for turn in turns]):
-        weigh(said, turns, record)
+    weigh(said, turns, record)
     for i, message in enumerate(said):
         if message.role == "system" and messages:
             raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")

@@ -141,6 +141,8 @@ def _wrapped(tool: dict) -> dict:
 def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> None:
     """Set the weight of each message, by the fields of its turn and of its record. Raises DataError where they
     contradict each other, and for the weight of a question."""
+    if record.keys().isdisjoint(WEIGHT_KEYS) and not any([len(turn) > 2 for turn in turns]):
+        return
     listed = _listed_weights(record, messages)
     for i, (message, turn, own) in enumerate(zip(messages, turns, listed, strict=True)):
         given = [_weight(turn[key], f"turn {i} has", key) for key in WEIGHT_KEYS if turn.get(key) not in EMPTY]
