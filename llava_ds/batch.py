@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 TowerInputs = dict[str, torch.Tensor | int | tuple[tuple[int, int], ...]]  # of a tower that takes whole images
+Inputs = dict[str, object]  # tensors move with the batch, other values stay as they are
 
 
 class ImageBlocks(NamedTuple):
@@ -58,14 +59,11 @@ class Batch:
     image_blocks: image positions whose tokens see each other; None for models that have no such rule, and where there
     is no image.
 
-    parts: the ranks that share the micro-batch's tokens. Above 1, these are one rank's part of it (data/cut.py): T, M,
-    S and N are the part's, positions count from its first token, and what is by sample is the whole micro-batch's.
+    trunk: further arguments of the language model's layers. extra: what objectives and axes add, by "<name>.<field>".
 
     Of preferences the samples come in pairs, first the chosen answer, then the rejected one, over the same images.
     reference (samples,) float64: the log-probability of each one's targets under the reference model, or None; margins
     (samples,) float64: by which the chosen answer shall be ahead, at its place, or None where all are zero.
-
-    hidden (1, T, D): what the stages of a pipeline before this one made of the tokens; None at the first.
     """
 
     input_ids: torch.Tensor
@@ -82,14 +80,14 @@ class Batch:
     image_positions: torch.Tensor
     feature_index: torch.Tensor
     pools_by_max: bool = False
-    parts: int = 1
     reference: torch.Tensor | None = None
     margins: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
     target_weights: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
     tower_inputs: TowerInputs = dataclasses.field(default_factory=dict)
     image_blocks: ImageBlocks | None = None
+    trunk: Inputs = dataclasses.field(default_factory=dict)
+    extra: Inputs = dataclasses.field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""
@@ -101,7 +99,7 @@ class Batch:
 
     def _each(self, change) -> "Batch":
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["tower_inputs"] = _changed(self.tower_inputs, change)
+        values |= {name: _changed(values[name], change) for name in ("tower_inputs", "trunk", "extra")}
         if self.image_blocks is not None:
             values["image_blocks"] = ImageBlocks(**_changed(self.image_blocks._asdict(), change))
         return type(self)(**_changed(values, change))

@@ -133,7 +133,6 @@ def cut(whole: Batch, part: Part, options: ImageOptions) -> tuple[Batch, list[in
         pool_index=placed.pool_index,
         pool_weight=placed.pool_weight,
         pools_by_max=bool(placed.pool_weight.isinf().any()),
-        parts=part.ranks,
     )
     return batch, placed.tiles.tolist()
 

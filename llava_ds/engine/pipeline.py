@@ -22,7 +22,7 @@ from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.engine.non_finite import step_with
-from llava_ds.model.stages import Stage, stage_of
+from llava_ds.model.stages import HIDDEN, Stage, stage_of
 from llava_ds.runtime.mesh import Mesh
 
 
@@ -132,7 +132,7 @@ def forward_and_backward(
     found = []
 
     def forward_one(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        batch = batches[i] if hidden is None else dataclasses.replace(batches[i], hidden=hidden.requires_grad_())
+        batch = _with_hidden(batches[i], None if hidden is None else hidden.requires_grad_())
         output = forward(engine, batch) if stage.is_last else engine(batch)
         waiting.append((hidden, output))
         return None if stage.is_last else output.detach()
@@ -174,7 +174,7 @@ def run_forward(model, batch: Batch, forward: Callable[[Any, Batch], Any]) -> An
         return forward(model, batch)
     neighbours = _Neighbours(stage, batch.input_ids.device)
     hidden, _ = neighbours.exchange(wants_before=_shape(batch, stage))
-    batch = dataclasses.replace(batch, hidden=hidden)
+    batch = _with_hidden(batch, hidden)
     if stage.is_last:
         return forward(model, batch)
     neighbours.exchange(after=model(batch))
@@ -186,6 +186,10 @@ def from_last(stage: Stage | None, value: torch.Tensor) -> torch.Tensor:
     if stage is not None:
         torch.distributed.broadcast(value, group=stage.group, group_src=stage.size - 1)
     return value
+
+
+def _with_hidden(batch: Batch, hidden: torch.Tensor | None) -> Batch:
+    return batch if hidden is None else dataclasses.replace(batch, extra={**batch.extra, HIDDEN: hidden})
 
 
 def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:

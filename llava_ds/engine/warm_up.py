@@ -18,7 +18,7 @@ from llava_ds.batch import Batch
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.pipeline import forward_and_backward
-from llava_ds.model.llava import has_critic
+from llava_ds.model.heads import SUMMED, Head
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
@@ -31,15 +31,21 @@ class LargestMicroBatch:
     """A micro-batch with as many tokens as any that is still to come, the same on every rank (StepPlan.heaviest).
 
     samples: numbers in the data set; accumulates: True if steps have several micro-batches, so that its gradients are
-    added to others.
+    added to others; probe: the objective's.
     """
 
     batch: Batch
     samples: list[int]
     accumulates: bool
+    probe: Head = SUMMED
+
+    def summed(self, engine, batch: Batch) -> torch.Tensor:
+        """Run forward, and return the sum of all numbers that the probe computes: a scalar, float32."""
+        found = engine(batch, self.probe)
+        return sum(each.sum() for each in (found if isinstance(found, tuple) else (found,))).float()
 
 
-def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks, mesh: Mesh) -> LargestMicroBatch:
+def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, mesh: Mesh) -> LargestMicroBatch:
     """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device.
 
     Rank 0 alone looks for it; all ranks call it together.
@@ -48,7 +54,7 @@ def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks, mesh: Mesh) -> 
     batch = next(micro_batches(plan.dataset, [samples], 0, ranks.device, mesh)).batch
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
-    return LargestMicroBatch(batch, samples, accumulates)
+    return LargestMicroBatch(batch, samples, accumulates, probe)
 
 
 def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
@@ -62,22 +68,11 @@ def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
         if stage is not None:  # which has as many micro-batches at once
             batches = [largest.batch] * (stage.size if largest.accumulates else 1)
             micro_steps = engine.micro_steps
-            forward_and_backward(engine, batches, summed_loss, lambda _, loss_sum: (loss_sum * 0, None))
+            forward_and_backward(engine, batches, largest.summed, lambda _, loss_sum: (loss_sum * 0, None))
             engine.micro_steps = micro_steps
             return
         for is_last in (False, True) if largest.accumulates else (True,):
-            backward_with_weight_zero(engine, summed_loss(engine, largest.batch), is_last)
-
-
-def summed_loss(engine, batch: Batch) -> torch.Tensor:
-    """Run forward: the model's own loss, or the sum of the numbers of a value head, whose model has no logits; with a
-    critic, of log-probabilities and values, as both models train."""
-    if hasattr(engine.module, "value_head"):
-        return engine(batch, values_at=batch.target_positions).sum()
-    if has_critic(engine.module):
-        rows, values = engine(batch, log_probs=True)
-        return (rows.sum() + values.sum()).float()
-    return engine(batch)
+            backward_with_weight_zero(engine, largest.summed(engine, largest.batch), is_last)
 
 
 def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:

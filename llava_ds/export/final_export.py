@@ -30,6 +30,7 @@ from llava_ds.export.reload_check import compare_reloaded, compared_positions, d
 from llava_ds.export.reload_llava import check_projector, compare_reloaded_llava
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.families.language import is_upcycled
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.quantize import exact_products
 from llava_ds.model.stages import stage_of
@@ -208,4 +209,4 @@ def _logits_everywhere(engine, batch: Batch, check: str) -> torch.Tensor:
 
 
 def _logits_at(model: LlavaModel, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-    return model(batch, logits_at=positions)
+    return model(batch, Logits(positions))

@@ -25,6 +25,7 @@ from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.pipeline import from_last, run_forward
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
@@ -183,7 +184,7 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
 
 
 def _next_logits(engine, batch: Batch) -> torch.Tensor:
-    return engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)
+    return engine(batch, Logits(batch.cu_seqlens[1:].long() - 1))
 
 
 def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:

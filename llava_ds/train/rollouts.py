@@ -16,11 +16,13 @@ from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights
 from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.model.heads import LogProbs
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.train.objectives.grpo import PolicyBatch
+from llava_ds.train.objectives.ppo import ActorCritic
 from llava_ds.train.plan import Plan
 from llava_ds.train.policy_batches import (
     AskedPrompt,
@@ -259,13 +261,14 @@ class Rollouts:
         values = None
         if self._has_critic or self._plan.args.training.num_iterations > 1:
             engine.eval()
-            found = engine(batch, log_probs=True, temperature=self._rules.temperature)
+            head = ActorCritic if self._has_critic else LogProbs
+            found = engine(batch, head(self._rules.temperature))
             engine.train()
             old, values = found if self._has_critic else (found, None)
             batch = replace(batch, old=old)
         if self._reference is not None:
             with self._precision():
-                frozen = self._reference(batch, log_probs=True, temperature=self._rules.temperature)
+                frozen = self._reference(batch, LogProbs(self._rules.temperature))
             batch = replace(batch, frozen=frozen)
         return batch, values
 

@@ -36,7 +36,6 @@ def merged(batch: Batch, features: torch.Tensor) -> torch.Tensor:
 def test_the_parts_are_the_whole(seed, options, ranks):
     whole, parts = parts_of(random_samples(seed, options), options, ranks)
     length = whole.input_ids.shape[1]
-    assert {part.parts for part, _ in parts} == {ranks}
     assert len({part.input_ids.shape[1] for part, _ in parts}) == 1
     for name in ("input_ids", "position_ids"):
         joined = torch.cat([getattr(part, name) for part, _ in parts], 1)

@@ -37,7 +37,7 @@ class Engine:
         self.optimizer = self.basic_optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
         self.boundaries = []
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: Batch, head: object = None) -> torch.Tensor:
         return self.module(batch)
 
     def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from llava_ds.engine import pipeline
 from llava_ds.engine.pipeline import forward_and_backward
-from llava_ds.model.stages import Stage
+from llava_ds.model.stages import HIDDEN, Stage
 
 WIDTH = 3
 LENGTHS = (5, 2, 7, 4, 6)
@@ -17,7 +17,7 @@ LENGTHS = (5, 2, 7, 4, 6)
 @dataclasses.dataclass(frozen=True)
 class Micro:
     input_ids: torch.Tensor
-    hidden: torch.Tensor | None = None
+    extra: dict = dataclasses.field(default_factory=dict)
 
 
 class Engine:
@@ -57,7 +57,7 @@ def test_the_last_stage_lets_go_of_a_micro_batch_when_its_backward_is_over(monke
 
     def forward(engine, batch):
         alive.append(sum(each() is not None for each in received))
-        return (batch.hidden**2).sum()
+        return (batch.extra[HIDDEN] ** 2).sum()
 
     monkeypatch.setattr(pipeline, "_Neighbours", Neighbours)
     engine = Engine()

@@ -135,7 +135,7 @@ def test_reference_log_probabilities_are_queued_and_then_waited_for(marks, monke
     started = engine()
 
     class Engine(SimpleNamespace):
-        def __call__(self, batch, log_probs: bool):
+        def __call__(self, batch, head):
             marks.note()
 
     monkeypatch.setattr(reference, "micro_batches", lambda *_: [MICRO])

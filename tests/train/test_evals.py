@@ -37,9 +37,9 @@ class Repeating:
 
     def train(self) -> None: ...
 
-    def __call__(self, batch, logits_at):
+    def __call__(self, batch, head):
         self.longest = max(self.longest, batch.max_seqlen)
-        return torch.nn.functional.one_hot(torch.full_like(logits_at, self.token), 400).float()
+        return torch.nn.functional.one_hot(torch.full_like(head.at, self.token), 400).float()
 
 
 def test_no_answer_goes_on_behind_the_length_of_samples(tmp_path, tokenizer):

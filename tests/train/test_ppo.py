@@ -21,10 +21,12 @@ from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.twin import twin_of
 from llava_ds.export.tensors import live_entries
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import Logits
 from llava_ds.model.plan import plan_model
+from llava_ds.model.value_head import Values
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.objectives.ppo import PPO, ActorCriticLoss, advantages_over, token_rewards
+from llava_ds.train.objectives.ppo import PPO, ActorCritic, ActorCriticLoss, advantages_over, token_rewards
 from llava_ds.train.policy_batches import AskedPrompt, Group, pack, policy_batch, totals_of
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.value_batches import rewarded_answers, value_batches
@@ -201,7 +203,7 @@ def test_the_step_is_the_textbooks(toy, kl_ctl):
     critic = 0.5 * np.maximum((values - wanted.returns) ** 2, (clipped - wanted.returns) ** 2)
     total, clip_share, value_share = 0.0, 0.0, 0.0
     for batch in batches:
-        done = PPO(loss, 1, 1).forward(lambda each, **options: parts_of(each, moved), batch)
+        done = PPO(loss, 1, 1).forward(lambda each, head: parts_of(each, moved), batch)
         total += done.loss_sum.item()
         clip_share += done.metrics["policy/clipfrac_avg"].item() / len(groups)
         value_share += done.metrics["val/clipfrac_avg"].item() / len(groups)
@@ -218,8 +220,8 @@ def one_alone(toy, model, prompt: LoadedSample, answer: Answer, values: bool) ->
     labels = torch.cat([torch.full_like(prompt.input_ids, IGNORE_INDEX), ids])
     batch = collate([LoadedSample(torch.cat([prompt.input_ids, ids]), labels, prompt.media)], toy.options)
     if values:
-        return model(batch, values_at=batch.target_positions).double()
-    logits = model(batch, logits_at=batch.target_positions)
+        return model(batch, Values(batch.target_positions)).double()
+    logits = model(batch, Logits(batch.target_positions))
     return logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
@@ -230,7 +232,7 @@ def test_the_first_pass_has_every_ratio_1_and_the_plain_gradient(toy, packing):
 
     def fill(batch):
         with torch.no_grad():
-            old, values = toy.model.eval()(batch, log_probs=True)
+            old, values = toy.model.eval()(batch, ActorCritic())
         return old, old - 0.1, values
 
     batches, _ = step_of(toy, groups, training, fill, packing)
@@ -269,7 +271,7 @@ def test_an_empty_micro_batch_takes_part_with_nothing(toy):
     groups, training = groups_of(toy), flags()
     totals = totals_of(groups, MESH, CPU)
     batch = policy_batch([], totals, totals.tokens, training, toy.options).batch
-    old, values = toy.model(batch, log_probs=True)
+    old, values = toy.model(batch, ActorCritic())
     batches, _ = value_batches(
         [dataclasses.replace(batch, old=old.detach(), frozen=old.detach())], [values.detach()], totals, training, MESH
     )

@@ -84,5 +84,5 @@ def test_the_loss_of_answers(result, monkeypatch):
     high = settings.get("epsilon_high", settings["epsilon"])
     others = (settings[name] for name in ("importance_sampling_level", "beta", "use_bias_correction_kl"))
     loss = PolicyLoss(settings["epsilon"], high, *others)
-    found = GRPO(loss, 1, 1).forward(lambda _, **options: rows, batch).loss_sum.item()
+    found = GRPO(loss, 1, 1).forward(lambda _, head: rows, batch).loss_sum.item()
     assert found == pytest.approx(result["loss"], rel=3 * FLOAT32, abs=3 * FLOAT32)

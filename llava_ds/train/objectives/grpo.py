@@ -8,6 +8,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.model.heads import SUMMED, LogProbs
 from llava_ds.train.objectives.dpo import sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
@@ -59,6 +60,7 @@ class GRPO:
     num_sources: int
     grad_ranks: int
     logs_means = False
+    probe = SUMMED
 
     def forward(self, engine, batch: PolicyBatch) -> MicroLoss:
         """Run the model on the answers of every prompt, with one pass of the tower over its images."""
@@ -74,7 +76,7 @@ class GRPO:
 
     def _losses(self, engine, batch: PolicyBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of every token (S,), and metrics of every token, (S,) each."""
-        rows = engine(batch, log_probs=True, temperature=self.loss.temperature)  # (S,)
+        rows = engine(batch, LogProbs(self.loss.temperature))  # (S,)
         loss, old = self.loss, rows.detach() if batch.old is None else batch.old
         log_ratio = rows - old
         if loss.importance_sampling_level == "sequence":

@@ -4,7 +4,11 @@
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
+from llava_ds.batch import Batch
+from llava_ds.model.heads import LogProbs
+from llava_ds.model.value_head import Values
 from llava_ds.train.objectives.grpo import GRPO, PolicyBatch, clipped_losses
 
 
@@ -36,14 +40,24 @@ class ActorCriticLoss:
 
 
 @dataclass(frozen=True)
+class ActorCritic(LogProbs):
+    """The actor's log-probability of every target, (S,) float64, and the critic's value before it, (S,) float32."""
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both."""
+        return super().__call__(model, hidden, batch), model.critic(batch, Values())
+
+
+@dataclass(frozen=True)
 class PPO(GRPO):
     """Clipped policy gradient over drawn answers, with a critic that trains beside the actor; see ActorCriticLoss."""
 
     loss: ActorCriticLoss
+    probe = ActorCritic()
 
     def _losses(self, engine, batch: ValueBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of every token (S,), and metrics of every token, (S,) each, by TRL's names."""
-        rows, values = engine(batch, log_probs=True, temperature=self.loss.temperature)  # (S,) each
+        rows, values = engine(batch, ActorCritic(self.loss.temperature))  # (S,) each
         log_ratio, reach = rows - batch.old, self.loss.cliprange
         actor, low, high = clipped_losses(log_ratio.exp(), batch.advantages, reach, reach)
         critic, is_clipped = self._value_losses(values.double(), batch)
