@@ -9,7 +9,6 @@ shape before each tensor, and reads it on the host; and it divides gradients by 
 Source of the order: arXiv 2104.04473, 2.2.1.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -189,7 +188,7 @@ def from_last(stage: Stage | None, value: torch.Tensor) -> torch.Tensor:
 
 
 def _with_hidden(batch: Batch, hidden: torch.Tensor | None) -> Batch:
-    return batch if hidden is None else dataclasses.replace(batch, extra={**batch.extra, HIDDEN: hidden})
+    return batch if hidden is None else batch.with_extra(**{HIDDEN: hidden})
 
 
 def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, Placing
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model import attention, last_layer, output_loss
 from llava_ds.model.families.language import has_layer_embeddings, has_state, hold_rotary_angles, is_upcycled
@@ -78,7 +78,7 @@ class LlavaModel(nn.Module):
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:
-            options |= {"visual_pos_masks": batch.image_positions, "deepstack_visual_embeds": deeper}
+            options |= {"visual_pos_masks": batch.placing.positions, "deepstack_visual_embeds": deeper}
         return embeds, options
 
     def end(self, hidden: torch.Tensor, batch: Batch, head: Head, wanted: torch.Tensor) -> Any:
@@ -89,9 +89,8 @@ class LlavaModel(nn.Module):
 
     def layer_options(self, batch: Batch) -> dict[str, object]:
         """Return what layers of some models need to know of a pack beside where samples begin."""
-        options = {} if batch.image_blocks is None else {"image_blocks": batch.image_blocks}
-        options |= {"lengths": batch.lengths} if self._knows_lengths else {}
-        return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.image_positions)
+        options = {"lengths": batch.lengths} if self._knows_lengths else {}
+        return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.placing.positions)
 
     def layer_inputs(self, input_ids: torch.Tensor, image_positions: torch.Tensor) -> dict[str, torch.Tensor]:
         """The embeddings that layers of some models take beside the first one's, padding's at images (Gemma 4)."""
@@ -111,9 +110,9 @@ class LlavaModel(nn.Module):
         Tower, projector and newline run exactly once, whatever the batch holds, so that the collectives of all ranks
         match; unused features take part with a gradient of zero.
         """
-        features = self.image_features(batch.pixel_values, batch.tower_inputs)  # (N, P, D) or (N, P, K * D)
+        features = self.image_features(batch.pixel_values, batch.tower)  # (N, P, D) or (N, P, K * D)
         embeds = self.language_model.get_input_embeddings()(batch.input_ids)  # (1, T, D)
-        return merge_features(embeds, features, batch, getattr(self, "newline", None))
+        return merge_features(embeds, features, batch.placing, getattr(self, "newline", None))
 
     def image_features(self, pixel_values: torch.Tensor, tower_inputs: dict | None = None) -> torch.Tensor:
         """(N, 3, H, W) uint8 to (N, P, D). A frozen tower stores nothing for backward."""
@@ -132,43 +131,43 @@ def all_models(model: nn.Module) -> dict[str, LlavaModel]:
 def merge_features(
     embeds: torch.Tensor,
     features: torch.Tensor,
-    batch: Batch,
+    placing: Placing,
     newline: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Token embeddings (1, T, D) with the features (N, P, D) of the batch's tiles at their positions.
+    """Token embeddings (1, T, D) with the features (N, P, D) of a batch's tiles at their positions.
 
     newline: Newline's forward, from F placed features to all M rows; None for models without. Of features (N, P, K * D)
     the first D are placed, and the others returned beside: K - 1 of (M, D).
     """
     table = features.flatten(0, 1)  # (N * P, D)
-    if len(batch.pool_index):
-        table = torch.cat([table, _pooled(table, batch)])  # (N * P + R, D)
-    placed = table.index_select(0, batch.feature_index)  # (F, D)
+    if len(placing.pool_index):
+        table = torch.cat([table, _pooled(table, placing)])  # (N * P + R, D)
+    placed = table.index_select(0, placing.features)  # (F, D)
     if newline is not None:
-        placed = newline(placed, len(batch.image_positions))  # (M, D)
+        placed = newline(placed, len(placing.positions))  # (M, D)
     placed, deeper, width = placed.to(embeds.dtype), [], embeds.shape[-1]
     if placed.shape[1] > width:
         placed, *deeper = placed.split(width, 1)
-    return embeds.index_copy(1, batch.image_positions, placed[None]), deeper
+    return embeds.index_copy(1, placing.positions, placed[None]), deeper
 
 
-def _pooled(features: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
     """Weighted sums of features, or the largest of them: (N * P, D) to (R, D), added up in float32.
 
     One source at a time, for all at once would hold K times the result.
     """
-    index, weight = batch.pool_index, batch.pool_weight  # (R, K)
+    index, weight = placing.pool_index, placing.pool_weight  # (R, K)
     pooled = torch.zeros(len(index), features.shape[1], dtype=torch.float32, device=features.device)
-    if batch.pools_by_max:
+    if placing.pools_by_max:
         taken = weight.isinf()  # (R, K)
         weight = weight.masked_fill(taken, 0)
         largest = torch.full_like(pooled, -torch.inf)
     for k in range(index.shape[1]):
         part = features.index_select(0, index[:, k]).float()  # (R, D)
         pooled = pooled + weight[:, k, None] * part
-        if batch.pools_by_max:  # the first of equal ones has the gradient, and NaN stays, as in torch's max_pool2d
+        if placing.pools_by_max:  # the first of equal ones has the gradient, and NaN stays, as in torch's max_pool2d
             largest = torch.where(taken[:, k, None] & ((part > largest) | part.isnan()), part, largest)
-    if batch.pools_by_max:
+    if placing.pools_by_max:
         pooled = torch.where(taken[:, :1], largest, pooled)
     return pooled.to(features.dtype)
 

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.batch import Batch
 from llava_ds.model import probe
 
-HIDDEN = "pipeline.hidden"  # in Batch.extra: the hidden states (1, T, D) from the stage before
+HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the stage before
 
 
 class Place(NamedTuple):

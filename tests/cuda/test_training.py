@@ -242,7 +242,8 @@ def test_pairs_of_answers_come_to_the_device_as_one_batch():
     pair = LoadedPair(*(replace(sample(OPTIONS, n, [IMAGE]), reference=-1.5) for n in (8, 12)))
     with gpu():
         (micro,) = on_gpu([pair], OPTIONS)
-        assert micro.num_samples == 1 and micro.batch.reference.is_cuda and micro.batch.reference.dtype == torch.float64
+        reference = micro.batch.extra["preferences"].reference
+        assert micro.num_samples == 1 and reference.is_cuda and reference.dtype == torch.float64
 
 
 @pytest.mark.parametrize("double_quant", [True, *rest(False)])

@@ -27,7 +27,7 @@ def merged(batch: Batch, features: torch.Tensor) -> torch.Tensor:
     def newline(placed: torch.Tensor, number: int) -> torch.Tensor:
         return torch.cat([placed, placed.new_full((number - len(placed), WIDTH), -1)])
 
-    return merge_features(torch.zeros(1, batch.input_ids.shape[1], WIDTH), features, batch, newline)[0][0]
+    return merge_features(torch.zeros(1, batch.input_ids.shape[1], WIDTH), features, batch.placing, newline)[0][0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, Placing
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.engine.activation_budget import GB, ActivationMemory, PartLayers, choose_checkpointed_layers, measure
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
@@ -83,10 +83,9 @@ def largest(accumulates: bool = False) -> LargestMicroBatch:
         sources=torch.zeros(len(lengths), dtype=torch.int64),
         target_samples=torch.zeros(30, dtype=torch.int64),
         pixel_values=torch.randint(255, (tiles, 3, 24, 24), generator=generator, dtype=torch.uint8),
-        pool_index=torch.zeros(0, 1, dtype=torch.int64),
-        pool_weight=torch.zeros(0, 1),
-        image_positions=torch.arange(tiles * 9),
-        feature_index=torch.arange(tiles * 9),
+        placing=Placing(
+            torch.arange(tiles * 9), torch.arange(tiles * 9), torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1)
+        ),
     )
     return LargestMicroBatch(batch, [7, 3], accumulates)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
+from llava_ds.batch import Batch
 from llava_ds.engine import pipeline
 from llava_ds.engine.pipeline import forward_and_backward
 from llava_ds.model.stages import HIDDEN, Stage
@@ -18,6 +19,7 @@ LENGTHS = (5, 2, 7, 4, 6)
 class Micro:
     input_ids: torch.Tensor
     extra: dict = dataclasses.field(default_factory=dict)
+    with_extra = Batch.with_extra
 
 
 class Engine:

@@ -75,7 +75,7 @@ def test_pixels_and_features_are_those_of_transformers(folder, width_first):
     batch = collate(samples, options)
     with torch.no_grad():
         theirs = model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
-        found = tower(batch.pixel_values, batch.tower_inputs)
+        found = tower(batch.pixel_values, batch.tower)
     assert found.shape[1] == 1
     for mine, padded, layout in zip(found[:, 0].split([layout.num_tiles for layout in layouts]), theirs, layouts):
         torch.testing.assert_close(mine, padded[: layout.num_tiles], atol=1e-5, rtol=1e-5)

@@ -149,11 +149,11 @@ def test_logits_equal_those_of_transformers_llava(model, plan, dataset):
         for index in (0, 1, 2):
             batch = batch_of(dataset, [index])
             ids = batch.input_ids.clone()
-            ids[0, batch.image_positions] = 3
+            ids[0, batch.placing.positions] = 3
             pixels = (batch.pixel_values.float() / 255 - torch.tensor(spec.mean).view(1, 3, 1, 1)) / torch.tensor(
                 spec.std
             ).view(1, 3, 1, 1)
-            expected = reference(input_ids=ids, pixel_values=pixels if len(batch.image_positions) else None).logits[0]
+            expected = reference(input_ids=ids, pixel_values=pixels if len(batch.placing.positions) else None).logits[0]
             found = model(batch, Logits(torch.arange(ids.shape[1])))
             assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
@@ -228,7 +228,7 @@ def test_pictures_are_placed_in_at_most_five_operations_none_of_which_asks_the_h
     features = model.image_features(batch.pixel_values).to(dtype)
     embeds = model.language_model.get_input_embeddings()(batch.input_ids)
     with Operations() as seen:
-        merge_features(embeds, features, batch, None)
+        merge_features(embeds, features, batch.placing, None)
     assert set(seen.names) <= {"view", "index_select", "unsqueeze", "_to_copy", "index_copy"} and len(seen.names) <= 5
 
 

@@ -103,7 +103,7 @@ def test_the_same_batch_gives_the_same_logits_whatever_the_format(base, llava, t
             logits.append(model(batch, Logits(torch.arange(batch.input_ids.shape[1]))))
     assert all(torch.equal(logits[0], other) for other in logits[1:])
     ids = batch.input_ids.clone()
-    ids[0, batch.image_positions] = 3
+    ids[0, batch.placing.positions] = 3
     pixels = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
     with torch.no_grad():
         theirs = llava(input_ids=ids, pixel_values=pixels).logits[0]
@@ -158,7 +158,7 @@ def test_models_of_tiles_say_how_they_are_shown_pictures(kind, tower, base, tmp_
         logits = model(batch, Logits(torch.arange(batch.input_ids.shape[1])))
         more = {"batch_num_images": torch.tensor([1])} if kind == "llava_onevision" else {}
         ids = batch.input_ids.clone()
-        ids[0, batch.image_positions] = 3
+        ids[0, batch.placing.positions] = 3
         wanted = theirs(input_ids=ids, pixel_values=pixels[None], image_sizes=torch.tensor([size[::-1]]), **more)
     torch.testing.assert_close(logits, wanted.logits[0], atol=5e-5, rtol=5e-5)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import toys
 
+from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
@@ -232,13 +233,17 @@ def test_the_loss_after_an_update_is_trls(toy, loss_type, level, beta, scale):
     assert clipped > 0
 
 
+def with_drawn(batch: Batch, **changed: torch.Tensor) -> Batch:
+    return batch.with_extra(drawn=batch.extra["drawn"]._replace(**changed))
+
+
 def with_log_probs(batch, made: dict[Answer, tuple[torch.Tensor, ...]]) -> SimpleNamespace:
     """The batch with made log-probabilities: of the answers, recognised by what was noted when they were drawn."""
     sizes = torch.bincount(batch.target_samples).tolist()
-    keys = [tuple(part.tolist()) for part in batch.sampled.split(sizes)]
+    keys = [tuple(part.tolist()) for part in batch.extra["drawn"].sampled.split(sizes)]
     by_rows = {answer.log_probs: values for answer, values in made.items()}
     old, rows, frozen = (torch.cat(parts) for parts in zip(*(by_rows[key] for key in keys)))
-    return SimpleNamespace(batch=dataclasses.replace(batch, old=old, frozen=frozen), rows=rows)
+    return SimpleNamespace(batch=with_drawn(batch, old=old, frozen=frozen), rows=rows)
 
 
 def test_groups_without_signal_train_only_with_a_reference_and_truncated_answers_can_be_left_out(toy):

@@ -11,6 +11,7 @@ import torch
 import toys
 from launching import ROOT
 
+from llava_ds.batch import Batch
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.collate import LoadedSample, collate
@@ -26,6 +27,7 @@ from llava_ds.model.plan import plan_model
 from llava_ds.model.value_head import Values
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.train.objectives.grpo import Drawn
 from llava_ds.train.objectives.ppo import PPO, ActorCritic, ActorCriticLoss, advantages_over, token_rewards
 from llava_ds.train.policy_batches import AskedPrompt, Group, pack, policy_batch, totals_of
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
@@ -130,8 +132,15 @@ def made_of(groups: list[Group]) -> dict[Answer, tuple[torch.Tensor, ...]]:
 def parts_of(batch, made: dict[Answer, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     """What was made for the answers of a batch, which are recognised by what was noted when they were drawn."""
     by_rows = {answer.log_probs: values for answer, values in made.items()}
-    keys = [tuple(part.tolist()) for part in batch.sampled.split(torch.bincount(batch.target_samples).tolist())]
+    keys = [
+        tuple(part.tolist())
+        for part in batch.extra["drawn"].sampled.split(torch.bincount(batch.target_samples).tolist())
+    ]
     return [torch.cat(parts) for parts in zip(*(by_rows[key] for key in keys))]
+
+
+def with_drawn(batch: Batch, **changed: torch.Tensor) -> Batch:
+    return batch.with_extra(drawn=batch.extra["drawn"]._replace(**changed))
 
 
 def step_of(toy, groups: list[Group], training, fill, packing: Packing = PACKING):
@@ -141,7 +150,7 @@ def step_of(toy, groups: list[Group], training, fill, packing: Packing = PACKING
     for each in pack(units, packing):
         batch = policy_batch(each, totals, totals.tokens, training, toy.options).batch
         old, frozen, own = fill(batch)
-        batches.append(dataclasses.replace(batch, old=old, frozen=frozen))
+        batches.append(with_drawn(batch, old=old, frozen=frozen))
         values.append(own)
     return value_batches(batches, values, totals, training, MESH)
 
@@ -167,10 +176,11 @@ def test_rewards_of_tokens_are_the_penalty_and_the_score_at_the_end():
     samples = torch.tensor([0, 0, 1, 2, 2, 2])
     old, frozen = torch.rand(2, 6, dtype=torch.float64)
     scores = torch.tensor([2.0, -1.0, 4.0], dtype=torch.float64)
-    batch = SimpleNamespace(old=old, frozen=frozen, target_samples=samples, scores=scores)
+    drawn = Drawn(scores, weights=None, shares=None, sampled=None, old=old, frozen=frozen)
+    batch = SimpleNamespace(extra={"drawn": drawn}, target_samples=samples)
     ends = torch.tensor([0, 2.0, -1.0, 0, 0, 4.0], dtype=torch.float64)
     assert torch.equal(token_rewards(batch, 0.5), -0.5 * (old - frozen) + ends)
-    batch.frozen = None
+    batch.extra["drawn"] = drawn._replace(frozen=None)
     assert torch.equal(token_rewards(batch, 0.0), ends)
 
 
@@ -273,7 +283,7 @@ def test_an_empty_micro_batch_takes_part_with_nothing(toy):
     batch = policy_batch([], totals, totals.tokens, training, toy.options).batch
     old, values = toy.model(batch, ActorCritic())
     batches, _ = value_batches(
-        [dataclasses.replace(batch, old=old.detach(), frozen=old.detach())], [values.detach()], totals, training, MESH
+        [with_drawn(batch, old=old.detach(), frozen=old.detach())], [values.detach()], totals, training, MESH
     )
     toy.model.zero_grad()
     done = PPO(ActorCriticLoss(), 1, 1).forward(toy.model, batches[0])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
+from llava_ds.data.collate import Preferences
 from llava_ds.model.value_head import Values
 from llava_ds.train.objectives.objective import MicroLoss
 from llava_ds.train.objectives.pairs import PairObjective
@@ -72,8 +73,9 @@ class Reward(PairObjective):
             scores = rows.double().view(pairs, 2)
             gaps = scores[:, :1] - scores[:, 1:]
             counted = torch.ones_like(gaps, dtype=torch.bool)
-        if batch.margins is not None:
-            gaps = gaps - batch.margins[: 2 * pairs : 2, None]
+        margins = batch.extra.get("preferences", Preferences()).margins
+        if margins is not None:
+            gaps = gaps - margins[: 2 * pairs : 2, None]
         losses = self.loss(scores, gaps, counted)
         return self.micro_loss(losses, rows, batch, metrics_of(scores.detach()), torch.ones_like(scores[:, 0]).detach())
 
