@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from llava_ds.engine.activation_checkpointing import checkpoint_spread, repeated_layers
 from llava_ds.engine.param_groups import num_elements
+from llava_ds.engine.runner import backward_with_weight_zero
 from llava_ds.engine.warm_up import (
     LargestMicroBatch,
-    backward_with_weight_zero,
     discard_gradients,
     missing_state_bytes,
 )

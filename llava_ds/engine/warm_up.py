@@ -17,9 +17,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from llava_ds.batch import Batch
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
-from llava_ds.engine.pipeline import forward_and_backward
+from llava_ds.engine.runner import Runner
 from llava_ds.model.heads import SUMMED, Head
-from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
@@ -57,28 +56,14 @@ def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, me
     return LargestMicroBatch(batch, samples, accumulates, probe)
 
 
-def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
+def warm_up(runner: Runner, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     """Run forward and backward of the largest micro-batch, twice if steps accumulate, and discard the gradients.
 
     held_bytes: device memory to hold meanwhile, for states that the run will allocate later (missing_state_bytes).
     All ranks call it together.
     """
-    stage = stage_of(engine)
-    with discard_gradients(engine, held_bytes):
-        if stage is not None:  # which has as many micro-batches at once
-            batches = [largest.batch] * (stage.size if largest.accumulates else 1)
-            micro_steps = engine.micro_steps
-            forward_and_backward(engine, batches, largest.summed, lambda _, loss_sum: (loss_sum * 0, None))
-            engine.micro_steps = micro_steps
-            return
-        for is_last in (False, True) if largest.accumulates else (True,):
-            backward_with_weight_zero(engine, largest.summed(engine, largest.batch), is_last)
-
-
-def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:
-    """Run backward of a loss times zero. is_last: of a step's micro-batches."""
-    engine.set_gradient_accumulation_boundary(is_last)
-    engine.backward(loss_sum * 0, scale_wrt_gas=False)
+    with discard_gradients(runner.engine, held_bytes):
+        runner.warm_up(largest.batch, largest.summed, largest.accumulates)
 
 
 @contextmanager

@@ -32,14 +32,13 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class Stage:
     """A rank's stage: the index-th of size. group: the ranks of one pipeline, in the order of their stages; width: D;
-    rows: of the output layer; dtype: of what goes from one to the next; places: of all parameters of the whole model,
+    dtype: of what goes from one to the next; places: of all parameters of the whole model,
     in its order."""
 
     index: int
     size: int
     group: torch.distributed.ProcessGroup
     width: int
-    rows: int
     dtype: torch.dtype
     places: dict[str, Place]
 
@@ -103,8 +102,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     assert all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     stages = stage_of_parameters(model, counts)
     places = {name: Place(stages[name], tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-    rows, width = output.weight.shape
-    model.stage = Stage(index, len(counts), group, width, rows, output.weight.dtype, places)
+    model.stage = Stage(index, len(counts), group, output.weight.shape[1], output.weight.dtype, places)
     for n in range(len(layers)):
         if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()

@@ -28,6 +28,8 @@ from llava_ds.engine.expert_parallel import share_experts
 from llava_ds.engine.frozen import open_frozen
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
+from llava_ds.engine.pipeline import Pipelined
+from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
 from llava_ds.export.final_export import export_averages, export_model, write_model
@@ -76,6 +78,7 @@ class Session:
     mesh: Mesh
     model: LlavaModel
     engine: deepspeed.DeepSpeedEngine
+    runner: Runner
     objective: Objective
     state: TrainState
     trackers: Trackers
@@ -113,6 +116,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started, asks)
     objective = _objective(plan, mesh)
+    runner = Pipelined(engine) if mesh.pp > 1 else Direct(engine)
     if training.objective == "dpo" and objective.loss.has_reference:
         _add_reference(plan, engine, ranks, mesh)
     if point.path is not None:
@@ -120,9 +124,9 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     state = TrainState(point.step)
     watchdog.set_samples(partial(name_samples_of, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
-    _warm_up(plan, model, engine, objective.probe, checkpointed, memory, started)
+    _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(engine, plan, objective, tasks, trackers, ranks, mesh)
+    evaluation = Evaluation(runner, plan, objective, tasks, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
     saver = _saver(plan, engine, evaluation, ranks)
@@ -132,6 +136,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
         mesh,
         model,
         engine,
+        runner,
         objective,
         state,
         trackers,
@@ -167,7 +172,7 @@ def finish(session: Session) -> int:
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     best = _take_best(session)
-    export_model(session.engine, plan.export, plan.args, plan.steps.dataset, ranks, best)
+    export_model(session.runner, plan.export, plan.args, plan.steps.dataset, ranks, best)
     if training.enable_ema:
         take_averages(session.engine, session.mesh)
         export_averages(session.engine, plan.export, training, ranks)
@@ -270,10 +275,10 @@ def _build_engine(
 
 
 def _warm_up(
-    plan: Plan, model: LlavaModel, engine, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
+    plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
 ) -> None:
     """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
-    training, config, ranks = plan.args.training, plan.resolved.config, started.ranks
+    training, config, ranks, engine = plan.args.training, plan.resolved.config, started.ranks, runner.engine
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
     moments, largest = num_moments(config) + training.enable_ema, None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
@@ -292,7 +297,7 @@ def _warm_up(
         print_first(f"{count} layers are compiled when they first run")
     if largest:
         with memory.warm_up(largest):
-            warm_up(engine, largest, missing_state_bytes(engine, moments))
+            warm_up(runner, largest, missing_state_bytes(engine, moments))
 
 
 def _objective(plan: Plan, mesh: Mesh) -> Objective:

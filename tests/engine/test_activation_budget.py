@@ -12,6 +12,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.engine.activation_budget import GB, ActivationMemory, PartLayers, choose_checkpointed_layers, measure
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.engine.param_groups import choose_trainable
+from llava_ds.engine.runner import Direct
 from llava_ds.engine.warm_up import LargestMicroBatch, missing_state_bytes, warm_up
 from llava_ds.model.llava import assemble
 from llava_ds.model.vision import plan_tower
@@ -177,7 +178,7 @@ def test_a_warm_up_leaves_nothing_behind(accumulates):
     before = torch.get_rng_state()
     weights = [p.clone() for p in engine.module.parameters()]
     measure(engine, largest(accumulates), parts, 2)
-    warm_up(engine, largest(accumulates), 10**15)  # which is held on a GPU only
+    warm_up(Direct(engine), largest(accumulates), 10**15)  # which is held on a GPU only
     assert engine.boundaries == [*[False] * accumulates, True] * 2
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in engine.module.parameters())

@@ -18,6 +18,7 @@ from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.runner import Direct
 from llava_ds.export import final_export, layer_by_layer
 from llava_ds.export.layer_by_layer import Deadline
 from llava_ds.export.output_folder import write_live_folder
@@ -67,7 +68,7 @@ class Run:
 
     def end(self, **flags: object) -> str:
         args = self.args.replaced(output_dir=str(self.folder), **flags)
-        final_export.export_model(self.engine, self.export, args, self.dataset, RANKS)
+        final_export.export_model(Direct(self.engine), self.export, args, self.dataset, RANKS)
         return self.capsys.readouterr().out
 
     def compare(self, check: str = "full") -> float:

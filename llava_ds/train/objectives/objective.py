@@ -27,9 +27,13 @@ class MicroLoss(NamedTuple):
 
 
 class Objective(Protocol):
-    """A loss to minimise. grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch; probe:
-    a head that computes as much as the loss does, for a backward pass without a step."""
+    """A loss to minimise.
 
+    num_sources: of the data; grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch;
+    probe: a head that computes as much as the loss does, for a backward pass without a step.
+    """
+
+    num_sources: int
     grad_ranks: int
     probe: ClassVar[Head]
 
