@@ -43,6 +43,7 @@ class FakeSession:
         args, dataset = SimpleNamespace(training=training), SimpleNamespace(is_streamed=False)
         self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10, dataset=dataset))
         self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
+        self.runner = SimpleNamespace(engine=None)
         self.mesh = ALONE
         self.stop = SimpleNamespace(agreed=lambda step_s, ahead_s: stops, saved=lambda seconds: None)
         self.watchdog = SimpleNamespace(set_phase=lambda phase, step: None)
