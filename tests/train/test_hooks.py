@@ -206,6 +206,7 @@ def test_the_report_is_left_after_the_files_that_it_shows(tmp_path, capsys):
     session, order = FakeSession(), []
     session.state.step, session.memory, session.mesh = 10, nullcontext(), SimpleNamespace(dp_rank=0)
     session.engine = SimpleNamespace(train=lambda: None, device=torch.device("cpu"))
+    session.runner = SimpleNamespace(engine=session.engine)
     session.stop.training = lambda limit, ranks: nullcontext()
     session.plan.output_dir, session.plan.args.data = tmp_path, SimpleNamespace(dataloader_num_workers=0)
     session.plan.args.training.max_run_time = session.objective = None
