@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-TowerInputs = dict[str, torch.Tensor | int | tuple[tuple[int, int], ...]]  # of a tower that takes whole images
+Inputs = dict[str, object]
 
 
 class ImageBlocks(NamedTuple):
@@ -32,6 +32,22 @@ class ImageBlocks(NamedTuple):
     need_windows: bool = False
 
 
+class Placing(NamedTuple):
+    """Where the features of a batch's N tiles of P patches go.
+
+    positions (M,) int64: positions in T of image features and then of newlines; features (F,) int64: the rows that go
+    to the first F of them, of a table with the N * P features and then the R pooled features. Samples that share an
+    image use the same rows. pool_index (R, K) int64: the rows of the N * P features that are pooled; pool_weight (R, K)
+    float32: their weights, infinity where the largest of them is taken; pools_by_max: True if any row is of that kind.
+    """
+
+    positions: torch.Tensor
+    features: torch.Tensor
+    pool_index: torch.Tensor
+    pool_weight: torch.Tensor
+    pools_by_max: bool = False
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch without padding.
@@ -46,26 +62,11 @@ class Batch:
     target_weights (S,) float32, of the loss of each, None where all are 1;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank tile, placed nowhere, if the samples have no images);
     with a ready model's videos, H is T * W, for the T frames of a moment are below each other, and images have T times
-    the same;
-    pool_index (R, K) int64, the rows of the N * P features that are pooled; pool_weight (R, K) float32, their weights,
-    infinity where the largest of them is taken; pools_by_max: True if any row is of that kind;
-    image_positions (M,) int64, positions in T of image features and then of newlines; feature_index (F,) int64, the
-    rows that go to the first F of them, of a table with the N * P features and then the R pooled features. Samples
-    that share an image use the same rows.
+    the same; placing, where their features go.
 
-    tower_inputs: further arguments of a tower that takes whole images in any shape (data/native_resolution.py), whose
-    tiles are the cells of an image; empty for others.
-    image_blocks: image positions whose tokens see each other; None for models that have no such rule, and where there
-    is no image.
-
-    parts: the ranks that share the micro-batch's tokens. Above 1, these are one rank's part of it (data/cut.py): T, M,
-    S and N are the part's, positions count from its first token, and what is by sample is the whole micro-batch's.
-
-    Of preferences the samples come in pairs, first the chosen answer, then the rejected one, over the same images.
-    reference (samples,) float64: the log-probability of each one's targets under the reference model, or None; margins
-    (samples,) float64: by which the chosen answer shall be ahead, at its place, or None where all are zero.
-
-    hidden (1, T, D): what the stages of a pipeline before this one made of the tokens; None at the first.
+    tower: further arguments of a tower that takes whole images in any shape (data/native_resolution.py), whose tiles
+    are the cells of an image; trunk: further arguments of the language model's layers, as image_blocks; extra: what
+    objectives and axes add, by their names. Tensors in them move with the batch, other values stay as they are.
     """
 
     input_ids: torch.Tensor
@@ -77,19 +78,12 @@ class Batch:
     targets: torch.Tensor
     target_samples: torch.Tensor
     pixel_values: torch.Tensor
-    pool_index: torch.Tensor
-    pool_weight: torch.Tensor
-    image_positions: torch.Tensor
-    feature_index: torch.Tensor
-    pools_by_max: bool = False
-    parts: int = 1
-    reference: torch.Tensor | None = None
-    margins: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
+    placing: Placing
     target_weights: torch.Tensor | None = None
     lengths: tuple[int, ...] = ()
-    tower_inputs: TowerInputs = dataclasses.field(default_factory=dict)
-    image_blocks: ImageBlocks | None = None
+    tower: Inputs = dataclasses.field(default_factory=dict)
+    trunk: Inputs = dataclasses.field(default_factory=dict)
+    extra: Inputs = dataclasses.field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device; copies from pinned memory don't wait."""
@@ -99,13 +93,20 @@ class Batch:
         """The same batch in page-locked memory (torch's DataLoader calls this)."""
         return self._each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change) -> "Batch":
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["tower_inputs"] = _changed(self.tower_inputs, change)
-        if self.image_blocks is not None:
-            values["image_blocks"] = ImageBlocks(**_changed(self.image_blocks._asdict(), change))
-        return type(self)(**_changed(values, change))
+    def with_extra(self, **values: object) -> "Batch":
+        """The same batch with more in `extra`."""
+        return dataclasses.replace(self, extra={**self.extra, **values})
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        return type(self)(**{name: _changed(value, change) for name, value in vars(self).items()})
 
 
-def _changed(values: dict[str, object], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, object]:
-    return {name: change(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+def _changed(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """Change the tensors in a value: itself, or in a dictionary or named tuple."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_changed(each, change) for each in value))
+    return value

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llava_ds.batch import Batch, ImageBlocks, TowerInputs
+from llava_ds.batch import Batch, ImageBlocks, Inputs, Placing
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.native_resolution import axis_positions, flex_inputs, tower_inputs
 from llava_ds.geometry import ImageOptions
@@ -57,6 +57,17 @@ class LoadedPair:
     def samples(self) -> tuple[LoadedSample, ...]:
         """Both, the chosen one first."""
         return self.chosen, self.rejected
+
+
+class Preferences(NamedTuple):
+    """Numbers of samples that come in pairs, first the chosen answer, then the rejected one, over the same images.
+
+    reference (samples,) float64: the log-probability of each one's targets under the reference model, or None; margins
+    (samples,) float64: by which the chosen answer shall be ahead, at its place, or None where all are zero.
+    """
+
+    reference: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
 
 
 class ItemCounts(NamedTuple):
@@ -125,22 +136,23 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         target_samples=torch.arange(len(samples)).repeat_interleave(lengths)[supervised],
         target_weights=_weights(samples, supervised),
         pixel_values=pixel_values,
-        pool_index=pool_index,
-        pool_weight=pool_weight,
-        image_positions=torch.cat([positions[~is_newline], positions[is_newline]]),
-        feature_index=rows[~is_newline],
-        pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
-        reference=_references(samples),
-        margins=_margins(samples),
+        placing=Placing(
+            positions=torch.cat([positions[~is_newline], positions[is_newline]]),
+            features=rows[~is_newline],
+            pool_index=pool_index,
+            pool_weight=pool_weight,
+            pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
+        ),
         lengths=tuple(lengths.tolist()),
-        tower_inputs=_tower_inputs(list(layouts.values()), options),
-        image_blocks=_image_blocks(is_image, cu_seqlens, options),
+        tower=_tower_inputs(list(layouts.values()), options),
+        trunk=_image_blocks(is_image, cu_seqlens, options),
+        extra=_preferences(samples),
     )
 
 
-def _image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor, options: ImageOptions) -> ImageBlocks | None:
+def _image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor, options: ImageOptions) -> Inputs:
     blocks = image_blocks(is_image, cu_seqlens) if options.has_image_blocks else None
-    return blocks if blocks is None else blocks._replace(need_windows=options.blocks_need_windows)
+    return {} if blocks is None else {"image_blocks": blocks._replace(need_windows=options.blocks_need_windows)}
 
 
 def image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor) -> ImageBlocks | None:
@@ -172,7 +184,7 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
     return torch.cat(parts, 1)[:, None]
 
 
-def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> TowerInputs:
+def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> Inputs:
     if not isinstance(options.tiling, WHOLE_IMAGES):
         return {}
     if isinstance(options.tiling, FlexTiling):
@@ -192,16 +204,14 @@ def blank_tile(size: int) -> torch.Tensor:
     return torch.zeros(1, 3, size, size, dtype=torch.uint8)
 
 
-def _references(samples: list[LoadedSample]) -> torch.Tensor | None:
-    """(samples,) float64; None if some sample has none."""
-    found = [sample.reference for sample in samples if sample.reference is not None]
-    return torch.tensor(found, dtype=torch.float64) if len(found) == len(samples) else None
-
-
-def _margins(samples: list[LoadedSample]) -> torch.Tensor | None:
-    """(samples,) float64; None if all are zero."""
-    found = [sample.margin for sample in samples]
-    return torch.tensor(found, dtype=torch.float64) if any(found) else None
+def _preferences(samples: list[LoadedSample]) -> Inputs:
+    """The reference of samples that all have one, and margins that are not all zero."""
+    reference = [sample.reference for sample in samples if sample.reference is not None]
+    margins = [sample.margin for sample in samples]
+    if len(reference) < len(samples) and not any(margins):
+        return {}
+    found = reference if len(reference) == len(samples) else None, margins if any(margins) else None
+    return {"preferences": Preferences(*(each and torch.tensor(each, dtype=torch.float64) for each in found))}
 
 
 def _weights(samples: list[LoadedSample], supervised: torch.Tensor) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, Placing
 from llava_ds.constants import DataError
 from llava_ds.data.collate import ItemCounts, LoadedSample, blank_tile, collate, counts_of
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
@@ -116,9 +116,9 @@ def cut(whole: Batch, part: Part, options: ImageOptions) -> tuple[Batch, list[in
     """
     length = whole.input_ids.shape[1] // part.ranks
     first, end = part.rank * length, (part.rank + 1) * length
-    positions, num_features = whole.image_positions, len(whole.feature_index)
+    positions, num_features = whole.placing.positions, len(whole.placing.features)
     inside = (positions >= first) & (positions < end)  # (M,)
-    placed = _placed(whole, whole.feature_index[inside[:num_features]], options.tokens_per_tile)
+    placed = _placed(whole, whole.placing.features[inside[:num_features]], options.tokens_per_tile)
     supervised = (whole.target_positions >= first) & (whole.target_positions < end)
     batch = dataclasses.replace(
         whole,
@@ -128,18 +128,19 @@ def cut(whole: Batch, part: Part, options: ImageOptions) -> tuple[Batch, list[in
         targets=whole.targets[supervised],
         target_samples=whole.target_samples[supervised],
         target_weights=None if whole.target_weights is None else whole.target_weights[supervised],
-        image_positions=positions[inside] - first,
-        feature_index=placed.rows,
-        pool_index=placed.pool_index,
-        pool_weight=placed.pool_weight,
-        pools_by_max=bool(placed.pool_weight.isinf().any()),
-        parts=part.ranks,
+        placing=Placing(
+            positions=positions[inside] - first,
+            features=placed.rows,
+            pool_index=placed.pool_index,
+            pool_weight=placed.pool_weight,
+            pools_by_max=bool(placed.pool_weight.isinf().any()),
+        ),
     )
     return batch, placed.tiles.tolist()
 
 
 class _Placed(NamedTuple):
-    """tiles: the needed ones, ascending; the others as in Batch, counted over the needed tiles and pooled features."""
+    """tiles: the needed ones, ascending; the others as in Placing, over the needed tiles and pooled features."""
 
     tiles: torch.Tensor
     rows: torch.Tensor
@@ -148,11 +149,11 @@ class _Placed(NamedTuple):
 
 
 def _placed(whole: Batch, rows: torch.Tensor, patches: int) -> _Placed:
-    """Renumber what some rows of a batch's feature table need. rows: as in Batch.feature_index."""
+    """Renumber what some rows of a batch's feature table need. rows: as in Placing.features."""
     first_pooled = len(whole.pixel_values) * patches
     is_pooled = rows >= first_pooled
     pooled, pooled_at = torch.unique(rows[is_pooled] - first_pooled, return_inverse=True)
-    index, weight = whole.pool_index[pooled], whole.pool_weight[pooled]
+    index, weight = whole.placing.pool_index[pooled], whole.placing.pool_weight[pooled]
     used = weight != 0
     tiles = torch.unique(torch.cat([rows[~is_pooled] // patches, index[used] // patches]))
     count = max(1, len(tiles))  # without any there is the blank one

@@ -164,8 +164,11 @@ def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
     numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # in the batch
     dropped = {number for place, those in zip(cut.places, numbers) if place in found for number in those}
     kept = [counts for place, counts in zip(cut.places, cut.counts) if place not in found]
+    batch = without(cut.batch, dropped) if dropped else cut.batch
+    if mesh.sp > 1:
+        batch = dataclasses.replace(batch, trunk={**batch.trunk, "sequence_group": mesh.sp_group})
     return MicroBatch(
-        batch=without(cut.batch, dropped) if dropped else cut.batch,
+        batch=batch,
         places=tuple(place for place in cut.places if place not in found),
         **_numbers(kept),
         broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.shared_rank),

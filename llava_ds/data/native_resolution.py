@@ -14,7 +14,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from llava_ds.batch import TowerInputs
+from llava_ds.batch import Inputs
 from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.tilings import BudgetTiling, CellTiling, FlexTiling, Grid
 
@@ -44,7 +44,7 @@ def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tens
     return torch.cat(parts, 1)
 
 
-def flex_inputs(images: Sequence[Cells], tiling: FlexTiling) -> TowerInputs:
+def flex_inputs(images: Sequence[Cells], tiling: FlexTiling) -> Inputs:
     """Arguments of a SigLIP 2 beside the cells of all images: shapes, patches down and across of each; cu_seqlens
     (images + 1,) int32 and max_seqlen, where the patches of images start, and the longest."""
     shapes = tuple((down * tiling.merge, across * tiling.merge) for across, down in images)
@@ -52,7 +52,7 @@ def flex_inputs(images: Sequence[Cells], tiling: FlexTiling) -> TowerInputs:
     return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
 
 
-def tower_inputs(grids: Sequence[Grid], tiling: CellTiling | BudgetTiling) -> TowerInputs:
+def tower_inputs(grids: Sequence[Grid], tiling: CellTiling | BudgetTiling) -> Inputs:
     """Arguments of a tower of transformers' beside the patches of all images and moments of videos, cell by cell.
 
     position_ids (P, 2), row and column; cu_seqlens (images + 1,) int32 and max_seqlen, where images start, and the

@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from llava_ds.engine.activation_checkpointing import checkpoint_spread, repeated_layers
 from llava_ds.engine.param_groups import num_elements
+from llava_ds.engine.runner import backward_with_weight_zero
 from llava_ds.engine.warm_up import (
     LargestMicroBatch,
-    backward_with_weight_zero,
     discard_gradients,
     missing_state_bytes,
-    summed_loss,
 )
 from llava_ds.runtime.ranks import Ranks, gather, local_ranks
 from llava_ds.runtime.waiting import waiting
@@ -133,7 +132,7 @@ def measure(
     with discard_gradients(engine):
         for is_last in (False, True) if largest.accumulates else (True,):
             with _record_saved_tensors(engine.module, parts, probes) as saved:
-                loss_sum = summed_loss(engine, largest.batch)
+                loss_sum = largest.summed(engine, largest.batch)
             available = None if on_gpu else free_memory(engine.device)
             backward_with_weight_zero(engine, loss_sum, is_last)
     memory = saved.memory(probes)

@@ -7,7 +7,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
 from llava_ds.engine.ds_config.activation import switched_on
-from llava_ds.model.llava import LlavaModel, has_critic
+from llava_ds.model.llava import LlavaModel, all_models
 from llava_ds.model.stages import is_first
 
 
@@ -24,7 +24,8 @@ def mark_checkpointed_layers(
     every = args.training.gradient_checkpointing_every_n_layers
     block = ds_config.get("activation_checkpointing") if switched_on(ds_config) else None
     parts, counts = {}, []
-    for whose, each in {"": model, **({"critic's ": model.critic} if has_critic(model) else {})}.items():
+    for name, each in all_models(model).items():
+        whose = name and f"{name}'s "
         parts[f"{whose}language model"] = each.language_model
         counts.append(checkpoint_layers(each.language_model, every, block))
         if "vision_tower" in trained_parts(args.model) | lora_parts(args.model) and is_first(each):

@@ -7,7 +7,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.expert_parallel import expert_group
-from llava_ds.model.llava import LlavaModel, has_critic
+from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import choose_adapters
 from llava_ds.model.quantize import is_packed, num_packed
 from llava_ds.model.upcycling import trained_of
@@ -89,7 +89,7 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
     if optimizer is not None and optimizer_name(optimizer) == "Muon":
         groups = _muon_groups(model, groups, optimizer["params"], _own_rates(training))
     groups = _with_expert_groups(groups)
-    if has_critic(model):
+    if hasattr(model, "critic"):
         rate = training.learning_rate if training.critic_learning_rate is None else training.critic_learning_rate
         own = parameter_groups(model.critic, args, optimizer)
         groups += [{**group, "name": f"critic_{group['name']}", "lr": rate} for group in own]

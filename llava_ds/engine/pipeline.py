@@ -9,7 +9,6 @@ shape before each tensor, and reads it on the host; and it divides gradients by 
 Source of the order: arXiv 2104.04473, 2.2.1.
 """
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,8 @@ from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.engine.non_finite import step_with
-from llava_ds.model.stages import Stage, stage_of
+from llava_ds.engine.runner import Forward
+from llava_ds.model.stages import HIDDEN, Stage, stage_of
 from llava_ds.runtime.mesh import Mesh
 
 
@@ -111,10 +111,47 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
     optimizer.scaled_global_norm = of_all
 
 
+class Pipelined:
+    """The runner of a rank that has a stage of a pipeline. The last stage alone sees results."""
+
+    def __init__(self, engine) -> None:
+        self.engine, self.stage = engine, stage_of(engine)
+
+    def train(
+        self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
+    ) -> list[Any]:
+        """As Runner.train. Stages meet in the step of the last micro-batch, which updates the weights."""
+        found = forward_and_backward(self.engine, batches, forward, loss_of)
+        self.engine.step()
+        return found
+
+    def warm_up(self, batch: Batch, forward: Forward, accumulates: bool) -> None:
+        """As Runner.warm_up, with as many micro-batches at once as a step can have on a stage."""
+        micro_steps = self.engine.micro_steps
+        batches = [batch] * (self.stage.size if accumulates else 1)
+        forward_and_backward(self.engine, batches, forward, lambda _, loss_sum: (loss_sum * 0, None))
+        self.engine.micro_steps = micro_steps
+
+    def forward(self, model: Any, batch: Batch, forward: Forward) -> Any | None:
+        """As Runner.forward."""
+        neighbours = _Neighbours(self.stage, batch.input_ids.device)
+        hidden, _ = neighbours.exchange(wants_before=_shape(batch, self.stage))
+        batch = _with_hidden(batch, hidden)
+        if self.stage.is_last:
+            return forward(model, batch)
+        neighbours.exchange(after=model(batch))
+        return None
+
+    def agree(self, value: torch.Tensor) -> torch.Tensor:
+        """As Runner.agree: the last stage's."""
+        torch.distributed.broadcast(value, group=self.stage.group, group_src=self.stage.size - 1)
+        return value
+
+
 def forward_and_backward(
     engine,
     batches: Sequence[Batch],
-    forward: Callable[[Any, Batch], Any],
+    forward: Forward,
     loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]],
 ) -> list[Any]:
     """Run forward and backward of every micro-batch of one optimizer step on this stage.
@@ -132,7 +169,7 @@ def forward_and_backward(
     found = []
 
     def forward_one(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        batch = batches[i] if hidden is None else dataclasses.replace(batches[i], hidden=hidden.requires_grad_())
+        batch = _with_hidden(batches[i], None if hidden is None else hidden.requires_grad_())
         output = forward(engine, batch) if stage.is_last else engine(batch)
         waiting.append((hidden, output))
         return None if stage.is_last else output.detach()
@@ -166,26 +203,8 @@ def forward_and_backward(
     return found
 
 
-def run_forward(model, batch: Batch, forward: Callable[[Any, Batch], Any]) -> Any:
-    """Run a micro-batch through all stages. Returns what forward returned on the last, None on the others; without a
-    pipeline forward is all. model: an engine, or the LlavaModel in it, which forward is called with."""
-    stage = stage_of(model)
-    if stage is None:
-        return forward(model, batch)
-    neighbours = _Neighbours(stage, batch.input_ids.device)
-    hidden, _ = neighbours.exchange(wants_before=_shape(batch, stage))
-    batch = dataclasses.replace(batch, hidden=hidden)
-    if stage.is_last:
-        return forward(model, batch)
-    neighbours.exchange(after=model(batch))
-    return None
-
-
-def from_last(stage: Stage | None, value: torch.Tensor) -> torch.Tensor:
-    """The tensor that the last stage has, on all; the others give one of its shape and dtype, which is written to."""
-    if stage is not None:
-        torch.distributed.broadcast(value, group=stage.group, group_src=stage.size - 1)
-    return value
+def _with_hidden(batch: Batch, hidden: torch.Tensor | None) -> Batch:
+    return batch if hidden is None else batch.with_extra(**{HIDDEN: hidden})
 
 
 def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:

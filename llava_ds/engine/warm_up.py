@@ -17,9 +17,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from llava_ds.batch import Batch
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
-from llava_ds.engine.pipeline import forward_and_backward
-from llava_ds.model.llava import has_critic
-from llava_ds.model.stages import stage_of
+from llava_ds.engine.runner import Runner
+from llava_ds.model.heads import SUMMED, Head
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
@@ -31,15 +30,21 @@ class LargestMicroBatch:
     """A micro-batch with as many tokens as any that is still to come, the same on every rank (StepPlan.heaviest).
 
     samples: numbers in the data set; accumulates: True if steps have several micro-batches, so that its gradients are
-    added to others.
+    added to others; probe: the objective's.
     """
 
     batch: Batch
     samples: list[int]
     accumulates: bool
+    probe: Head = SUMMED
+
+    def summed(self, engine, batch: Batch) -> torch.Tensor:
+        """Run forward, and return the sum of all numbers that the probe computes: a scalar, float32."""
+        found = engine(batch, self.probe)
+        return sum(each.sum() for each in (found if isinstance(found, tuple) else (found,))).float()
 
 
-def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks, mesh: Mesh) -> LargestMicroBatch:
+def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, mesh: Mesh) -> LargestMicroBatch:
     """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device.
 
     Rank 0 alone looks for it; all ranks call it together.
@@ -48,42 +53,17 @@ def largest_micro_batch(plan: StepPlan, done: int, ranks: Ranks, mesh: Mesh) -> 
     batch = next(micro_batches(plan.dataset, [samples], 0, ranks.device, mesh)).batch
     layouts = itertools.islice(plan.after(done), STEPS_LOOKED_AT)
     accumulates = any(len(layout.of_ranks[0]) > 1 for layout in layouts)
-    return LargestMicroBatch(batch, samples, accumulates)
+    return LargestMicroBatch(batch, samples, accumulates, probe)
 
 
-def warm_up(engine, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
+def warm_up(runner: Runner, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     """Run forward and backward of the largest micro-batch, twice if steps accumulate, and discard the gradients.
 
     held_bytes: device memory to hold meanwhile, for states that the run will allocate later (missing_state_bytes).
     All ranks call it together.
     """
-    stage = stage_of(engine)
-    with discard_gradients(engine, held_bytes):
-        if stage is not None:  # which has as many micro-batches at once
-            batches = [largest.batch] * (stage.size if largest.accumulates else 1)
-            micro_steps = engine.micro_steps
-            forward_and_backward(engine, batches, summed_loss, lambda _, loss_sum: (loss_sum * 0, None))
-            engine.micro_steps = micro_steps
-            return
-        for is_last in (False, True) if largest.accumulates else (True,):
-            backward_with_weight_zero(engine, summed_loss(engine, largest.batch), is_last)
-
-
-def summed_loss(engine, batch: Batch) -> torch.Tensor:
-    """Run forward: the model's own loss, or the sum of the numbers of a value head, whose model has no logits; with a
-    critic, of log-probabilities and values, as both models train."""
-    if hasattr(engine.module, "value_head"):
-        return engine(batch, values_at=batch.target_positions).sum()
-    if has_critic(engine.module):
-        rows, values = engine(batch, log_probs=True)
-        return (rows.sum() + values.sum()).float()
-    return engine(batch)
-
-
-def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:
-    """Run backward of a loss times zero. is_last: of a step's micro-batches."""
-    engine.set_gradient_accumulation_boundary(is_last)
-    engine.backward(loss_sum * 0, scale_wrt_gas=False)
+    with discard_gradients(runner.engine, held_bytes):
+        runner.warm_up(largest.batch, largest.summed, largest.accumulates)
 
 
 @contextmanager

@@ -254,8 +254,8 @@ class _FreshVision(nn.Module):
 
     def embed(self, embedding: nn.Module, batch: Batch) -> torch.Tensor:
         """As LlavaModel's."""
-        features = self.projector(self.vision_tower(batch.pixel_values, batch.tower_inputs))
-        return merge_features(embedding(batch.input_ids), features, batch, self.newline)[0]
+        features = self.projector(self.vision_tower(batch.pixel_values, batch.tower))
+        return merge_features(embedding(batch.input_ids), features, batch.placing, self.newline)[0]
 
 
 def _fresh_vision(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _FreshVision:

@@ -17,7 +17,7 @@ from llava_ds.constants import DataError
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.gather import full_precision_gathers
-from llava_ds.engine.pipeline import from_last, run_forward
+from llava_ds.engine.runner import Runner
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.bit_check import Written, check_written
 from llava_ds.export.card import write_card
@@ -30,9 +30,9 @@ from llava_ds.export.reload_check import compare_reloaded, compared_positions, d
 from llava_ds.export.reload_llava import check_projector, compare_reloaded_llava
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.families.language import is_upcycled
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.quantize import exact_products
-from llava_ds.model.stages import stage_of
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.runtime.tf32 import exact_fp32
 from llava_ds.tracking.best_rule import BestCheckpoint
@@ -41,7 +41,7 @@ from llava_ds.tracking.trainer_state import write_trainer_state
 
 
 def export_model(
-    engine,
+    runner: Runner,
     export: ExportPlan,
     args: Arguments,
     dataset: EncodedDataset,
@@ -55,7 +55,7 @@ def export_model(
     disk does not take it.
     """
     output_dir = Path(args.training.output_dir)
-    engine.empty_partition_cache()  # after the eval loss was measured, as below
+    runner.engine.empty_partition_cache()  # after the eval loss was measured, as below
     # Layers of --torch_compile would be compiled anew for a single forward without gradients.
     stance = "force_eager" if args.training.torch_compile else "default"
     with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance(stance):
@@ -64,15 +64,15 @@ def export_model(
                 output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs, best
             )
         if export.form == "projector":
-            written = write_live_folder(export, engine.module, output_dir, ranks)
+            written = write_live_folder(export, runner.engine.module, output_dir, ranks)
             if ranks.is_first:
                 files = ", ".join(str(output_dir / name) for name in PROJECTOR_FILES)
                 check = partial(check_projector, export, written)
                 print(f"projector: {files} ({describe_bits(args.training.check_export, check)})")
         elif export.form == "adapter":
-            _export_adapter(engine, export, args, dataset, ranks)
+            _export_adapter(runner, export, args, dataset, ranks)
         else:
-            _export_folder(engine, export, args, dataset, ranks, best)
+            _export_folder(runner, export, args, dataset, ranks, best)
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def _refusal(error: Exception) -> OSError | None:
 
 
 def _export_folder(
-    engine,
+    runner: Runner,
     export: ExportPlan,
     args: Arguments,
     dataset: EncodedDataset,
@@ -139,8 +139,8 @@ def _export_folder(
     """Write the model's folder. transformers has to compute the same logits from it, for one sample."""
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch = collate([sample], dataset.image_options).to(ranks.device)
-    logits = _logits_everywhere(engine, batch, check) if check != "off" else None
-    written = write_live_folder(export, engine.module, output_dir, ranks)
+    logits = _logits_everywhere(runner, batch, check) if check != "off" else None
+    written = write_live_folder(export, runner.engine.module, output_dir, ranks)
     if not ranks.is_first:
         return
     step = best.step if best is not None and args.training.load_best_model_at_end else None
@@ -149,7 +149,7 @@ def _export_folder(
         form, library = "in LLaVA's format, ", "llava_ds"
         compare = partial(compare_reloaded_llava, output_dir, export, batch, logits)
     else:
-        tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
+        tower, layouts = runner.engine.module.vision_tower, [layout for _, layout in sample.media]
         form, library = "", "transformers"
         compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
     if is_upcycled(export.model.text_config) and export.dtype != torch.float32:
@@ -171,20 +171,20 @@ def _refuse_to_compare() -> float:
     )
 
 
-def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
+def _export_adapter(runner: Runner, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
     """Write the folder of LLaVA and peft. peft has to compute the same logits from it, for one sample."""
     output_dir, check = Path(args.training.output_dir), args.training.check_export
     sample = dataset.example()
     batch = collate([sample], dataset.image_options).to(ranks.device)
     logits = None
     if check != "off":
-        with exact_products(engine.module):
-            logits = _logits_everywhere(engine, batch, check)
-    written = export_adapter(export, engine.module, output_dir, ranks)
+        with exact_products(runner.engine.module):
+            logits = _logits_everywhere(runner, batch, check)
+    written = export_adapter(export, runner.engine.module, output_dir, ranks)
     if ranks.is_first:
         compare = partial(compare_reloaded_adapter, output_dir, export, batch, logits)
         if export.model.ready is not None:
-            tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
+            tower, layouts = runner.engine.module.vision_tower, [layout for _, layout in sample.media]
             base = source_folder(export)
             compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits, base)
         compare = partial(_compare_both, written, compare)
@@ -192,20 +192,21 @@ def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: Encode
 
 
 @torch.no_grad()
-def _logits_everywhere(engine, batch: Batch, check: str) -> torch.Tensor:
+def _logits_everywhere(runner: Runner, batch: Batch, check: str) -> torch.Tensor:
     """(T, V), by the module itself: the engine would compute in autocast's precision, and the weights are compared."""
+    engine = runner.engine
     engine.eval()
     with full_precision_gathers(engine.module):
         positions = compared_positions(check, batch.input_ids.shape[1], batch.input_ids.device)
-        logits = run_forward(engine.module, batch, partial(_logits_at, positions=positions))
-        stage = stage_of(engine)
-        if logits is None:
-            logits = torch.empty(len(positions), stage.rows, dtype=stage.dtype, device=positions.device)
-        logits = from_last(stage, logits)
+        logits = runner.forward(engine.module, batch, partial(_logits_at, positions=positions))
+        if logits is None:  # another rank sees them
+            rows, dtype = engine.module.language_model.config.vocab_size, next(engine.module.parameters()).dtype
+            logits = torch.empty(len(positions), rows, dtype=dtype, device=positions.device)
+        logits = runner.agree(logits)
     # ZeRO-3 has begun to gather parameters for a backward pass; until it lets go of them, nobody else can gather them.
     engine.empty_partition_cache()
     return logits
 
 
 def _logits_at(model: LlavaModel, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-    return model(batch, logits_at=positions)
+    return model(batch, Logits(positions))

@@ -109,14 +109,14 @@ def _inputs(
     """Arguments of transformers' class for the first positions of a sample; images by its own merge where it can."""
     model_type = reloaded.config.model_type
     ids = batch.input_ids.clone()
-    ids[0, batch.image_positions] = reloaded.config.image_token_id
+    ids[0, batch.placing.positions] = reloaded.config.image_token_id
     family = READY.get(model_type)
     if layouts and layouts[0].cells is not None:
         return _first_images(reloaded, family, batch, layouts, pixels, num_positions)
     if not layouts:
         return {"input_ids": ids[:, :num_positions]}
-    is_image = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, batch.image_positions, True)
-    if num_positions < ids.shape[1] or len(batch.image_positions) < sum(layout.num_tokens for layout in layouts):
+    is_image = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, batch.placing.positions, True)
+    if num_positions < ids.shape[1] or len(batch.placing.positions) < sum(layout.num_tokens for layout in layouts):
         # The last image may be cut.
         inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
         if family is not None and family.has_image_blocks(reloaded.config):  # whose tokens see all of it
@@ -142,7 +142,7 @@ def _first_images(
     num_positions: int,
 ) -> dict[str, torch.Tensor]:
     """The same of a sample whose images have any shape, up to the end of the image that the last position is in."""
-    places = batch.image_positions.tolist()
+    places = batch.placing.positions.tolist()
     ends = list(itertools.accumulate(layout.num_tokens for layout in layouts))
     starts = [0, *ends[:-1]]
     num_images = sum(start < len(places) and places[start] < num_positions for start in starts)
@@ -153,7 +153,7 @@ def _first_images(
     ids = batch.input_ids[:, :length].clone()
     if not num_images:
         return {"input_ids": ids}
-    shown, of_media = layouts[:num_images], batch.image_positions[:num_features]
+    shown, of_media = layouts[:num_images], batch.placing.positions[:num_features]
     ids[0, of_media] = media_ids(reloaded.config, shown).to(ids.device)
     is_media = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, of_media, True)
     patches = family.processed(reloaded.config, pixels[:num_features], shown)

@@ -14,6 +14,7 @@ from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
 from llava_ds.export.output_folder import planned_entries
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_fit, load_weights
 from llava_ds.model.open import names as formats
@@ -43,7 +44,7 @@ def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, l
         # In the precision of the files they are mapped: no second copy of the weights is in memory.
         load_weights(part, part_weights(name, plan.model, plan.args, 0), alone, "--output_dir", copies=False)
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
-        again = reloaded(batch.to(device), logits_at=torch.arange(len(logits), device=device))
+        again = reloaded(batch.to(device), Logits(torch.arange(len(logits), device=device)))
     return compare_logits(output_dir, "llava_ds", again, logits)
 
 

@@ -363,7 +363,7 @@ def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict
     lengths = [len(sample.input_ids) for sample in samples]
     longest = max(lengths)
     layouts = [layout for sample in samples for _, layout in sample.media]
-    batch.input_ids[0, batch.image_positions] = media_ids(config, layouts).to(device)
+    batch.input_ids[0, batch.placing.positions] = media_ids(config, layouts).to(device)
     rows = [pad(row, (longest - len(row), 0)) for row in batch.input_ids[0].split(lengths)]
     ids = torch.stack(rows)  # (B, T); padding is masked, so its id does not matter
     mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)

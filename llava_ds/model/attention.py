@@ -18,7 +18,6 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from llava_ds.batch import ImageBlocks
 from llava_ds.constants import ConfigError
-from llava_ds.model.exchange import to_heads, to_tokens
 from llava_ds.model.families.language import head_width, layer_configs
 
 NAME = "llava_ds_varlen"
@@ -75,7 +74,6 @@ def varlen_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    sequence_group: torch.distributed.ProcessGroup | None = None,
     image_blocks: ImageBlocks | None = None,
     lengths: tuple[int, ...] | None = None,
     **_: object,
@@ -86,8 +84,6 @@ def varlen_attention(
     max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
     0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
     lengths: of the samples, on the host, which otherwise waits for them where no kernel fits.
-    With sequence_group, these are the T tokens of one of its ranks; cu_seqlens, max_seqlen and image_blocks are the
-    pack's.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
     The signature is dictated by transformers' AttentionInterface, which passes the model's own keyword arguments on.
     """
@@ -100,12 +96,10 @@ def varlen_attention(
         softcap,
         lengths=lengths,
     )
-    if sequence_group is not None:
-        query, key, value = to_heads(*_in_autocast(query, key, value), sequence_group)
     out = attend(query, key, value, cu_seqlens, max_seqlen, rule)
     if image_blocks is not None and not (image_blocks.need_windows and sliding_window is None):
         out = out.index_copy(1, image_blocks.rows, attend_in_blocks(query, key, value, image_blocks, rule))
-    return (out if sequence_group is None else to_tokens(out, sequence_group)), None
+    return out, None
 
 
 def tower_attention(
@@ -159,7 +153,7 @@ def attend(
 
     With query_positions (S,), ascending in T, query is (1, H, S, E), and so is the result (1, S, H, E).
     """
-    query, key, value = _in_autocast(query, key, value)
+    query, key, value = in_autocast(query, key, value)
     bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
@@ -181,7 +175,7 @@ def attend_in_blocks(
     """
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
     key, value = (x.index_select(2, blocks.keys) for x in (key, value))
-    query, key, value = _in_autocast(query, key, value)
+    query, key, value = in_autocast(query, key, value)
     bounds, rule = Bounds(*blocks[2:6]), rule._replace(causal=False, lengths=None)
     chosen = _chosen_for(query, value, rule)
     if chosen == SEGMENTS:
@@ -202,7 +196,7 @@ def _chosen_for(query: torch.Tensor, value: torch.Tensor, rule: Rule) -> str:
     )
 
 
-def _in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in autocast's precision if it is on: rotary angles have made float32 of what half precision gave."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -28,25 +28,6 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(upstream, ctx.group), None
 
 
-class _SumOver(torch.autograd.Function):
-    """Sum over ranks, each of which takes the same loss of the sum backward through its own part."""
-
-    @staticmethod
-    def forward(ctx, own: torch.Tensor, group: Group) -> torch.Tensor:
-        total = own.clone()
-        torch.distributed.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return upstream, None
-
-
-def sum_of_parts(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of what every rank has of a micro-batch. The gradients of all ranks' own parts are those of the sum."""
-    return _SumOver.apply(own, group)
-
-
 @torch.compiler.disable
 def to_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Siglip2VisionModel
 
-from llava_ds.batch import TowerInputs
+from llava_ds.batch import Inputs
 
 
 def patches_of(pixels: torch.Tensor, patch_size: int) -> torch.Tensor:
@@ -16,8 +16,8 @@ def patches_of(pixels: torch.Tensor, patch_size: int) -> torch.Tensor:
     return cut.reshape(n, down * across, -1)
 
 
-def flex_features(tower: Siglip2VisionModel, cells: torch.Tensor, tower_inputs: TowerInputs) -> torch.Tensor:
-    """Normalised cells (N, 3, S, S), and Batch.tower_inputs, to (N, M * M, C).
+def flex_features(tower: Siglip2VisionModel, cells: torch.Tensor, tower_inputs: Inputs) -> torch.Tensor:
+    """Normalised cells (N, 3, S, S), and Batch.tower, to (N, M * M, C).
 
     tower: built with the attention of register_for_flex(). Source: transformers' Siglip2VisionModel, which pads.
     """

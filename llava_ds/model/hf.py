@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llava_ds.batch import Batch, TowerInputs
+from llava_ds.batch import Batch, Inputs
 from llava_ds.model.families.ready import READY
 from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import with_newlines
@@ -71,16 +71,16 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
     """
     embeds = model.get_input_embeddings()(batch.input_ids)
     if (family := READY.get(model.config.model_type)) is not None:
-        features = family.features(model.get_submodule(family.vision), pixels, batch.tower_inputs)
+        features = family.features(model.get_submodule(family.vision), pixels, batch.tower)
         connected = family.connect(model.get_submodule(*family.connector), model.config, features)
-        return merge_features(embeds, connected, batch, None)[0]
+        return merge_features(embeds, connected, batch.placing, None)[0]
     inner = model.model
-    hidden = _tower_features(model, pixels, batch.tower_inputs)
+    hidden = _tower_features(model, pixels, batch.tower)
     newline = partial(with_newlines, inner.image_newline) if hasattr(inner, "image_newline") else None
-    return merge_features(embeds, inner.multi_modal_projector(hidden), batch, newline)[0]
+    return merge_features(embeds, inner.multi_modal_projector(hidden), batch.placing, newline)[0]
 
 
-def _tower_features(model: HFModel, pixels: torch.Tensor, tower_inputs: TowerInputs) -> torch.Tensor:
+def _tower_features(model: HFModel, pixels: torch.Tensor, tower_inputs: Inputs) -> torch.Tensor:
     """(N, 3, S, S), normalised, to what the projector takes."""
     tower = model.model.vision_tower
     if isinstance(tower, VisionTower):

@@ -242,7 +242,7 @@ class ReadyTower(nn.Module):
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
-        """(N, 3, S, S) uint8, and Batch.tower_inputs, to (N, patches, C)."""
+        """(N, 3, S, S) uint8, and Batch.tower, to (N, patches, C)."""
         family = self.plan.ready.family
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
         if family.casts_pixels:

@@ -7,6 +7,7 @@ language model's own forward goes through all layers by their numbers.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from llava_ds.batch import Batch
 from llava_ds.model import probe
+
+HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the stage before
 
 
 class Place(NamedTuple):
@@ -28,14 +32,13 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class Stage:
     """A rank's stage: the index-th of size. group: the ranks of one pipeline, in the order of their stages; width: D;
-    rows: of the output layer; dtype: of what goes from one to the next; places: of all parameters of the whole model,
+    dtype: of what goes from one to the next; places: of all parameters of the whole model,
     in its order."""
 
     index: int
     size: int
     group: torch.distributed.ProcessGroup
     width: int
-    rows: int
     dtype: torch.dtype
     places: dict[str, Place]
 
@@ -99,20 +102,31 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     assert all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     stages = stage_of_parameters(model, counts)
     places = {name: Place(stages[name], tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-    rows, width = output.weight.shape
-    model.stage = Stage(index, len(counts), group, width, rows, output.weight.dtype, places)
+    model.stage = Stage(index, len(counts), group, output.weight.shape[1], output.weight.dtype, places)
     for n in range(len(layers)):
         if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()
     if not model.stage.is_last:
+        model.end = _hand_on
         trunk.norm = _Elsewhere()
         model.language_model.set_output_embeddings(_Elsewhere())
     if not model.stage.is_first:
+        model.begin = partial(_begin_from_hidden, model)
         model.language_model.set_input_embeddings(_Elsewhere())
         for name in ("vision_tower", "projector", "newline"):
             if hasattr(model, name):
                 setattr(model, name, _Elsewhere())
     assert {name for name, place in places.items() if place.stage == index} == dict(model.named_parameters()).keys()
+
+
+def _begin_from_hidden(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
+    """Return the hidden states of the stage before, in place of the embeddings, and the layers' further arguments."""
+    return batch.extra[HIDDEN], model.layer_options(batch)
+
+
+def _hand_on(hidden: torch.Tensor, *_: object) -> torch.Tensor:
+    """Return the hidden states (1, T, D) for the next stage, whatever the head."""
+    return hidden
 
 
 def stage_of_parameters(model: nn.Module, counts: list[int]) -> dict[str, int]:

@@ -1,11 +1,13 @@
 # n positions, D width of the language model
 """The value head: one number for a position, from the language model's last hidden state there."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from llava_ds.batch import Batch
 from llava_ds.files.model_files import is_there
 
 FILE = "value_head.safetensors"  # beside a model's other files; its one tensor is the head's weight
@@ -24,6 +26,22 @@ class ValueHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(n, D) to (n,), in float32 whatever the precision of both."""
         return (hidden.float() * self.weight.float()).sum(1)
+
+
+@dataclass(frozen=True)
+class Values:
+    """The value head's numbers at ascending positions, by default the supervised ones: (n,) float32."""
+
+    at: torch.Tensor | None = None
+    shortens = True
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the positions, (n,)."""
+        return batch.target_positions if self.at is None else self.at
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the numbers, (n,)."""
+        return model.value_head(hidden)
 
 
 def value_head_file(folder: str | Path) -> Path | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 
-from llava_ds.batch import TowerInputs
+from llava_ds.batch import Inputs
 from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
@@ -396,11 +396,11 @@ class VisionTower(nn.Module):
             own = (torch.from_numpy(np.array(each, np.float32)).to(mean.device) for each in colours)
             self.tower.second = VisionTower(plan.second, *own)
 
-    def forward(self, pixel_values: torch.Tensor, tower_inputs: TowerInputs | None = None) -> torch.Tensor:
+    def forward(self, pixel_values: torch.Tensor, tower_inputs: Inputs | None = None) -> torch.Tensor:
         """(N, 3, S, S) uint8 to (N, P, C). tower_inputs: Batch's, for images in their own shape."""
         return self.features((pixel_values.float() / 255 - self.mean) / self.std, tower_inputs)
 
-    def features(self, pixels: torch.Tensor, tower_inputs: TowerInputs | None = None) -> torch.Tensor:
+    def features(self, pixels: torch.Tensor, tower_inputs: Inputs | None = None) -> torch.Tensor:
         """(N, 3, S, S), normalised, to (N, P, C)."""
         beside = []
         if self.plan.second is not None:

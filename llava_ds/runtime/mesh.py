@@ -101,6 +101,25 @@ class Mesh:
         1; None for a rank that has all of it."""
         return self.pp_group if self.pp > 1 else self.tp_group
 
+    def complete(self, own: torch.Tensor) -> torch.Tensor:
+        """Sum what the ranks that share a micro-batch's tokens have of it. Backward gives each rank's own part the
+        gradient of the sum."""
+        return own if self.sp == 1 else _SumOver.apply(own, self.sp_group)
+
+
+class _SumOver(torch.autograd.Function):
+    """Sum over ranks, each of which takes the same loss of the sum backward through its own part."""
+
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, group: Group) -> torch.Tensor:
+        total = own.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return upstream, None
+
 
 ALONE = Mesh(1, 0)  # of a process that trains or reads a model on its own
 

@@ -23,10 +23,10 @@ from llava_ds.data.loader import micro_batches
 from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
-from llava_ds.engine.pipeline import from_last, run_forward
+from llava_ds.engine.runner import Runner
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 from llava_ds.runtime.waiting import queuing, waiting
@@ -53,7 +53,7 @@ class SampleQuestion:
 
 @torch.no_grad()
 def eval_loss(
-    engine, dataset: EncodedDataset, packing: Packing, num_workers: int, objective: Objective, mesh: Mesh
+    runner: Runner, dataset: EncodedDataset, packing: Packing, num_workers: int, objective: Objective, mesh: Mesh
 ) -> EvalLoss:
     """Measure the objective's loss and metrics over a data set. All ranks call it together.
 
@@ -62,14 +62,15 @@ def eval_loss(
     """
     dataset.wait_for(range(len(dataset)))
     of_ranks = packing.lay_out_all(dataset.lengths)
+    engine = runner.engine
     engine.eval()
     num_sources = len(dataset.sources)
     objective = dataclasses.replace(objective, num_sources=num_sources)
     sums: dict[str, torch.Tensor | int] = {"samples": 0, "targets": 0}
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device, mesh):
         with queuing():
-            loss = run_forward(engine, micro.batch, objective.forward)
-        if loss is None:  # on another stage of the pipeline
+            loss = runner.forward(engine, micro.batch, objective.forward)
+        if loss is None:  # another rank sees it
             loss = MicroLoss(None, torch.zeros(2, num_sources, dtype=torch.float64, device=engine.device), {})
         counted = {"samples": micro.counts.samples, "targets": micro.counts.targets}
         found = {**counted, "by_source": loss.by_source, **loss.metrics}
@@ -78,7 +79,7 @@ def eval_loss(
     with waiting("the eval loss"):
         tensors = [torch.as_tensor(value, dtype=torch.float64, device=engine.device) for value in sums.values()]
         total = sum_over(mesh.data_group, torch.cat([tensor.flatten() for tensor in tensors]))
-        total = iter(from_last(stage_of(engine), total).tolist())
+        total = iter(runner.agree(total).tolist())
     found = {name: list(itertools.islice(total, tensor.numel())) for name, tensor in zip(sums, tensors)}
     (samples,), (targets,), by_source = found.pop("samples"), found.pop("targets"), found.pop("by_source")
     losses, units = by_source[:num_sources], by_source[num_sources:]
@@ -150,12 +151,13 @@ class Decoding:
 
 
 @torch.no_grad()
-def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ranks) -> list[str]:
+def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ranks) -> list[str]:
     """Return the greedy answer to each prompt, by the engine as it trains, at any ZeRO stage.
 
     All ranks call it together and compute all of it, for at ZeRO-3 no rank can compute alone. The whole sequence is
     computed again for every token, which a few short answers can afford: no cache has to fit the language model.
     """
+    engine = runner.engine
     engine.eval()
     ends = set(end_markers(decoding.template, decoding.tokenizer))
     decoded: list[list[int]] = [[] for _ in prompts]
@@ -165,7 +167,7 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
         with waiting("the questions on their way to the device"):
             batch = batch.to(ranks.device)
         with queuing():
-            logits = run_forward(engine, batch, _next_logits)  # (B, V)
+            logits = runner.forward(engine, batch, _next_logits)  # (B, V)
         chosen = batch.cu_seqlens[1:].long() if logits is None else logits.argmax(-1)
         if ranks.world_size > 1:  # the same on every rank, on whatever hardware
             torch.distributed.broadcast(chosen, src=ranks.world_size - 1)
@@ -183,7 +185,7 @@ def answers(engine, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ra
 
 
 def _next_logits(engine, batch: Batch) -> torch.Tensor:
-    return engine(batch, logits_at=batch.cu_seqlens[1:].long() - 1)
+    return engine(batch, Logits(batch.cu_seqlens[1:].long() - 1))
 
 
 def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
@@ -210,7 +212,7 @@ class Evaluation:
 
     def __init__(
         self,
-        engine,
+        runner: Runner,
         plan: Plan,
         objective: Objective,
         tasks: Tasks | None,
@@ -222,7 +224,7 @@ class Evaluation:
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._sample_steps = steps_between(training.sample_steps, num_steps)
-        self._engine, self._ranks, self._mesh, self._packing = engine, ranks, mesh, plan.steps.packing
+        self._runner, self._ranks, self._mesh, self._packing = runner, ranks, mesh, plan.steps.packing
         self._objective, self._tasks = objective, tasks
         autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
         self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
@@ -267,7 +269,7 @@ class Evaluation:
             last = self.is_over() or last
         if self._asks(step, last):
             started = time.perf_counter()
-            decoded = answers(self._engine, self._prompts, self._decoding, self._ranks)
+            decoded = answers(self._runner, self._prompts, self._decoding, self._ranks)
             shown = ("id", "question", "images", "reference")
             rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, decoded)]
             self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
@@ -279,7 +281,7 @@ class Evaluation:
         began, loss, scores = time.perf_counter(), None, {}
         if self._eval_set is not None:
             loss = eval_loss(
-                self._engine, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
+                self._runner, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
             )
         measured = time.perf_counter()
         if self._tasks is not None:

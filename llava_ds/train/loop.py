@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
 from llava_ds.engine.non_finite import skipped_steps
-from llava_ds.engine.pipeline import forward_and_backward, from_last
-from llava_ds.model.stages import stage_of
+from llava_ds.engine.runner import Runner
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import queuing
 from llava_ds.train.hooks import Hook, StepEnd
@@ -44,14 +42,14 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
             hook.begin()
         watchdog.set_phase("step", state.step + 1)
     with session.memory, session.stop.training(plan.args.training.max_run_time, session.ranks):
-        run_steps(session.engine, steps, state, num_steps, session.objective, session.mesh, after_step)
+        run_steps(session.runner, steps, state, num_steps, session.objective, session.mesh, after_step)
     watchdog.set_phase("export", state.step)
     for hook in reversed(hooks):  # Log, which leaves the report, comes after those whose files it shows
         hook.close()
 
 
 def run_steps(
-    engine,
+    runner: Runner,
     windows: Iterator[Window],
     state: TrainState,
     num_steps: int,
@@ -65,6 +63,7 @@ def run_steps(
     after_step is called after every step on every rank; it returns the seconds that are not the step's. A step's time
     runs from the end of the one before, so that work still queued on the device is counted once.
     """
+    engine = runner.engine
     engine.train()
     started = time.perf_counter()
     while state.step < num_steps and not (state.stops or state.is_over):
@@ -73,7 +72,7 @@ def run_steps(
         # An image may break after it was checked: only what the ranks really have is counted.
         counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
         with queuing():
-            passes = [micro_steps(engine, window, counts, objective) for _ in range(window.passes)]
+            passes = [micro_steps(runner, window, counts, objective) for _ in range(window.passes)]
             sums = passes[0] if len(passes) == 1 else mean_of(passes)
         state.step += 1
         finished = time.perf_counter()
@@ -102,23 +101,21 @@ class StepSums:
     means: torch.Tensor | None
 
 
-def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objective) -> StepSums:
+def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective: Objective) -> StepSums:
     """Run forward, backward and step of every micro-batch of one optimizer step.
 
     counts: Window.counts summed over the data group, a tensor in the order of Counts.
     """
     scales = objective.scales(window, counts)
-    if stage_of(engine) is None:
-        done = []
-        for i, (batch, scale) in enumerate(zip(window.batches, scales)):
-            micro = objective.forward(engine, batch)
-            engine.set_gradient_accumulation_boundary(i == len(scales) - 1)
-            engine.backward(micro.loss_sum * scale.float(), scale_wrt_gas=False)
-            engine.step()
-            done.append(micro._replace(loss_sum=None))  # its graph is not kept alive
-    else:
-        done = _pipelined(engine, window.batches, scales, objective)
-    by_source = torch.stack([micro.by_source for micro in done])  # (micro-batches, 2, sources)
+
+    def loss_of(i: int, micro: MicroLoss) -> tuple[torch.Tensor, MicroLoss]:
+        return micro.loss_sum * scales[i].float(), micro._replace(loss_sum=None)
+
+    done = runner.train(window.batches, objective.forward, loss_of)
+    if not done:  # another rank sees the results
+        none = torch.zeros(2, objective.num_sources, dtype=torch.float64, device=runner.engine.device)
+        done = [MicroLoss(None, none, {})] * len(scales)
+    by_source = runner.agree(torch.stack([micro.by_source for micro in done]))  # (micro-batches, 2, sources)
     losses, units = by_source.sum(2).unbind(1)  # each loss what the objective's own is, but added up in float64
     factors = torch.stack(scales)
     # The log divides by these units of the step again.
@@ -133,20 +130,6 @@ def micro_steps(engine, window: Window, counts: torch.Tensor, objective: Objecti
         },
         means=_means(losses, window) if objective.logs_means else None,
     )
-
-
-def _pipelined(engine, batches: list[Batch], scales: list[torch.Tensor], objective: Objective) -> list[MicroLoss]:
-    """The same through the stages of a pipeline, of which the last alone has losses: it tells the others."""
-
-    def loss_of(i: int, micro: MicroLoss) -> tuple[torch.Tensor, MicroLoss]:
-        return micro.loss_sum * scales[i].float(), micro._replace(loss_sum=None)
-
-    found = forward_and_backward(engine, batches, objective.forward, loss_of)
-    engine.step()
-    by_source = torch.zeros(len(batches), 2, objective.num_sources, dtype=torch.float64, device=engine.device)
-    if found:
-        by_source = torch.stack([micro.by_source for micro in found])
-    return [MicroLoss(None, each, {}) for each in from_last(stage_of(engine), by_source)]
 
 
 def mean_of(passes: list[StepSums]) -> StepSums:

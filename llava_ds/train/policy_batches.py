@@ -7,12 +7,11 @@ an advantage, of groups whose rewards are all equal, are left out unless a refer
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from llava_ds.batch import Batch
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
@@ -22,7 +21,7 @@ from llava_ds.data.step_plan import Packing
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.objectives.grpo import PolicyBatch, advantages_of
+from llava_ds.train.objectives.grpo import Drawn, advantages_of
 from llava_ds.train.sampling import Answer
 
 
@@ -49,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class TrainedAnswer:
-    """An answer that trains, with its prompt, and how often it was given with this score (PolicyBatch)."""
+    """An answer that trains, with its prompt, and how often it was given with this score (Drawn.scores)."""
 
     prompt: AskedPrompt
     answer: Answer
@@ -166,13 +165,13 @@ def policy_batch(
     }[training.loss_type]
     scores = torch.tensor([one.score for one in answers] or [0.0], dtype=torch.float64)
     sampled = torch.tensor([value for one in answers for value in one.answer.log_probs], dtype=torch.float64)
-    batch = PolicyBatch(
-        **{field.name: getattr(plain, field.name) for field in fields(Batch)},
+    drawn = Drawn(
         scores=scores,
         weights=weights.repeat_interleave(lengths),
         shares=(times * totals.prompts / max(1.0, trained_tokens)).repeat_interleave(lengths),
         sampled=sampled,
     )
+    batch = plain.with_extra(drawn=drawn)
     sizes = [len(sample.input_ids) for sample in samples]
     tiles = {id(one): len(one) for sample in samples for one, _ in sample.media}
     pairs = sum(size * (size + 1) // 2 for size in sizes)

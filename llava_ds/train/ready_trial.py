@@ -44,6 +44,7 @@ from llava_ds.geometry import ReadyImageOptions, media_layout
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.families.ready_family import ReadyFamily, media_ids
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.loading import persistent_buffers
 from llava_ds.model.open.ready_folder import ReadyNames
@@ -411,7 +412,7 @@ def _one_by_one(
 
 @torch.no_grad()
 def _at_targets(model: LlavaModel, batch: Batch) -> torch.Tensor:
-    return model(batch, logits_at=batch.target_positions)
+    return model(batch, Logits(batch.target_positions))
 
 
 def _worst_gradient(model: LlavaModel, given: dict[str, nn.Parameter], names: ReadyNames) -> tuple[float, str]:

@@ -27,6 +27,7 @@ from llava_ds.data.step_plan import Packing
 from llava_ds.engine.tensor_parallel import part_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import LogProbs
 from llava_ds.model.loading import SUM_NUMBERS, bits_of
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.quantize import is_packed, scales_of
@@ -130,7 +131,7 @@ def log_probs(
     found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last: 1 if computed
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():
-            sums, _ = sum_by_sample(model(micro.batch, log_probs=True), micro.batch)
+            sums, _ = sum_by_sample(model(micro.batch, LogProbs()), micro.batch)
         # Ranks that share a pair have a part of its sums each.
         shown = list(range(len(micro.places)) if micro.numbers is None else micro.numbers)
         rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)

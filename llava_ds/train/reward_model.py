@@ -6,6 +6,8 @@ import torch
 
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.frozen import FrozenPlan, open_frozen
+from llava_ds.model.heads import LogProbs
+from llava_ds.model.value_head import Values
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 from llava_ds.train.objectives.dpo import sum_by_sample
@@ -41,7 +43,7 @@ class RewardModel:
             with waiting("the reward model's scores"):
                 batch = batch.to(self._device)
                 if hasattr(self._model, "value_head"):
-                    found += self._model(batch, values_at=answer_ends(batch)).tolist()
+                    found += self._model(batch, Values(answer_ends(batch))).tolist()
                 else:
-                    found += sum_by_sample(self._model(batch, log_probs=True), batch)[0].tolist()
+                    found += sum_by_sample(self._model(batch, LogProbs()), batch)[0].tolist()
         return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import BrokenSample
@@ -16,11 +17,12 @@ from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights
 from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.model.heads import LogProbs
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
 from llava_ds.runtime.waiting import queuing, waiting
-from llava_ds.train.objectives.grpo import PolicyBatch
+from llava_ds.train.objectives.ppo import ActorCritic
 from llava_ds.train.plan import Plan
 from llava_ds.train.policy_batches import (
     AskedPrompt,
@@ -253,21 +255,22 @@ class Rollouts:
         return [replace(micro, batch=batch) for micro, batch in zip(made, batches)], metrics
 
     @torch.no_grad()
-    def _with_log_probs(self, engine, batch: PolicyBatch) -> tuple[PolicyBatch, torch.Tensor | None]:
+    def _with_log_probs(self, engine, batch: Batch) -> tuple[Batch, torch.Tensor | None]:
         """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), if there is
         one."""
-        values = None
+        values, drawn = None, batch.extra["drawn"]
         if self._has_critic or self._plan.args.training.num_iterations > 1:
             engine.eval()
-            found = engine(batch, log_probs=True, temperature=self._rules.temperature)
+            head = ActorCritic if self._has_critic else LogProbs
+            found = engine(batch, head(self._rules.temperature))
             engine.train()
             old, values = found if self._has_critic else (found, None)
-            batch = replace(batch, old=old)
+            drawn = drawn._replace(old=old)
         if self._reference is not None:
             with self._precision():
-                frozen = self._reference(batch, log_probs=True, temperature=self._rules.temperature)
-            batch = replace(batch, frozen=frozen)
-        return batch, values
+                frozen = self._reference(batch, LogProbs(self._rules.temperature))
+            drawn = drawn._replace(frozen=frozen)
+        return batch.with_extra(drawn=drawn), values
 
     def _precision(self) -> torch.autocast:
         """The engine's own, which it enters by itself."""

@@ -135,10 +135,10 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
         rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
         shift = (missing.cumsum(0))[rows]  # of a token's place among all, by the padding before it
         options = {
-            "visual_pos_masks": batch.image_positions + shift[batch.image_positions],
+            "visual_pos_masks": batch.placing.positions + shift[batch.placing.positions],
             "deepstack_visual_embeds": deeper,
         }
-    for name, rows in model.layer_inputs(batch.input_ids, batch.image_positions).items():
+    for name, rows in model.layer_inputs(batch.input_ids, batch.placing.positions).items():
         parts = [F.pad(row, (0, 0, 0, 0, longest - len(row), 0)) for row in rows[0].split(lengths)]
         options[name] = torch.stack(parts)  # (B, L, layers, width)
     output = model.language_model.base_model(

@@ -28,6 +28,8 @@ from llava_ds.engine.expert_parallel import share_experts
 from llava_ds.engine.frozen import open_frozen
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
+from llava_ds.engine.pipeline import Pipelined
+from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
 from llava_ds.export.final_export import export_averages, export_model, write_model
@@ -35,10 +37,12 @@ from llava_ds.export.trial import try_export
 from llava_ds.model.attention import attention_report
 from llava_ds.model.delta_net import delta_net_report
 from llava_ds.model.families.language import is_mixture, is_upcycled
+from llava_ds.model.heads import Head
 from llava_ds.model.liger import use_liger
-from llava_ds.model.llava import LlavaModel, has_critic
+from llava_ds.model.llava import LlavaModel, all_models
 from llava_ds.model.mixture import choose_experts, routers_of
 from llava_ds.model.mlp_tiles import tile_mlps
+from llava_ds.model.shared_tokens import share_tokens
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
@@ -74,6 +78,7 @@ class Session:
     mesh: Mesh
     model: LlavaModel
     engine: deepspeed.DeepSpeedEngine
+    runner: Runner
     objective: Objective
     state: TrainState
     trackers: Trackers
@@ -111,6 +116,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started, asks)
     objective = _objective(plan, mesh)
+    runner = Pipelined(engine) if mesh.pp > 1 else Direct(engine)
     if training.objective == "dpo" and objective.loss.has_reference:
         _add_reference(plan, engine, ranks, mesh)
     if point.path is not None:
@@ -118,9 +124,9 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     state = TrainState(point.step)
     watchdog.set_samples(partial(name_samples_of, plan.steps))
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
-    _warm_up(plan, model, engine, checkpointed, memory, started)
+    _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(engine, plan, objective, tasks, trackers, ranks, mesh)
+    evaluation = Evaluation(runner, plan, objective, tasks, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
     saver = _saver(plan, engine, evaluation, ranks)
@@ -130,6 +136,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
         mesh,
         model,
         engine,
+        runner,
         objective,
         state,
         trackers,
@@ -146,7 +153,8 @@ def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, 
     """Give all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
     dtype, other = plan.resolved.compute_dtype, plan.reference
     model = engine if other is None else open_frozen(other, dtype, ranks)
-    getattr(model, "module", model).share_tokens(mesh.sp_group)
+    if other is not None and mesh.sp > 1:
+        share_tokens(model.language_model)
     described = (plan.model, plan.args.model, plan.images) if other is None else (other.model, other.args, other.images)
     reference = Reference(model, dtype, forward_digest(*described))
     workers = plan.args.data.dataloader_num_workers
@@ -164,7 +172,7 @@ def finish(session: Session) -> int:
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
     best = _take_best(session)
-    export_model(session.engine, plan.export, plan.args, plan.steps.dataset, ranks, best)
+    export_model(session.runner, plan.export, plan.args, plan.steps.dataset, ranks, best)
     if training.enable_ema:
         take_averages(session.engine, session.mesh)
         export_averages(session.engine, plan.export, training, ranks)
@@ -237,7 +245,8 @@ def _build_engine(
     print_first(*filter(None, lines))
     if args.training.use_liger_kernel:
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
-    model.share_tokens(mesh.sp_group)
+    if mesh.sp > 1:
+        share_tokens(model.language_model)
     share_experts(model, mesh)
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
@@ -245,7 +254,7 @@ def _build_engine(
     tasks = None if asks is None else asks(model)
     if plan.critic is not None:  # after what draws was made, which has no part in it
         add_critic(model, plan.critic, resolved, args, ranks)
-    models = [model, model.critic] if has_critic(model) else [model]
+    models = all_models(model).values()
     if args.training.mlp_tile_tokens is not None:
         lines = [tile_mlps(each.language_model, args.training.mlp_tile_tokens) for each in models]
         print_first(lines[0])
@@ -265,13 +274,15 @@ def _build_engine(
     return model, engine, checkpointed, rollouts, tasks
 
 
-def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: MemoryWatch, started: Start) -> None:
+def _warm_up(
+    plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
+) -> None:
     """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
-    training, config, ranks = plan.args.training, plan.resolved.config, started.ranks
+    training, config, ranks, engine = plan.args.training, plan.resolved.config, started.ranks, runner.engine
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
     moments, largest = num_moments(config) + training.enable_ema, None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
-        largest = largest_micro_batch(plan.steps, done, ranks, started.mesh)
+        largest = largest_micro_batch(plan.steps, done, probe, ranks, started.mesh)
     if largest and chooses_layers:
         with memory.warm_up(largest):
             print_first(
@@ -286,7 +297,7 @@ def _warm_up(plan: Plan, model: LlavaModel, engine, checkpointed: dict, memory: 
         print_first(f"{count} layers are compiled when they first run")
     if largest:
         with memory.warm_up(largest):
-            warm_up(engine, largest, missing_state_bytes(engine, moments))
+            warm_up(runner, largest, missing_state_bytes(engine, moments))
 
 
 def _objective(plan: Plan, mesh: Mesh) -> Objective:
@@ -295,7 +306,7 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
     if training.objective == "dpo":
         names = (field.name for field in fields(PairLoss))
         loss = PairLoss(**{name: getattr(training, name) for name in names})
-        return DPO(loss, num_sources, mesh.grad_ranks)
+        return DPO(loss, num_sources, mesh.grad_ranks, mesh)
     if training.objective == "reward":
         loss = RewardLoss(training.center_rewards_coefficient, training.reward_loss)
         return Reward(loss, num_sources, mesh.grad_ranks)

@@ -4,11 +4,11 @@
 import numpy as np
 import torch
 
+from llava_ds.batch import Batch
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.objectives.grpo import PolicyBatch
-from llava_ds.train.objectives.ppo import ValueBatch, token_rewards, whitened, with_advantages
+from llava_ds.train.objectives.ppo import Valued, token_rewards, whitened, with_advantages
 from llava_ds.train.policy_batches import Group, StepTotals, TrainedAnswer, distinct_answers, sums_of_ranks
 
 
@@ -18,8 +18,8 @@ def rewarded_answers(groups: list[Group], clip: float) -> list[list[TrainedAnswe
 
 
 def value_batches(
-    batches: list[PolicyBatch], values: list[torch.Tensor], totals: StepTotals, training: TrainingArguments, mesh: Mesh
-) -> tuple[list[ValueBatch], dict[str, torch.Tensor]]:
+    batches: list[Batch], values: list[torch.Tensor], totals: StepTotals, training: TrainingArguments, mesh: Mesh
+) -> tuple[list[Batch], dict[str, torch.Tensor]]:
     """Add advantages and returns to this rank's micro-batches of a step, by the critic's values (S,) of each.
 
     Returns also the step's numbers, as sums over prompts, by TRL's names. All ranks call it together.
@@ -43,13 +43,14 @@ def value_batches(
     return [whitened(batch, means[0], variances[0]) for batch in found], metrics
 
 
-def _joined(batches: list[ValueBatch], kl_ctl: float) -> dict[str, torch.Tensor]:
+def _joined(batches: list[Batch], kl_ctl: float) -> dict[str, torch.Tensor]:
     """Numbers of every token of all micro-batches, (tokens,) each."""
-    names = ("old", "values", "returns", "advantages", "weights", "shares")
-    found = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    drawn, valued = ([batch.extra[name] for batch in batches] for name in ("drawn", "valued"))
+    found = {name: torch.cat([getattr(each, name) for each in drawn]) for name in ("old", "weights", "shares")}
+    found |= {name: torch.cat([getattr(each, name) for each in valued]) for name in Valued._fields}
     found["errors"] = found["returns"] - found["values"]
     found["rewards"] = torch.cat([token_rewards(batch, kl_ctl) for batch in batches])
-    kl = [torch.zeros_like(batch.old) if batch.frozen is None else batch.old - batch.frozen for batch in batches]
+    kl = [torch.zeros_like(each.old) if each.frozen is None else each.old - each.frozen for each in drawn]
     return {**found, "kl": torch.cat(kl)}
 
 

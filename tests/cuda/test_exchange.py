@@ -13,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llava_ds.data.collate import collate
 from llava_ds.data.cut import Part, cut, fill
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.model.heads import SummedLoss
 from llava_ds.model.mlp_tiles import tile_mlps
+from llava_ds.model.shared_tokens import share_tokens
 
 pytestmark = pytest.mark.cuda
 
@@ -43,17 +45,17 @@ def test_forward_and_backward_of_a_part(group, rank, family, change):
     whole = fill(collate(samples, options), RANKS)
     part, tiles = cut(whole, Part(rank, RANKS), options)
     pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(whole.pixel_values[:1])
-    part = dataclasses.replace(part, pixel_values=pixels)
+    part = dataclasses.replace(part, pixel_values=pixels, trunk={"sequence_group": group})
     with gpu() as rules:
         with rules.building():
             model = built(text, tower_plan("clip", args), args, short=False)
-            model.share_tokens(group)
+            share_tokens(model.language_model)
             if change == "recomputed":
                 checkpoint_layers(model.language_model)
             if change == "tiled":
                 tile_mlps(model.language_model, 5)
         batch = part.pin_memory().to(torch.device("cuda"))
-        loss, by_source = model(batch, num_sources=1)
+        loss, by_source = model(batch, SummedLoss(1))
         assert (loss.device.type, loss.dtype, by_source.dtype) == ("cuda", torch.float32, torch.float64)
         backward(model, loss)
         assert not rules.waits

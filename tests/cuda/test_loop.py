@@ -12,6 +12,7 @@ from fake_models import Engine, Samples, arguments, built, on_gpu, sample, tower
 from llava_ds.data.collate import LoadedPair
 from llava_ds.data.loader import Window
 from llava_ds.data.step_plan import Packing
+from llava_ds.engine.runner import Direct
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
@@ -59,7 +60,7 @@ def test_steps_wait_for_nothing_and_their_numbers_are_read_where_it_says_so(name
             results.append(result)
             return 0.0
 
-        run_steps(engine, iter([window] * 3), TrainState(), 3, objective, MESH, after_step)
+        run_steps(Direct(engine), iter([window] * 3), TrainState(), 3, objective, MESH, after_step)
         assert not rules.waits and engine.calls == ["boundary False", "step", "boundary True", "step"] * 3
         tensors = [results[-1].loss, results[-1].by_source, results[-1].counts, *results[-1].metrics.values()]
         assert all(tensor.is_cuda and tensor.dtype == torch.float64 for tensor in tensors)
@@ -81,7 +82,7 @@ def test_eval_waits_for_its_sums(name):
     data.sources, data.lengths, data.wait_for = ("a", "b"), [40] * len(items), lambda samples: None
     with gpu() as rules:
         engine = engine_on(rules)
-        eval_loss(engine, data, Packing(1, 2, 1, None), 0, OBJECTIVES[name], MESH)
+        eval_loss(Direct(engine), data, Packing(1, 2, 1, None), 0, OBJECTIVES[name], MESH)
         assert set(rules.waits) == {"the eval loss"}
 
 
@@ -89,7 +90,7 @@ def test_sample_answers_wait_for_their_tokens(tokenizer):
     prompts = [SampleQuestion(i, str(i), "?", [], "", one) for i, one in enumerate(SAMPLES)]
     with gpu() as rules:
         engine = engine_on(rules)
-        answers(engine, prompts, Decoding(tokenizer, "plain", OPTIONS, 4, 512), RANKS)
+        answers(Direct(engine), prompts, Decoding(tokenizer, "plain", OPTIONS, 4, 512), RANKS)
         assert set(rules.waits) == {"the questions on their way to the device", "the next token"}
 
 

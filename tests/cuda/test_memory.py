@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConf
 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model.families.ready import register_text_models
+from llava_ds.model.heads import SummedLoss
 from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes
 from llava_ds.planning.shapes import CLIP_L_336, NAMED, shape_of
+from llava_ds.train.objectives.ppo import ActorCritic
 
 pytestmark = pytest.mark.cuda
 
@@ -156,7 +158,7 @@ def counted(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
         (micro,) = on_gpu(samples, options)
-        parts = model(micro.batch, log_probs=True) if has_critic else model(micro.batch, num_sources=1)[:1]
+        parts = model(micro.batch, ActorCritic()) if has_critic else model(micro.batch, SummedLoss(1))[:1]
         sum(part.sum() for part in parts).backward()
         found = rules.live.peak
     shape = shape_of(text, tower, args)

@@ -8,6 +8,7 @@ from fake_models import Engine, arguments, built, on_gpu, sample, tower_plan
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from llava_ds.data.loader import Window
+from llava_ds.engine.runner import Direct
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT
@@ -57,7 +58,9 @@ def run(mistake, place: str) -> None:
                 mistake(result.by_source)
             return 0.0
 
-        run_steps(engine, iter([window]), TrainState(), 1, SFT(num_sources=2, grad_ranks=1), Mesh(1, 0), after_step)
+        run_steps(
+            Direct(engine), iter([window]), TrainState(), 1, SFT(num_sources=2, grad_ranks=1), Mesh(1, 0), after_step
+        )
         assert not rules.waits
 
 

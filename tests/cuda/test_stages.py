@@ -11,7 +11,8 @@ from fake_models import arguments, built, sample, tower_plan
 from llava_ds.data.collate import collate
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.engine.pipeline import backward_from
-from llava_ds.model.stages import keep_stage
+from llava_ds.model.heads import SummedLoss
+from llava_ds.model.stages import HIDDEN, keep_stage
 
 pytestmark = pytest.mark.cuda
 
@@ -37,9 +38,9 @@ def test_forward_and_backward_of_a_stage(index, family, recomputed):
         shape = (1, batch.input_ids.shape[1], model.stage.width)
         if index > 0:
             received = torch.empty(shape, dtype=model.stage.dtype, device="cuda", requires_grad=True)
-            batch = dataclasses.replace(batch, hidden=received)
+            batch = dataclasses.replace(batch, extra={HIDDEN: received})
         if model.stage.is_last:
-            loss, _ = model(batch, num_sources=1)
+            loss, _ = model(batch, SummedLoss(1))
         else:
             output = model(batch)
             assert (tuple(output.shape), output.dtype, output.device.type) == (shape, model.stage.dtype, "cuda")

@@ -25,6 +25,7 @@ from fake_models import (
 from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.model import attention
+from llava_ds.model.heads import LogProbs, SummedLoss
 from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
@@ -64,7 +65,7 @@ def trained_once(
             if change is not None:
                 change(model)
         (micro,) = on_gpu(samples, options)
-        loss, by_source = model(micro.batch, num_sources=2)
+        loss, by_source = model(micro.batch, SummedLoss(2))
         assert (loss.device.type, loss.dtype, by_source.dtype) == ("cuda", torch.float32, torch.float64)
         backward(model, loss)
         assert not rules.waits
@@ -223,7 +224,7 @@ def test_autocast(dtype):
         (micro,) = on_gpu(samples, OPTIONS)
         with torch.autocast("cuda", dtype=dtype):
             loss = model(micro.batch)
-            log_probs = model(micro.batch, log_probs=True)
+            log_probs = model(micro.batch, LogProbs())
         assert log_probs.dtype == torch.float64
         backward(model, loss + log_probs.sum())
 
@@ -234,14 +235,15 @@ def test_float16():
         with rules.building():
             model = built(text, plan, arguments(), torch.float16, short=True)
         (micro,) = on_gpu(samples, OPTIONS)
-        backward(model, model(micro.batch) + model(micro.batch, log_probs=True).sum().float())
+        backward(model, model(micro.batch) + model(micro.batch, LogProbs()).sum().float())
 
 
 def test_pairs_of_answers_come_to_the_device_as_one_batch():
     pair = LoadedPair(*(replace(sample(OPTIONS, n, [IMAGE]), reference=-1.5) for n in (8, 12)))
     with gpu():
         (micro,) = on_gpu([pair], OPTIONS)
-        assert micro.num_samples == 1 and micro.batch.reference.is_cuda and micro.batch.reference.dtype == torch.float64
+        reference = micro.batch.extra["preferences"].reference
+        assert micro.num_samples == 1 and reference.is_cuda and reference.dtype == torch.float64
 
 
 @pytest.mark.parametrize("double_quant", [True, *rest(False)])
@@ -297,7 +299,7 @@ def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0),
             if checkpointed:
                 checkpoint_layers(model.language_model)
         (micro,) = on_gpu(talks(options), options)
-        loss, _ = model(micro.batch, num_sources=2)
+        loss, _ = model(micro.batch, SummedLoss(2))
         backward(model, loss)
         assert not rules.waits
     assert any(p.grad is not None for p in model.vision_tower.parameters()) == trained

@@ -51,10 +51,10 @@ def test_every_image_position_gets_what_its_own_layout_says(seed, options):
         return tuple(sorted((i, w) for i, w in zip(index.tolist(), weight.tolist()) if w))
 
     features = len(batch.pixel_values) * P
-    table = [*range(features), *(told(i, w) for i, w in zip(batch.pool_index, batch.pool_weight))]
-    found = [table[row] for row in batch.feature_index.tolist()]
-    found += ["newline"] * (len(batch.image_positions) - len(found))
-    found = dict(zip(batch.image_positions.tolist(), found))
+    table = [*range(features), *(told(i, w) for i, w in zip(batch.placing.pool_index, batch.placing.pool_weight))]
+    found = [table[row] for row in batch.placing.features.tolist()]
+    found += ["newline"] * (len(batch.placing.positions) - len(found))
+    found = dict(zip(batch.placing.positions.tolist(), found))
     start = first = 0
     for one in samples:
         expected = []
@@ -73,11 +73,11 @@ def test_every_image_position_gets_what_its_own_layout_says(seed, options):
 
 def lookup(batch: Batch, features: torch.Tensor) -> torch.Tensor:
     """(T,): what stands at every position, for features (N * P,), with -1 for newlines and -2 for text."""
-    pooled = (features[batch.pool_index] * batch.pool_weight).sum(1)
+    pooled = (features[batch.placing.pool_index] * batch.placing.pool_weight).sum(1)
     table = torch.cat([features, pooled])
     found = torch.full((batch.input_ids.shape[1],), -2.0)
-    found[batch.image_positions] = -1.0
-    found[batch.image_positions[: len(batch.feature_index)]] = table[batch.feature_index]
+    found[batch.placing.positions] = -1.0
+    found[batch.placing.positions[: len(batch.placing.features)]] = table[batch.placing.features]
     return found
 
 
@@ -106,7 +106,7 @@ def test_a_sample_cut_inside_an_image_does_not_shift_the_next_samples_features()
     cut = sample([1, *[IMAGE_TOKEN_INDEX] * (P - 1)], layouts=[layout])
     whole = sample([1, *[IMAGE_TOKEN_INDEX] * P, 5], layouts=[layout], colour=9)
     batch = collate([cut, whole], SQUARE)
-    assert batch.feature_index.tolist() == [0, 1, 2, 4, 5, 6, 7]
+    assert batch.placing.features.tolist() == [0, 1, 2, 4, 5, 6, 7]
     assert batch.pixel_values[:, 0, 0, 0].tolist() == [0, 9]
 
 
@@ -120,8 +120,8 @@ def test_text_only_samples_show_one_blank_image_that_is_placed_nowhere():
     batch = collate([sample([1, 2]), sample([3])], SQUARE)
     assert batch.pixel_values.shape == (1, 3, SIZE, SIZE) and batch.pixel_values.dtype == torch.uint8
     assert not batch.pixel_values.any()
-    assert len(batch.image_positions) == len(batch.feature_index) == 0
-    assert batch.feature_index.dtype == batch.image_positions.dtype == torch.int64
+    assert len(batch.placing.positions) == len(batch.placing.features) == 0
+    assert batch.placing.features.dtype == batch.placing.positions.dtype == torch.int64
 
 
 @pytest.mark.parametrize("options", ALL)
@@ -129,7 +129,7 @@ def test_an_empty_batch_is_one_token_that_counts_for_nothing(options):
     batch = collate([], options)
     assert batch.input_ids.tolist() == [[0]] and batch.cu_seqlens.tolist() == [0, 1] and batch.max_seqlen == 1
     assert batch.position_ids.tolist() == [[0]]
-    assert len(batch.targets) == len(batch.target_positions) == len(batch.image_positions) == 0
+    assert len(batch.targets) == len(batch.target_positions) == len(batch.placing.positions) == 0
     assert batch.pixel_values.shape == (1, 3, SIZE, SIZE)
     full = collate(random_samples(1, options), options)
     for field in dataclasses.fields(batch):

@@ -129,7 +129,7 @@ class Theirs(nn.Module):
         pixels = (batch.pixel_values.float() / 255 - mean) / std
         tower = inner.vision_tower.vision_tower.vision_model
         features = inner.mm_projector(tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:])
-        embeds, _ = merge_features(self.causal.get_input_embeddings()(batch.input_ids), features, batch, None)
+        embeds, _ = merge_features(self.causal.get_input_embeddings()(batch.input_ids), features, batch.placing, None)
         return self.causal(inputs_embeds=embeds, use_cache=False).logits[0]
 
     def parts_of(self, layers: list[str]) -> list[str]:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, Placing
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.engine.activation_budget import GB, ActivationMemory, PartLayers, choose_checkpointed_layers, measure
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.engine.param_groups import choose_trainable
+from llava_ds.engine.runner import Direct
 from llava_ds.engine.warm_up import LargestMicroBatch, missing_state_bytes, warm_up
 from llava_ds.model.llava import assemble
 from llava_ds.model.vision import plan_tower
@@ -37,7 +38,7 @@ class Engine:
         self.optimizer = self.basic_optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
         self.boundaries = []
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
+    def __call__(self, batch: Batch, head: object = None) -> torch.Tensor:
         return self.module(batch)
 
     def backward(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
@@ -83,10 +84,9 @@ def largest(accumulates: bool = False) -> LargestMicroBatch:
         sources=torch.zeros(len(lengths), dtype=torch.int64),
         target_samples=torch.zeros(30, dtype=torch.int64),
         pixel_values=torch.randint(255, (tiles, 3, 24, 24), generator=generator, dtype=torch.uint8),
-        pool_index=torch.zeros(0, 1, dtype=torch.int64),
-        pool_weight=torch.zeros(0, 1),
-        image_positions=torch.arange(tiles * 9),
-        feature_index=torch.arange(tiles * 9),
+        placing=Placing(
+            torch.arange(tiles * 9), torch.arange(tiles * 9), torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1)
+        ),
     )
     return LargestMicroBatch(batch, [7, 3], accumulates)
 
@@ -178,7 +178,7 @@ def test_a_warm_up_leaves_nothing_behind(accumulates):
     before = torch.get_rng_state()
     weights = [p.clone() for p in engine.module.parameters()]
     measure(engine, largest(accumulates), parts, 2)
-    warm_up(engine, largest(accumulates), 10**15)  # which is held on a GPU only
+    warm_up(Direct(engine), largest(accumulates), 10**15)  # which is held on a GPU only
     assert engine.boundaries == [*[False] * accumulates, True] * 2
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in engine.module.parameters())

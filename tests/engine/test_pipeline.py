@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
+from llava_ds.batch import Batch
 from llava_ds.engine import pipeline
 from llava_ds.engine.pipeline import forward_and_backward
-from llava_ds.model.stages import Stage
+from llava_ds.model.stages import HIDDEN, Stage
 
 WIDTH = 3
 LENGTHS = (5, 2, 7, 4, 6)
@@ -17,14 +18,15 @@ LENGTHS = (5, 2, 7, 4, 6)
 @dataclasses.dataclass(frozen=True)
 class Micro:
     input_ids: torch.Tensor
-    hidden: torch.Tensor | None = None
+    extra: dict = dataclasses.field(default_factory=dict)
+    with_extra = Batch.with_extra
 
 
 class Engine:
     """Counts steps; its module has the last stage of two."""
 
     def __init__(self) -> None:
-        stage = Stage(1, 2, None, WIDTH, 1, torch.float32, {})
+        stage = Stage(1, 2, None, WIDTH, torch.float32, {})
         self.module, self.device = SimpleNamespace(stage=stage), torch.device("cpu")
         self.boundaries, self.steps = [], 0
 
@@ -57,7 +59,7 @@ def test_the_last_stage_lets_go_of_a_micro_batch_when_its_backward_is_over(monke
 
     def forward(engine, batch):
         alive.append(sum(each() is not None for each in received))
-        return (batch.hidden**2).sum()
+        return (batch.extra[HIDDEN] ** 2).sum()
 
     monkeypatch.setattr(pipeline, "_Neighbours", Neighbours)
     engine = Engine()

@@ -25,7 +25,9 @@ from llava_ds.evaluation.judging import BestOfN, Judge, Preferring
 from llava_ds.evaluation.llava_questions import preferences
 from llava_ds.evaluation.question import with_blank_image, without_image
 from llava_ds.infer.engines import EngineOptions
+from llava_ds.model.heads import LogProbs
 from llava_ds.model.plan import plan_model
+from llava_ds.model.value_head import Values
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.objectives.dpo import sum_by_sample
 from llava_ds.train.objectives.reward import answer_ends
@@ -74,7 +76,7 @@ def toy(tmp_path_factory):
 
 @torch.no_grad()
 def trained_scores(toy) -> list[list[float]]:
-    return [toy.model(batch, values_at=answer_ends(batch)).tolist() for batch in toy.batches]
+    return [toy.model(batch, Values(answer_ends(batch))).tolist() for batch in toy.batches]
 
 
 def test_a_judge_scores_what_training_reads(toy):
@@ -93,7 +95,7 @@ def test_without_a_head_it_is_the_log_probability(toy):
     # Not toy.model, whose vocabulary lacks the folder's token for images.
     model = open_frozen(plan_alone("--model_path", str(toy.folder / "plain"), 512), torch.float32, RANKS)
     with torch.no_grad():
-        wanted = [sum_by_sample(model(batch, log_probs=True), batch)[0].tolist() for batch in toy.batches]
+        wanted = [sum_by_sample(model(batch, LogProbs()), batch)[0].tolist() for batch in toy.batches]
     for own, each in zip(found, wanted, strict=True):
         assert own == pytest.approx(each, abs=1e-3)
 

@@ -18,11 +18,13 @@ from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.runner import Direct
 from llava_ds.export import final_export, layer_by_layer
 from llava_ds.export.layer_by_layer import Deadline
 from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions
 from llava_ds.geometry import media_layout
+from llava_ds.model.heads import Logits
 from llava_ds.model.hf import HF_CLASSES, TOLERANCE
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.tf32 import allow_tf32
@@ -66,13 +68,13 @@ class Run:
 
     def end(self, **flags: object) -> str:
         args = self.args.replaced(output_dir=str(self.folder), **flags)
-        final_export.export_model(self.engine, self.export, args, self.dataset, RANKS)
+        final_export.export_model(Direct(self.engine), self.export, args, self.dataset, RANKS)
         return self.capsys.readouterr().out
 
     def compare(self, check: str = "full") -> float:
         """Of the folder as it is now."""
         with torch.no_grad():
-            logits = self.model(self.batch, logits_at=compared_positions(check, len(self), torch.device("cpu")))
+            logits = self.model(self.batch, Logits(compared_positions(check, len(self), torch.device("cpu"))))
         tower = self.model.vision_tower
         return compare_reloaded(self.folder, self.batch, self.layouts, tower.mean, tower.std, logits)
 
@@ -127,7 +129,7 @@ def test_a_sample_is_the_first_positions_and_off_is_said(run, monkeypatch):
     asked = []
     own = type(run.model).forward
     monkeypatch.setattr(
-        type(run.model), "forward", lambda self, *a, **k: asked.append(k["logits_at"].tolist()) or own(self, *a, **k)
+        type(run.model), "forward", lambda self, batch, head: asked.append(head.at.tolist()) or own(self, batch, head)
     )
     said = run.end(check_export="sample")
     assert f"(reloaded with transformers, logits at the first 64 of {len(run)} positions differ by " in said

@@ -17,6 +17,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.runner import Direct
 from llava_ds.export import adapter, final_export
 from llava_ds.export.bit_check import check_written, sums_of
 from llava_ds.geometry import media_layout
@@ -70,7 +71,7 @@ def ended(base, tmp_path, monkeypatch, capsys):
             monkeypatch.setattr(final_export, name, written)
         (tmp_path / "out").mkdir(exist_ok=True)
         try:
-            final_export.export_model(engine, planned, args, dataset, RANKS)
+            final_export.export_model(Direct(engine), planned, args, dataset, RANKS)
         finally:
             monkeypatch.undo()
             for name in ("write_card", "read_run_record", "write_trainer_state"):

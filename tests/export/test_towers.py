@@ -21,6 +21,7 @@ from llava_ds.export.trial import try_export
 from llava_ds.geometry import media_layout
 from llava_ds.infer.generate import answer, prompt_ids
 from llava_ds.infer.load import load_model
+from llava_ds.model.heads import Logits
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model
 
@@ -67,14 +68,14 @@ def test_what_was_trained_opens_again(case, tmp_path):
     ids = torch.tensor([1, 5, *[-200] * layout.num_tokens, 9, 8])
     batch = collate([LoadedSample(ids, ids.clamp(min=-100), [(tiles, layout)])], options)
     with torch.no_grad():
-        logits = model(batch, logits_at=torch.arange(len(ids)))
+        logits = model(batch, Logits(torch.arange(len(ids))))
     tower, moved = model.vision_tower, {} if form == "hf" else {"vision_tower": base["vision_tower"]}
     if form == "hf":
         assert compare_reloaded(tmp_path / "out", batch, [layout], tower.mean, tower.std, logits) < 2e-5
     again, plan_again, args_again = opened({"model_name_or_path": str(tmp_path / "out"), **moved})
     assert plan_again.images == plan.images and args_again.model.mm_projector_type == model_args.mm_projector_type
     with torch.no_grad():
-        found = again.eval()(batch, logits_at=torch.arange(len(ids)))[:, : logits.shape[1]]  # <image> may have a row
+        found = again.eval()(batch, Logits(torch.arange(len(ids))))[:, : logits.shape[1]]  # <image> may have a row
     assert torch.equal(found, logits)
     loaded = load_model(tmp_path / "out", moved=moved)
     assert loaded.image_options == options

@@ -22,6 +22,7 @@ from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.geometry import media_layout
 from llava_ds.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.infer.load import load_model
+from llava_ds.model.heads import Logits
 from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.plan import plan_model
 
@@ -84,7 +85,7 @@ def test_transformers_computes_the_same_logits(exported, paths):
         sample = sample_of(media, image_options)
         batch, layouts = collate([sample], image_options), [layout for _, layout in sample.media]
         with torch.no_grad():
-            logits = model(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
+            logits = model(batch, Logits(torch.arange(batch.input_ids.shape[1])))
         assert compare_reloaded(folder, batch, layouts, tower.mean, tower.std, logits) < 2e-5
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -94,10 +95,24 @@ def environment(project: Path) -> dict[str, str]:
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project)}
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
 def run(project: Path, ranks: int, noted: Path, flags: dict[str, object]) -> dict[str, object]:
     """One launch; ends this process with its output where it fails."""
     command = [str(project / ".venv/bin/python"), str(project / ".venv/bin/deepspeed"), "--log_level", "error"]
-    command += ["--num_accelerators", str(ranks), str(WORKER), str(project), str(noted)]
+    command += [
+        "--master_port",
+        str(free_port()),
+        "--num_accelerators",
+        str(ranks),
+        str(WORKER),
+        str(project),
+        str(noted),
+    ]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(command, env=environment(project), capture_output=True, text=True)
     if done.returncode or not noted.exists():

@@ -4,7 +4,7 @@ import torch
 import toys
 from transformers import AutoModelForCausalLM
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, Placing
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import build_projector
@@ -28,10 +28,7 @@ def batch_of(kept: tuple[int, ...]) -> Batch:
         sources=torch.zeros(len(LENGTHS), dtype=torch.int64),
         target_samples=torch.zeros(len(kept), dtype=torch.int64),
         pixel_values=torch.zeros(1, 3, 2, 2, dtype=torch.uint8),
-        pool_index=torch.zeros(0, 1, dtype=torch.int64),
-        pool_weight=torch.zeros(0, 1),
-        image_positions=none,
-        feature_index=none,
+        placing=Placing(none, none, torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1)),
     )
 
 

@@ -41,6 +41,7 @@ from llava_ds.infer.generate import (
     prompt_ids,
 )
 from llava_ds.infer.load import load_model
+from llava_ds.model.heads import Logits
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import printable
 
@@ -138,7 +139,7 @@ def test_a_wrong_export_is_noticed(built, data):
     batch = collate([LoadedSample(ids, ids, [(pixels, layout)])], square(plan))
     tower = model.vision_tower
     with torch.no_grad():
-        logits = model(batch, logits_at=torch.arange(len(ids)))
+        logits = model(batch, Logits(torch.arange(len(ids))))
     assert compare_reloaded(folder, batch, [layout], tower.mean, tower.std, logits) < 2e-5
     with pytest.raises(RuntimeError, match="other logits"):
         compare_reloaded(folder, batch, [layout], tower.mean + 0.2, tower.std, logits)

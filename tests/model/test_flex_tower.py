@@ -17,6 +17,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.flops import model_flops
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import assemble
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import read_tower
@@ -74,7 +75,7 @@ def test_pixels_and_features_are_those_of_transformers(folder, width_first):
     batch = collate(samples, options)
     with torch.no_grad():
         theirs = model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
-        found = tower(batch.pixel_values, batch.tower_inputs)
+        found = tower(batch.pixel_values, batch.tower)
     assert found.shape[1] == 1
     for mine, padded, layout in zip(found[:, 0].split([layout.num_tiles for layout in layouts]), theirs, layouts):
         torch.testing.assert_close(mine, padded[: layout.num_tiles], atol=1e-5, rtol=1e-5)
@@ -104,9 +105,7 @@ def test_a_pack_computes_what_its_samples_do_one_by_one(kind, folder, tmp_path):
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         losses.append(loss)
         with torch.no_grad():
-            found = [
-                model(b, logits_at=torch.arange(b.input_ids.shape[1])) for b in (collate(p, options) for p in packs)
-            ]
+            found = [model(b, Logits(torch.arange(b.input_ids.shape[1]))) for b in (collate(p, options) for p in packs)]
         logits.append(torch.cat(found))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     torch.testing.assert_close(logits[0], logits[1], atol=2e-5, rtol=2e-5)

@@ -10,6 +10,7 @@ from packed_step import LENGTHS, SOME, batch_of, trained_once
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.engine.compile import compile_layers
+from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.probe import examine
@@ -82,7 +83,7 @@ def test_it_computes_at_kept_positions_only_and_is_recomputed_as_a_whole():
 
 def test_logits_at_any_positions_are_those_of_the_whole_layer():
     positions = torch.tensor([7, 3, 3, 90])
-    logits = [trained_once("mistral", short)[2](batch_of(SOME), logits_at=positions) for short in (True, False)]
+    logits = [trained_once("mistral", short)[2](batch_of(SOME), Logits(positions)) for short in (True, False)]
     assert torch.equal(*logits)
 
 

@@ -15,6 +15,7 @@ from llava_ds.data.collate import collate
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import choose_trainable
+from llava_ds.model.heads import Logits
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
@@ -90,7 +91,7 @@ def test_forward_and_gradients_are_llavas(name, folder, base):
     torch.testing.assert_close((embeds.double() @ direction).float(), TENSORS[f"{name}/embeds"], rtol=0, atol=2e-5)
 
     with torch.no_grad():
-        logits = model(batch, logits_at=batch.target_positions)  # (S, V)
+        logits = model(batch, Logits(batch.target_positions))  # (S, V)
     losses = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none")
     torch.testing.assert_close(losses, TENSORS[f"{name}/losses"], rtol=0, atol=4e-5)
 

@@ -15,6 +15,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.layouts import MediaLayout
+from llava_ds.model.heads import Logits, SummedLoss
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.open import names as formats
 from llava_ds.model.plan import ModelPlan, plan_model
@@ -77,7 +78,7 @@ def test_laid_end_to_end_equals_one_at_a_time(model, dataset):
 
 def test_the_loss_is_what_the_data_sources_add_up_to(model, dataset):
     samples = [dataclasses.replace(dataset[i], source=source) for i, source in enumerate([2, 0, 2, 0])]
-    loss, by_source = model(collate(samples, dataset.image_options), num_sources=3)
+    loss, by_source = model(collate(samples, dataset.image_options), SummedLoss(3))
     for source in range(3):
         batch = collate([sample for sample in samples if sample.source == source], dataset.image_options)
         assert by_source[0, source].item() == pytest.approx(model(batch).item(), rel=1e-5)
@@ -108,11 +109,11 @@ def test_a_sample_does_not_see_its_neighbours(model, dataset):
     first, second, _ = batch.cu_seqlens[:-1].tolist()
     everywhere = torch.arange(batch.input_ids.shape[1])
     with torch.no_grad():
-        logits = model(batch, logits_at=everywhere)
+        logits = model(batch, Logits(everywhere))
         changed_ids = batch.input_ids.clone()
         changed_ids[0, first + 3 : second] = 7
         changed = Batch(**{**vars(batch), "input_ids": changed_ids})
-        again = model(changed, logits_at=everywhere)
+        again = model(changed, Logits(everywhere))
     assert not torch.equal(logits[first + 3 : second], again[first + 3 : second])
     assert torch.equal(logits[second:], again[second:])
     assert torch.equal(logits[: first + 3], again[: first + 3])  # nor does a token see those behind it
@@ -148,12 +149,12 @@ def test_logits_equal_those_of_transformers_llava(model, plan, dataset):
         for index in (0, 1, 2):
             batch = batch_of(dataset, [index])
             ids = batch.input_ids.clone()
-            ids[0, batch.image_positions] = 3
+            ids[0, batch.placing.positions] = 3
             pixels = (batch.pixel_values.float() / 255 - torch.tensor(spec.mean).view(1, 3, 1, 1)) / torch.tensor(
                 spec.std
             ).view(1, 3, 1, 1)
-            expected = reference(input_ids=ids, pixel_values=pixels if len(batch.image_positions) else None).logits[0]
-            found = model(batch, logits_at=torch.arange(ids.shape[1]))
+            expected = reference(input_ids=ids, pixel_values=pixels if len(batch.placing.positions) else None).logits[0]
+            found = model(batch, Logits(torch.arange(ids.shape[1])))
             assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
@@ -227,7 +228,7 @@ def test_pictures_are_placed_in_at_most_five_operations_none_of_which_asks_the_h
     features = model.image_features(batch.pixel_values).to(dtype)
     embeds = model.language_model.get_input_embeddings()(batch.input_ids)
     with Operations() as seen:
-        merge_features(embeds, features, batch, None)
+        merge_features(embeds, features, batch.placing, None)
     assert set(seen.names) <= {"view", "index_select", "unsqueeze", "_to_copy", "index_copy"} and len(seen.names) <= 5
 
 

@@ -33,6 +33,7 @@ from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter, me
 from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.model import lora, quantize
+from llava_ds.model.heads import Logits
 from llava_ds.model.plan import ModelPlan, part_weights, plan_model
 from llava_ds.runtime.ranks import Ranks
 
@@ -164,7 +165,7 @@ def built(base: dict[str, str], **more: object):
 @torch.no_grad()
 def logits_of(model: nn.Module, batch) -> torch.Tensor:
     with quantize.exact_products(model):
-        return model.eval()(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
+        return model.eval()(batch, Logits(torch.arange(batch.input_ids.shape[1])))
 
 
 def written(model: nn.Module, plan, args: ModelArguments, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from transformers import LlavaConfig
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import ImageOptions, media_layout
+from llava_ds.model.heads import Logits
 from llava_ds.model.open.folder import read_folder, take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.planning.shapes import shape_of_folders
@@ -99,10 +100,10 @@ def test_the_same_batch_gives_the_same_logits_whatever_the_format(base, llava, t
         image_options = ImageOptions(plan.images.size, plan.images.patch_size, plan.images.mean)
         batch = batch_for(plan, image_options, [5, 6])
         with torch.no_grad():
-            logits.append(model(batch, logits_at=torch.arange(batch.input_ids.shape[1])))
+            logits.append(model(batch, Logits(torch.arange(batch.input_ids.shape[1]))))
     assert all(torch.equal(logits[0], other) for other in logits[1:])
     ids = batch.input_ids.clone()
-    ids[0, batch.image_positions] = 3
+    ids[0, batch.placing.positions] = 3
     pixels = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
     with torch.no_grad():
         theirs = llava(input_ids=ids, pixel_values=pixels).logits[0]
@@ -154,10 +155,10 @@ def test_models_of_tiles_say_how_they_are_shown_pictures(kind, tower, base, tmp_
     batch = batch_for(plan, image_options, [5, 6], size)
     pixels = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
     with torch.no_grad():
-        logits = model(batch, logits_at=torch.arange(batch.input_ids.shape[1]))
+        logits = model(batch, Logits(torch.arange(batch.input_ids.shape[1])))
         more = {"batch_num_images": torch.tensor([1])} if kind == "llava_onevision" else {}
         ids = batch.input_ids.clone()
-        ids[0, batch.image_positions] = 3
+        ids[0, batch.placing.positions] = 3
         wanted = theirs(input_ids=ids, pixel_values=pixels[None], image_sizes=torch.tensor([size[::-1]]), **more)
     torch.testing.assert_close(logits, wanted.logits[0], atol=5e-5, rtol=5e-5)
 

@@ -105,7 +105,7 @@ def test_features_and_their_gradients_are_those_of_llava_next(merge, ratio, mode
     newline = Newline(WIDTH)
     torch.nn.init.normal_(newline.embedding, generator=generator)
     embeds = torch.zeros(1, batch.input_ids.shape[1], WIDTH)
-    placed = merge_features(embeds, features, batch, newline if options.has_newline else None)[0][0]
+    placed = merge_features(embeds, features, batch.placing, newline if options.has_newline else None)[0][0]
     found = placed[(batch.input_ids[0] == 0)]
 
     parts = features.split(tiles)

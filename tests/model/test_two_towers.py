@@ -21,6 +21,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.export.export_plan import export_format
 from llava_ds.geometry import media_layout
 from llava_ds.infer.load import load_model
+from llava_ds.model.heads import Logits
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import read_tower
@@ -66,9 +67,9 @@ def test_features_of_both_lie_beside_each_other_in_every_format(folders, tmp_pat
     ids = torch.tensor([1, 5, *[-200] * layout.num_tokens, 9, 8])
     batch = collate([LoadedSample(ids, ids.clamp(min=-100), [(pixels[:1], layout)])], options)
     with torch.no_grad():
-        logits = model(batch, logits_at=torch.arange(len(ids)))
+        logits = model(batch, Logits(torch.arange(len(ids))))
         again, plan_again, _ = opened({"model_name_or_path": str(tmp_path / "out")})  # which names both
-        assert torch.equal(again.eval()(batch, logits_at=torch.arange(len(ids))), logits)
+        assert torch.equal(again.eval()(batch, Logits(torch.arange(len(ids)))), logits)
         loaded = load_model(tmp_path / "out")
         shown = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
         torch.testing.assert_close(embed_batch(loaded.model, batch, shown), model.embed(batch))

@@ -23,7 +23,7 @@ from llava_ds.export.from_folder import open_folder
 from llava_ds.export.output_folder import write_folder
 from llava_ds.export.trial import try_export
 from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import FILE
+from llava_ds.model.value_head import FILE, Values
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
@@ -60,7 +60,7 @@ def test_it_takes_the_last_hidden_state_at_the_positions(toy):
     """Of transformers' own model, one sample at a time; the model's last layer is computed at the positions alone."""
     reference = hf_model(toy.base)
     last = toy.batch.cu_seqlens[1:].long() - 1
-    found = toy.model(toy.batch, values_at=last)
+    found = toy.model(toy.batch, Values(last))
     assert found.dtype == torch.float32 and found.shape == (3,)
     whole = []
     for i in (0, 1, 2):
@@ -74,7 +74,7 @@ def test_it_takes_the_last_hidden_state_at_the_positions(toy):
 
 def test_a_rank_without_positions_takes_part_with_gradients_of_zero(toy):
     toy.model.zero_grad()
-    toy.model(toy.batch, values_at=toy.batch.target_positions[:0]).sum().backward()
+    toy.model(toy.batch, Values(toy.batch.target_positions[:0])).sum().backward()
     assert toy.model.value_head.weight.grad.abs().sum() == 0
     layer = toy.model.language_model.model.layers[0].self_attn.q_proj.weight
     assert layer.grad is not None and not layer.grad.any()
@@ -104,7 +104,7 @@ def test_a_frozen_model_from_the_folder_gives_the_same_values(toy, form, tmp_pat
     assert not frozen.training and not any(p.requires_grad for p in frozen.parameters())
     at = toy.batch.target_positions
     with torch.no_grad():
-        assert torch.equal(frozen(toy.batch, values_at=at), toy.model(toy.batch, values_at=at))
+        assert torch.equal(frozen(toy.batch, Values(at)), toy.model(toy.batch, Values(at)))
 
 
 def test_a_reference_needs_no_head(toy):

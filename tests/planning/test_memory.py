@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPVisionConfig, LlamaConfig, Qwen2Config
 
-from llava_ds.batch import Batch
+from llava_ds.batch import Batch, Placing
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import num_moments
@@ -268,10 +268,9 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
         sources=torch.zeros(len(lengths), dtype=torch.int64),
         target_samples=torch.zeros(num_supervised, dtype=torch.int64),
         pixel_values=torch.zeros(num_tiles, 3, 24, 24, dtype=torch.uint8),
-        pool_index=torch.zeros(0, 1, dtype=torch.int64),
-        pool_weight=torch.zeros(0, 1),
-        image_positions=torch.arange(features),
-        feature_index=torch.arange(features),
+        placing=Placing(
+            torch.arange(features), torch.arange(features), torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1)
+        ),
     )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(batch)

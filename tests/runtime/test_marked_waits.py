@@ -13,6 +13,7 @@ from llava_ds.checkpoint.saver import Saver
 from llava_ds.data.loader import MicroBatch
 from llava_ds.engine.gather import on_host
 from llava_ds.engine.non_finite import SKIPPED, settle_skipped_steps
+from llava_ds.engine.runner import Direct
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement
@@ -121,13 +122,13 @@ def test_a_step_is_queued_under_a_mark(marks, monkeypatch):
     windows = iter([SimpleNamespace(counts=(1, 1), micro_batches=[], passes=1)])
     started = SimpleNamespace(**vars(engine()), optimizer=SimpleNamespace(param_groups=[]))
     with pytest.raises(StopHere):
-        loop.run_steps(started, windows, TrainState(), 1, None, Mesh.of(RANKS), None)
+        loop.run_steps(Direct(started), windows, TrainState(), 1, None, Mesh.of(RANKS), None)
     assert marks.found == [QUEUE]
 
 
 def test_an_eval_loss_is_queued_and_then_waited_for(marks, monkeypatch):
     monkeypatch.setattr(evals, "micro_batches", lambda *_: [MICRO])
-    evals.eval_loss(engine(), OneSample(), PACKING, 0, Objective(marks.note), Mesh.of(RANKS))
+    evals.eval_loss(Direct(engine()), OneSample(), PACKING, 0, Objective(marks.note), Mesh.of(RANKS))
     assert marks.found[0] == QUEUE and set(marks.found[1:]) == {"the eval loss"}
 
 
@@ -135,7 +136,7 @@ def test_reference_log_probabilities_are_queued_and_then_waited_for(marks, monke
     started = engine()
 
     class Engine(SimpleNamespace):
-        def __call__(self, batch, log_probs: bool):
+        def __call__(self, batch, head):
             marks.note()
 
     monkeypatch.setattr(reference, "micro_batches", lambda *_: [MICRO])

@@ -23,6 +23,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.non_finite import settle_skipped_steps, skipped_steps
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
+from llava_ds.engine.runner import Direct
 from llava_ds.engine.start import start_engine
 from llava_ds.model import attention
 from llava_ds.model.plan import plan_model
@@ -156,7 +157,7 @@ def run(engine, window, ranks: Ranks, num_steps: int, agreement: Agreement | Non
 
     mesh = Mesh.of(ranks)
     objective = SFT(num_sources=2, grad_ranks=mesh.grad_ranks)
-    run_steps(engine, itertools.repeat(window), TrainState(), num_steps, objective, mesh, after_step)
+    run_steps(Direct(engine), itertools.repeat(window), TrainState(), num_steps, objective, mesh, after_step)
     return results
 
 

@@ -6,6 +6,7 @@ import toys
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.step_plan import steps_between
+from llava_ds.engine.runner import Direct
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evals import Decoding, answers, prompts_of
 
@@ -37,9 +38,9 @@ class Repeating:
 
     def train(self) -> None: ...
 
-    def __call__(self, batch, logits_at):
+    def __call__(self, batch, head):
         self.longest = max(self.longest, batch.max_seqlen)
-        return torch.nn.functional.one_hot(torch.full_like(logits_at, self.token), 400).float()
+        return torch.nn.functional.one_hot(torch.full_like(head.at, self.token), 400).float()
 
 
 def test_no_answer_goes_on_behind_the_length_of_samples(tmp_path, tokenizer):
@@ -49,7 +50,7 @@ def test_no_answer_goes_on_behind_the_length_of_samples(tmp_path, tokenizer):
     lengths = [len(prompt.sample.input_ids) for prompt in prompts]
     [token] = tokenizer("yes", add_special_tokens=False).input_ids[-1:]
     engine, limit = Repeating(token), max(lengths) + 3
-    answers(engine, prompts, Decoding(tokenizer, "v1", dataset.image_options, 5, limit), alone)
+    answers(Direct(engine), prompts, Decoding(tokenizer, "v1", dataset.image_options, 5, limit), alone)
     # The last token of an answer is not read again.
     assert engine.longest == max(length + min(5, limit - length) - 1 for length in lengths) < limit
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import toys
 
+from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
@@ -15,6 +16,7 @@ from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.twin import frozen_copy, twin_of
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import Logits, LogProbs
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
@@ -95,7 +97,7 @@ def rows_alone(toy, prompt: LoadedSample, answer: Answer) -> torch.Tensor:
     row = torch.cat([prompt.input_ids, ids])
     sample = LoadedSample(row, torch.cat([torch.full_like(prompt.input_ids, IGNORE_INDEX), ids]), prompt.media)
     batch = collate([sample], toy.options)
-    logits = toy.model(batch, logits_at=batch.target_positions)
+    logits = toy.model(batch, Logits(batch.target_positions))
     return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
@@ -140,8 +142,8 @@ def test_other_temperatures_and_fewer_tokens(toy, top):
     first = torch.tensor([answer.ids[0] for answer in answers])
     batch = collate([with_answer(toy.prompts[0], (first[0].item(),))], toy.options)
     with torch.no_grad():
-        [trained] = toy.model(batch, log_probs=True, temperature=0.6).tolist()
-        [logits] = toy.model(batch, logits_at=batch.target_positions)
+        [trained] = toy.model(batch, LogProbs(0.6)).tolist()
+        [logits] = toy.model(batch, Logits(batch.target_positions))
     probs, order = (logits.double() / 0.6).softmax(-1).sort(descending=True)
     probs = torch.where(torch.arange(len(probs)) < (rules.top_k or len(probs)), probs, 0.0)
     probs = probs / probs.sum()
@@ -223,7 +225,7 @@ def test_the_loss_after_an_update_is_trls(toy, loss_type, level, beta, scale):
     total, clipped = 0.0, 0.0
     for micro in batches_of(toy, training, groups, Packing(1, 1, 1, 200)):
         batch = with_log_probs(micro.batch, made)
-        done = GRPO(loss, 1, 1).forward(lambda _, rows=batch.rows, **options: rows, batch.batch)
+        done = GRPO(loss, 1, 1).forward(lambda _, head, rows=batch.rows: rows, batch.batch)
         total += done.loss_sum.item()
         clipped += done.metrics["clip_ratio/region_mean"].item()
         assert done.by_source[0].sum().item() == pytest.approx(done.loss_sum.item(), abs=1e-12)
@@ -231,13 +233,17 @@ def test_the_loss_after_an_update_is_trls(toy, loss_type, level, beta, scale):
     assert clipped > 0
 
 
+def with_drawn(batch: Batch, **changed: torch.Tensor) -> Batch:
+    return batch.with_extra(drawn=batch.extra["drawn"]._replace(**changed))
+
+
 def with_log_probs(batch, made: dict[Answer, tuple[torch.Tensor, ...]]) -> SimpleNamespace:
     """The batch with made log-probabilities: of the answers, recognised by what was noted when they were drawn."""
     sizes = torch.bincount(batch.target_samples).tolist()
-    keys = [tuple(part.tolist()) for part in batch.sampled.split(sizes)]
+    keys = [tuple(part.tolist()) for part in batch.extra["drawn"].sampled.split(sizes)]
     by_rows = {answer.log_probs: values for answer, values in made.items()}
     old, rows, frozen = (torch.cat(parts) for parts in zip(*(by_rows[key] for key in keys)))
-    return SimpleNamespace(batch=dataclasses.replace(batch, old=old, frozen=frozen), rows=rows)
+    return SimpleNamespace(batch=with_drawn(batch, old=old, frozen=frozen), rows=rows)
 
 
 def test_groups_without_signal_train_only_with_a_reference_and_truncated_answers_can_be_left_out(toy):

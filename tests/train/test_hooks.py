@@ -43,6 +43,7 @@ class FakeSession:
         args, dataset = SimpleNamespace(training=training), SimpleNamespace(is_streamed=False)
         self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10, dataset=dataset))
         self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
+        self.runner = SimpleNamespace(engine=None)
         self.mesh = ALONE
         self.stop = SimpleNamespace(agreed=lambda step_s, ahead_s: stops, saved=lambda seconds: None)
         self.watchdog = SimpleNamespace(set_phase=lambda phase, step: None)
@@ -205,6 +206,7 @@ def test_the_report_is_left_after_the_files_that_it_shows(tmp_path, capsys):
     session, order = FakeSession(), []
     session.state.step, session.memory, session.mesh = 10, nullcontext(), SimpleNamespace(dp_rank=0)
     session.engine = SimpleNamespace(train=lambda: None, device=torch.device("cpu"))
+    session.runner = SimpleNamespace(engine=session.engine)
     session.stop.training = lambda limit, ranks: nullcontext()
     session.plan.output_dir, session.plan.args.data = tmp_path, SimpleNamespace(dataloader_num_workers=0)
     session.plan.args.training.max_run_time = session.objective = None

@@ -13,7 +13,7 @@ from llava_ds.train.out_of_memory import MemoryWatch
 from llava_ds.train.state import TrainState
 
 CPU = torch.device("cpu")
-BATCH = SimpleNamespace(input_ids=torch.zeros(1, 300), pixel_values=torch.zeros(4, 1))
+BATCH = SimpleNamespace(input_ids=torch.zeros(1, 300), pixel_values=torch.zeros(4, 1), extra={})
 
 
 class Engine(torch.nn.Module):

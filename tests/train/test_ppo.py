@@ -11,6 +11,7 @@ import torch
 import toys
 from launching import ROOT
 
+from llava_ds.batch import Batch
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.collate import LoadedSample, collate
@@ -21,10 +22,13 @@ from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.twin import twin_of
 from llava_ds.export.tensors import live_entries
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import Logits
 from llava_ds.model.plan import plan_model
+from llava_ds.model.value_head import Values
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.objectives.ppo import PPO, ActorCriticLoss, advantages_over, token_rewards
+from llava_ds.train.objectives.grpo import Drawn
+from llava_ds.train.objectives.ppo import PPO, ActorCritic, ActorCriticLoss, advantages_over, token_rewards
 from llava_ds.train.policy_batches import AskedPrompt, Group, pack, policy_batch, totals_of
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.value_batches import rewarded_answers, value_batches
@@ -128,8 +132,15 @@ def made_of(groups: list[Group]) -> dict[Answer, tuple[torch.Tensor, ...]]:
 def parts_of(batch, made: dict[Answer, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     """What was made for the answers of a batch, which are recognised by what was noted when they were drawn."""
     by_rows = {answer.log_probs: values for answer, values in made.items()}
-    keys = [tuple(part.tolist()) for part in batch.sampled.split(torch.bincount(batch.target_samples).tolist())]
+    keys = [
+        tuple(part.tolist())
+        for part in batch.extra["drawn"].sampled.split(torch.bincount(batch.target_samples).tolist())
+    ]
     return [torch.cat(parts) for parts in zip(*(by_rows[key] for key in keys))]
+
+
+def with_drawn(batch: Batch, **changed: torch.Tensor) -> Batch:
+    return batch.with_extra(drawn=batch.extra["drawn"]._replace(**changed))
 
 
 def step_of(toy, groups: list[Group], training, fill, packing: Packing = PACKING):
@@ -139,7 +150,7 @@ def step_of(toy, groups: list[Group], training, fill, packing: Packing = PACKING
     for each in pack(units, packing):
         batch = policy_batch(each, totals, totals.tokens, training, toy.options).batch
         old, frozen, own = fill(batch)
-        batches.append(dataclasses.replace(batch, old=old, frozen=frozen))
+        batches.append(with_drawn(batch, old=old, frozen=frozen))
         values.append(own)
     return value_batches(batches, values, totals, training, MESH)
 
@@ -165,10 +176,11 @@ def test_rewards_of_tokens_are_the_penalty_and_the_score_at_the_end():
     samples = torch.tensor([0, 0, 1, 2, 2, 2])
     old, frozen = torch.rand(2, 6, dtype=torch.float64)
     scores = torch.tensor([2.0, -1.0, 4.0], dtype=torch.float64)
-    batch = SimpleNamespace(old=old, frozen=frozen, target_samples=samples, scores=scores)
+    drawn = Drawn(scores, weights=None, shares=None, sampled=None, old=old, frozen=frozen)
+    batch = SimpleNamespace(extra={"drawn": drawn}, target_samples=samples)
     ends = torch.tensor([0, 2.0, -1.0, 0, 0, 4.0], dtype=torch.float64)
     assert torch.equal(token_rewards(batch, 0.5), -0.5 * (old - frozen) + ends)
-    batch.frozen = None
+    batch.extra["drawn"] = drawn._replace(frozen=None)
     assert torch.equal(token_rewards(batch, 0.0), ends)
 
 
@@ -201,7 +213,7 @@ def test_the_step_is_the_textbooks(toy, kl_ctl):
     critic = 0.5 * np.maximum((values - wanted.returns) ** 2, (clipped - wanted.returns) ** 2)
     total, clip_share, value_share = 0.0, 0.0, 0.0
     for batch in batches:
-        done = PPO(loss, 1, 1).forward(lambda each, **options: parts_of(each, moved), batch)
+        done = PPO(loss, 1, 1).forward(lambda each, head: parts_of(each, moved), batch)
         total += done.loss_sum.item()
         clip_share += done.metrics["policy/clipfrac_avg"].item() / len(groups)
         value_share += done.metrics["val/clipfrac_avg"].item() / len(groups)
@@ -218,8 +230,8 @@ def one_alone(toy, model, prompt: LoadedSample, answer: Answer, values: bool) ->
     labels = torch.cat([torch.full_like(prompt.input_ids, IGNORE_INDEX), ids])
     batch = collate([LoadedSample(torch.cat([prompt.input_ids, ids]), labels, prompt.media)], toy.options)
     if values:
-        return model(batch, values_at=batch.target_positions).double()
-    logits = model(batch, logits_at=batch.target_positions)
+        return model(batch, Values(batch.target_positions)).double()
+    logits = model(batch, Logits(batch.target_positions))
     return logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
@@ -230,7 +242,7 @@ def test_the_first_pass_has_every_ratio_1_and_the_plain_gradient(toy, packing):
 
     def fill(batch):
         with torch.no_grad():
-            old, values = toy.model.eval()(batch, log_probs=True)
+            old, values = toy.model.eval()(batch, ActorCritic())
         return old, old - 0.1, values
 
     batches, _ = step_of(toy, groups, training, fill, packing)
@@ -269,9 +281,9 @@ def test_an_empty_micro_batch_takes_part_with_nothing(toy):
     groups, training = groups_of(toy), flags()
     totals = totals_of(groups, MESH, CPU)
     batch = policy_batch([], totals, totals.tokens, training, toy.options).batch
-    old, values = toy.model(batch, log_probs=True)
+    old, values = toy.model(batch, ActorCritic())
     batches, _ = value_batches(
-        [dataclasses.replace(batch, old=old.detach(), frozen=old.detach())], [values.detach()], totals, training, MESH
+        [with_drawn(batch, old=old.detach(), frozen=old.detach())], [values.detach()], totals, training, MESH
     )
     toy.model.zero_grad()
     done = PPO(ActorCriticLoss(), 1, 1).forward(toy.model, batches[0])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from llava_ds.data.collate import Preferences
 from llava_ds.train.objectives.reward import Reward, RewardLoss
 
 # Supervised tokens of two pairs; the answers of the first begin alike, the last two are equal.
@@ -22,7 +23,7 @@ def made(margins: torch.Tensor | None = None) -> SimpleNamespace:
         targets=torch.tensor([token for own in ANSWERS for token in own]),
         target_samples=torch.arange(4).repeat_interleave(torch.tensor([len(own) for own in ANSWERS])),
         sources=torch.tensor([0, 0, 1, 1]),
-        margins=margins,
+        extra={"preferences": Preferences(margins=margins)},
     )
 
 
@@ -31,7 +32,7 @@ NUMBERS = torch.randn(21, generator=torch.Generator().manual_seed(0))  # of ever
 
 def run(loss: RewardLoss, batch: SimpleNamespace):
     rows = NUMBERS.clone().requires_grad_()
-    return Reward(loss, 2, 1).forward(lambda _, values_at: rows[values_at], batch), rows
+    return Reward(loss, 2, 1).forward(lambda _, head: rows[head.at], batch), rows
 
 
 def cost(gap: float) -> float:
@@ -71,7 +72,7 @@ def test_a_rank_without_pairs_takes_part_with_gradients_of_zero(kind):
         targets=none,
         target_samples=none,
         sources=torch.zeros(1, dtype=torch.int64),
-        margins=None,
+        extra={},
     )
     found, rows = run(RewardLoss(reward_loss=kind), batch)
     found.loss_sum.backward()

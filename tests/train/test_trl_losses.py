@@ -3,7 +3,6 @@
 run/dev/compare_trl.py fixture writes the file, by TRL's own code.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,15 +73,15 @@ def test_the_loss_of_answers(result, monkeypatch):
     # Every answer is recognised by the log-probabilities that it was drawn with.
     numbers = [answer["log_probs"] for group in POLICY["groups"] for answer in group["answers"]]
     micro = policy_batch(every, totals, 1.0, training, toys.image_options())
-    parts = [part.tolist() for part in micro.batch.sampled.split([len(one.answer.ids) for one in every])]
+    parts = [part.tolist() for part in micro.batch.extra["drawn"].sampled.split([len(one.answer.ids) for one in every])]
     named = {
         name: torch.tensor([value for part in parts for value in POLICY[name][numbers.index(part)]]).double()
         for name in ("rows", "old", "frozen")
     }
     rows = named.pop("rows")
-    batch = dataclasses.replace(micro.batch, **named)
+    batch = micro.batch.with_extra(drawn=micro.batch.extra["drawn"]._replace(**named))
     high = settings.get("epsilon_high", settings["epsilon"])
     others = (settings[name] for name in ("importance_sampling_level", "beta", "use_bias_correction_kl"))
     loss = PolicyLoss(settings["epsilon"], high, *others)
-    found = GRPO(loss, 1, 1).forward(lambda _, **options: rows, batch).loss_sum.item()
+    found = GRPO(loss, 1, 1).forward(lambda _, head: rows, batch).loss_sum.item()
     assert found == pytest.approx(result["loss"], rel=3 * FLOAT32, abs=3 * FLOAT32)

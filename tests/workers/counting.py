@@ -53,7 +53,8 @@ class _CountedError(Exception):
     """Ends main() where the rest does not matter."""
 
 
-def run_steps(engine, windows, *_given):
+def run_steps(runner, windows, *_given):
+    engine = runner.engine
     engine.train()
     for _ in range(3):
         window = next(windows)

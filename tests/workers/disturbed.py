@@ -42,9 +42,9 @@ class Disturbed:
         return fault if fault and fault["rank"] == torch.distributed.get_rank() else {}
 
     def model(self, forward):
-        def changed(model, batch, num_sources):
+        def changed(model, batch, head):
             self.step += 1
-            (loss, by_source), fault = forward(model, batch, num_sources=num_sources), self.fault
+            (loss, by_source), fault = forward(model, batch, head), self.fault
             if fault.get("where") == "loss":
                 loss = loss * fault["value"]
                 by_source[0] *= fault["value"]  # which the log adds up

@@ -22,6 +22,7 @@ from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.process_group import init_ranks
+from llava_ds.engine.runner import Direct
 from llava_ds.engine.start import check_engine, start_engine
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import quiet_libraries
@@ -107,7 +108,7 @@ def run(case: dict, folder: Path, ranks) -> dict:
         return 0.0
 
     objective = SFT(grad_ranks=mesh.grad_ranks)
-    run_steps(engine, windows(ranks.rank), TrainState(), STEPS, objective, mesh, after_step)
+    run_steps(Direct(engine), windows(ranks.rank), TrainState(), STEPS, objective, mesh, after_step)
     answer = {
         "losses": losses,
         "rates": rates,

@@ -26,6 +26,7 @@ from llava_ds.engine.gather import gathered
 from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.pieces import layout_file, layout_text
 from llava_ds.engine.process_group import init_ranks
+from llava_ds.engine.runner import Direct
 from llava_ds.engine.start import start_engine
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
@@ -106,7 +107,7 @@ def run(case: dict, ranks: Ranks) -> dict:
         said = restore(engine, ResumePoint(folder, SAVED, case["world_size"]), ranks, seed=1)
     mesh = Mesh.of(ranks)
     objective = SFT(grad_ranks=mesh.grad_ranks)
-    run_steps(engine, windows(ranks, state.step), state, STEPS, objective, mesh, after_step)
+    run_steps(Direct(engine), windows(ranks, state.step), state, STEPS, objective, mesh, after_step)
     names = {p: name for name, p in engine.module.named_parameters()}
     weights = {name: tensor.tolist() for name, tensor in gathered(((names[p], p) for p in names), ranks)}
     keys = ("lr", "weight_decay", "betas", "momentum", "eps")

@@ -19,6 +19,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.plan import plan_model
+from llava_ds.model.shared_tokens import share_tokens
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import gather
 
@@ -59,9 +60,10 @@ def main() -> None:
     alone = kept_bytes(model, whole)
 
     mesh = Mesh.of(ranks, ranks.world_size)
-    model.share_tokens(mesh.sp_group)
+    share_tokens(model.language_model)
     part, tiles = cut(fill(whole, mesh.sp), Part(mesh.sp_rank, mesh.sp), options)
-    part = dataclasses.replace(part, pixel_values=whole.pixel_values[tiles] if tiles else torch.zeros_like(image[:1]))
+    pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(image[:1])
+    part = dataclasses.replace(part, pixel_values=pixels, trunk={"sequence_group": mesh.sp_group})
     shared = gather(kept_bytes(model, part), ranks)
     if ranks.is_first:
         print(json.dumps({"alone": alone, "shared": shared}))

@@ -67,7 +67,7 @@ class ReadyFamily:
     the same of the modules that make up the connector, and the beginning of their names in it; tiles: from the whole
     configuration, the image processor's settings, the whole processor's and the tokenizer, or raise ValueError that
     says why such a model can't be trained; build_connector: from the whole configuration;
-    features: (N, 3, S, S) normalised pixels, and Batch.tower_inputs, through the vision model to what connect takes;
+    features: (N, 3, S, S) normalised pixels, and Batch.tower, through the vision model to what connect takes;
     connect: those through the connector to (N, P, D), or (N, P, K * D) where K - 1 further features are added behind
     the language model's first layers; patch_embedding: the vision model's first layer; processed: from the whole
     configuration, normalised pixels and the layouts of their images, the pixels as the family's image processor gives

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
-from llava_ds.model.exchange import sum_of_parts
+from llava_ds.data.collate import Preferences
+from llava_ds.model.heads import LogProbs
 from llava_ds.train.objectives.objective import MicroLoss
 from llava_ds.train.objectives.pairs import PairObjective
 
@@ -86,19 +87,18 @@ class DPO(PairObjective):
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on both answers of every pair, with one pass of the tower over their images."""
-        rows = engine(batch, log_probs=True)  # (S,)
-        answers, lengths = sum_by_sample(rows, batch)  # (A,) each
-        if batch.parts > 1:
-            answers, lengths = (sum_of_parts(each, engine.module.sequence_group) for each in (answers, lengths))
+        rows = engine(batch, LogProbs())  # (S,)
+        answers, lengths = map(self.mesh.complete, sum_by_sample(rows, batch))  # (A,) each
         pairs = len(answers) // 2  # a rank without pairs has one sample that counts for nothing
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
-        reference = torch.zeros_like(log_probs) if batch.reference is None else batch.reference.view(pairs, 2)
+        reference = batch.extra.get("preferences", Preferences()).reference
+        reference = torch.zeros_like(log_probs) if reference is None else reference.view(pairs, 2)
         losses = self.loss(log_probs, reference, lengths)  # (pairs,)
         counted = torch.ones_like(losses).detach()
-        if batch.parts > 1:
+        if self.mesh.sp > 1:
             # All ranks that share a pair log it, and nothing of one that some rank could not decode is supervised.
             is_shown = lengths.amin(1) > 0
-            losses, counted = torch.where(is_shown, losses, 0.0), is_shown / batch.parts
+            losses, counted = torch.where(is_shown, losses, 0.0), is_shown / self.mesh.sp
         metrics = self._metrics(log_probs.detach(), reference, lengths)
         sums = {name: (each * counted).sum() for name, each in metrics.items()}
         return self.micro_loss(losses, rows, batch, sums, counted)

@@ -2,21 +2,21 @@
 """Group relative policy optimisation: answers that are better than the others to their prompt gain probability."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.model.heads import SUMMED, LogProbs
 from llava_ds.train.objectives.dpo import sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
 POLICY_LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
 
 
-@dataclass(frozen=True)
-class PolicyBatch(Batch):
-    """A micro-batch of answers that a model gave to prompts.
+class Drawn(NamedTuple):
+    """Numbers of a micro-batch of answers that a model gave to prompts: Batch.extra["drawn"].
 
     scores (A,) float64: the advantage of each answer, with PPO its reward; weights (S,) float64, of each token's loss
     in the loss of the step; shares (S,) float64, of each token in a mean over the tokens that train, times the prompts
@@ -25,10 +25,10 @@ class PolicyBatch(Batch):
     model, None without one.
     """
 
-    scores: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    shares: torch.Tensor | None = None
-    sampled: torch.Tensor | None = None
+    scores: torch.Tensor
+    weights: torch.Tensor
+    shares: torch.Tensor
+    sampled: torch.Tensor
     old: torch.Tensor | None = None
     frozen: torch.Tensor | None = None
 
@@ -59,33 +59,36 @@ class GRPO:
     num_sources: int
     grad_ranks: int
     logs_means = False
+    probe = SUMMED
 
-    def forward(self, engine, batch: PolicyBatch) -> MicroLoss:
+    def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on the answers of every prompt, with one pass of the tower over its images."""
         losses, metrics = self._losses(engine, batch)
-        weighted = losses * batch.weights
+        drawn: Drawn = batch.extra["drawn"]
+        weighted = losses * drawn.weights
         sources = batch.sources[batch.target_samples]
         is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, S)
-        parts = (weighted.detach(), batch.weights)
+        parts = (weighted.detach(), drawn.weights)
         by_source = torch.stack([torch.where(is_from, part, 0.0).sum(1) for part in parts])
         return MicroLoss(
-            weighted.sum(), by_source, {name: (each * batch.shares).sum() for name, each in metrics.items()}
+            weighted.sum(), by_source, {name: (each * drawn.shares).sum() for name, each in metrics.items()}
         )
 
-    def _losses(self, engine, batch: PolicyBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _losses(self, engine, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of every token (S,), and metrics of every token, (S,) each."""
-        rows = engine(batch, log_probs=True, temperature=self.loss.temperature)  # (S,)
-        loss, old = self.loss, rows.detach() if batch.old is None else batch.old
+        rows = engine(batch, LogProbs(self.loss.temperature))  # (S,)
+        loss, drawn = self.loss, batch.extra["drawn"]
+        old = rows.detach() if drawn.old is None else drawn.old
         log_ratio = rows - old
         if loss.importance_sampling_level == "sequence":
             sums, lengths = sum_by_sample(log_ratio, batch)  # (A,)
             log_ratio = (sums / lengths.clamp(min=1))[batch.target_samples]
-        ratio, advantages = log_ratio.exp(), batch.scores[batch.target_samples]
+        ratio, advantages = log_ratio.exp(), drawn.scores[batch.target_samples]
         losses, low, high = clipped_losses(ratio, advantages, loss.epsilon, loss.epsilon_high)
         numbers = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
-        numbers["sampling_gap"] = (old - batch.sampled).abs()
+        numbers["sampling_gap"] = (old - drawn.sampled).abs()
         if loss.beta:
-            gap = batch.frozen - rows
+            gap = drawn.frozen - rows
             distance = gap.exp() - gap - 1
             if loss.corrects_kl:
                 distance = distance * ratio

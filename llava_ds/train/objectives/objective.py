@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.model.heads import Head
 
 
 class MicroLoss(NamedTuple):
@@ -26,9 +27,15 @@ class MicroLoss(NamedTuple):
 
 
 class Objective(Protocol):
-    """A loss to minimise. grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch."""
+    """A loss to minimise.
 
+    num_sources: of the data; grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch;
+    probe: a head that computes as much as the loss does, for a backward pass without a step.
+    """
+
+    num_sources: int
     grad_ranks: int
+    probe: ClassVar[Head]
 
     @property
     def logs_means(self) -> bool: ...

@@ -7,6 +7,8 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.model.heads import SUMMED
+from llava_ds.runtime.mesh import ALONE, Mesh
 from llava_ds.train.objectives.objective import MicroLoss
 
 
@@ -14,13 +16,16 @@ from llava_ds.train.objectives.objective import MicroLoss
 class PairObjective:
     """An objective over pairs of answers, which stay together in a micro-batch; see Objective.
 
-    loss: of pairs; the loss of a step is its mean over the pairs on all ranks. num_sources: of the data.
+    loss: of pairs; the loss of a step is its mean over the pairs on all ranks. num_sources: of the data; mesh: whose
+    ranks may share the tokens of a pair.
     """
 
     loss: Callable
     num_sources: int
     grad_ranks: int
+    mesh: Mesh = ALONE
     logs_means = False
+    probe = SUMMED
 
     def micro_loss(
         self,

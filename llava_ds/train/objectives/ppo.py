@@ -1,24 +1,28 @@
 # S supervised positions of a micro-batch, A answers in it, L tokens of its longest answer
 """Proximal policy optimisation: a critic tells of every token how much better it was than expected."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from llava_ds.train.objectives.grpo import GRPO, PolicyBatch, clipped_losses
+from llava_ds.batch import Batch
+from llava_ds.model.heads import LogProbs
+from llava_ds.model.value_head import Values
+from llava_ds.train.objectives.grpo import GRPO, Drawn, clipped_losses
 
 
-@dataclass(frozen=True)
-class ValueBatch(PolicyBatch):
-    """A micro-batch of answers with what the critic makes of them.
+class Valued(NamedTuple):
+    """The critic's numbers of a micro-batch of answers: Batch.extra["valued"]. Drawn.old is never None with them.
 
     values (S,) float64: the critic's before the step's updates, each before its token; returns (S,) float64: what it
-    should have said; advantages (S,) float64. old is never None.
+    should have said; advantages (S,) float64.
     """
 
-    values: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
+    values: torch.Tensor
+    returns: torch.Tensor
+    advantages: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,28 @@ class ActorCriticLoss:
 
 
 @dataclass(frozen=True)
+class ActorCritic(LogProbs):
+    """The actor's log-probability of every target, (S,) float64, and the critic's value before it, (S,) float32."""
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both."""
+        return super().__call__(model, hidden, batch), model.critic(batch, Values())
+
+
+@dataclass(frozen=True)
 class PPO(GRPO):
     """Clipped policy gradient over drawn answers, with a critic that trains beside the actor; see ActorCriticLoss."""
 
     loss: ActorCriticLoss
+    probe = ActorCritic()
 
-    def _losses(self, engine, batch: ValueBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _losses(self, engine, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of every token (S,), and metrics of every token, (S,) each, by TRL's names."""
-        rows, values = engine(batch, log_probs=True, temperature=self.loss.temperature)  # (S,) each
-        log_ratio, reach = rows - batch.old, self.loss.cliprange
-        actor, low, high = clipped_losses(log_ratio.exp(), batch.advantages, reach, reach)
-        critic, is_clipped = self._value_losses(values.double(), batch)
+        rows, values = engine(batch, ActorCritic(self.loss.temperature))  # (S,) each
+        drawn, valued = batch.extra["drawn"], batch.extra["valued"]
+        log_ratio, reach = rows - drawn.old, self.loss.cliprange
+        actor, low, high = clipped_losses(log_ratio.exp(), valued.advantages, reach, reach)
+        critic, is_clipped = self._value_losses(values.double(), valued)
         metrics = {
             "loss/policy_avg": actor.detach(),
             "loss/value_avg": critic.detach(),
@@ -54,28 +69,29 @@ class PPO(GRPO):
             "policy/clipfrac_avg": low | high,
             "val/clipfrac_avg": is_clipped,
             "val/ratio": log_ratio.detach().exp(),
-            "sampling_gap": (batch.old - batch.sampled).abs(),
+            "sampling_gap": (drawn.old - drawn.sampled).abs(),
         }
         return actor + self.loss.vf_coef * critic, metrics
 
-    def _value_losses(self, values: torch.Tensor, batch: ValueBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _value_losses(self, values: torch.Tensor, old: Valued) -> tuple[torch.Tensor, torch.Tensor]:
         """The critic's loss of every token (S,), and where a value moved so far that it has no gradient."""
         reach = self.loss.cliprange_value
-        clipped = batch.values + (values - batch.values).clamp(-reach, reach)
-        plain, bounded = (values - batch.returns) ** 2, (clipped - batch.returns) ** 2
+        clipped = old.values + (values - old.values).clamp(-reach, reach)
+        plain, bounded = (values - old.returns) ** 2, (clipped - old.returns) ** 2
         return 0.5 * torch.maximum(plain, bounded), (bounded > plain).detach()
 
 
-def token_rewards(batch: PolicyBatch, kl_ctl: float) -> torch.Tensor:
+def token_rewards(batch: Batch, kl_ctl: float) -> torch.Tensor:
     """The reward of every token, (S,): less probable under the reference model costs, and the last has the score.
 
-    batch.old has to be there, and batch.frozen where kl_ctl is not 0.
+    Drawn.old has to be there, and Drawn.frozen where kl_ctl is not 0.
     """
-    rewards = torch.zeros_like(batch.old) if kl_ctl == 0 else -kl_ctl * (batch.old - batch.frozen)
+    drawn: Drawn = batch.extra["drawn"]
+    rewards = torch.zeros_like(drawn.old) if kl_ctl == 0 else -kl_ctl * (drawn.old - drawn.frozen)
     samples = batch.target_samples
     is_last = torch.ones_like(samples, dtype=torch.bool)
     is_last[:-1] = samples[1:] != samples[:-1]
-    return rewards + torch.where(is_last, batch.scores[samples], 0.0)
+    return rewards + torch.where(is_last, drawn.scores[samples], 0.0)
 
 
 def advantages_over(
@@ -101,14 +117,15 @@ def advantages_over(
     return found[rows, columns]
 
 
-def with_advantages(batch: PolicyBatch, values: torch.Tensor, kl_ctl: float, gamma: float, lam: float) -> ValueBatch:
+def with_advantages(batch: Batch, values: torch.Tensor, kl_ctl: float, gamma: float, lam: float) -> Batch:
     """Add returns and advantages, which are not yet whitened, by the critic's values (S,)."""
     rewards = token_rewards(batch, kl_ctl)
     advantages = advantages_over(values.double(), rewards, batch.target_samples, gamma, lam)
-    own = {name: getattr(batch, name) for name in vars(batch)}
-    return ValueBatch(**own, values=values.double(), returns=advantages + values.double(), advantages=advantages)
+    return batch.with_extra(valued=Valued(values.double(), advantages + values.double(), advantages))
 
 
-def whitened(batch: ValueBatch, mean: float, variance: float) -> ValueBatch:
+def whitened(batch: Batch, mean: float, variance: float) -> Batch:
     """Set the mean of the advantages to 0 and their variance to 1, by those over all tokens of the step."""
-    return replace(batch, advantages=(batch.advantages - mean) * (variance + 1e-8) ** -0.5)
+    valued: Valued = batch.extra["valued"]
+    white = (valued.advantages - mean) * (variance + 1e-8) ** -0.5
+    return batch.with_extra(valued=valued._replace(advantages=white))

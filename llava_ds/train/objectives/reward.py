@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
+from llava_ds.data.collate import Preferences
+from llava_ds.model.value_head import Values
 from llava_ds.train.objectives.objective import MicroLoss
 from llava_ds.train.objectives.pairs import PairObjective
 
@@ -56,22 +58,24 @@ class Reward(PairObjective):
     """Training of a reward model over pairs of answers; see RewardLoss."""
 
     loss: RewardLoss
+    probe = Values()
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on both answers of every pair, with one pass of the tower over their images."""
         pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample that counts for nothing
         ends = last_targets(batch)[: 2 * pairs]
         if self.loss.reward_loss == "tokens":
-            rows = engine(batch, values_at=batch.target_positions + 1)  # (S,)
+            rows = engine(batch, Values(batch.target_positions + 1))  # (S,)
             gaps, counted = aligned(rows.double(), batch, pairs)
             scores = rows.double()[ends].view(pairs, 2)
         else:
-            rows = engine(batch, values_at=answer_ends(batch)[: 2 * pairs])
+            rows = engine(batch, Values(answer_ends(batch)[: 2 * pairs]))
             scores = rows.double().view(pairs, 2)
             gaps = scores[:, :1] - scores[:, 1:]
             counted = torch.ones_like(gaps, dtype=torch.bool)
-        if batch.margins is not None:
-            gaps = gaps - batch.margins[: 2 * pairs : 2, None]
+        margins = batch.extra.get("preferences", Preferences()).margins
+        if margins is not None:
+            gaps = gaps - margins[: 2 * pairs : 2, None]
         losses = self.loss(scores, gaps, counted)
         return self.micro_loss(losses, rows, batch, metrics_of(scores.detach()), torch.ones_like(scores[:, 0]).detach())
 

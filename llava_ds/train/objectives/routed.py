@@ -25,6 +25,11 @@ class Routed:
     coefficient: float
 
     @property
+    def num_sources(self) -> int:
+        """As the objective's."""
+        return self.objective.num_sources
+
+    @property
     def grad_ranks(self) -> int:
         return self.objective.grad_ranks
 

@@ -8,6 +8,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
+from llava_ds.model.heads import SUMMED, SummedLoss
 from llava_ds.train.objectives.objective import MicroLoss
 
 
@@ -24,6 +25,7 @@ class SFT:
     reduction: Literal["token", "micro_batch"] = "token"
     num_sources: int = 1
     grad_ranks: int = field(kw_only=True)
+    probe = SUMMED
 
     @property
     def logs_means(self) -> bool:
@@ -36,7 +38,7 @@ class SFT:
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model, which computes the summed loss."""
-        loss_sum, by_source = engine(batch, num_sources=self.num_sources)
+        loss_sum, by_source = engine(batch, SummedLoss(self.num_sources))
         return MicroLoss(loss_sum, by_source, {})
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:

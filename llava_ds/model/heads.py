@@ -1,0 +1,106 @@
+# T tokens of all samples laid end to end, S supervised positions, n positions, D language-model width, V vocabulary
+"""Heads: results of the language model's last hidden states at some positions of a micro-batch."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from llava_ds.batch import Batch
+from llava_ds.model.families.language import final_logits, logits_divisor
+
+
+class Head(Protocol):
+    """What a forward pass returns. shortens: True if the last layer may be computed at the positions only."""
+
+    shortens: ClassVar[bool]
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the positions to compute, (n,) in T, ascending where `shortens`."""
+        ...
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> Any:
+        """Compute the result of a LlavaModel from the hidden states (n, D) at the positions."""
+        ...
+
+
+@dataclass(frozen=True)
+class SummedLoss:
+    """The cross-entropy summed over the supervised positions, each by its weight: a scalar, float32.
+
+    With num_sources also what it consists of: the cross-entropy and the number of positions of every data source,
+    (2, num_sources) float64, without a gradient.
+    """
+
+    num_sources: int | None = None
+    shortens = True
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the supervised positions, (S,)."""
+        return batch.target_positions
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> Any:
+        """Return the sum, or the sum and its parts by source."""
+        language_model = model.language_model
+        divisor = logits_divisor(language_model.config)
+        hidden = hidden if divisor == 1 else hidden / divisor
+        softcap, weights = _softcap(language_model), batch.target_weights
+        output_layer = language_model.get_output_embeddings()
+        loss, row_losses = output_layer(hidden, targets=batch.targets, softcap=softcap, row_weights=weights)
+        if self.num_sources is None:
+            return loss
+        return loss, _by_source(row_losses, batch.sources.index_select(0, batch.target_samples), self.num_sources)
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """The log-probability of every target under logits that are divided by temperature: (S,) float64."""
+
+    temperature: float = 1.0
+    shortens = True
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the supervised positions, (S,)."""
+        return batch.target_positions
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the log-probabilities, (S,)."""
+        language_model = model.language_model
+        divisor = self.temperature * logits_divisor(language_model.config)
+        hidden = hidden if divisor == 1 else hidden / divisor
+        # c tanh(x / c) / t is (c / t) tanh((x / t) / (c / t)).
+        softcap = _softcap(language_model)
+        softcap = None if softcap is None else softcap / self.temperature
+        output_layer = language_model.get_output_embeddings()
+        return output_layer(hidden, targets=batch.targets, softcap=softcap, by_row=True)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The output layer at any positions: (n, V)."""
+
+    at: torch.Tensor
+    shortens = False
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the given positions, (n,)."""
+        return self.at
+
+    def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the logits, (n, V)."""
+        language_model = model.language_model
+        return final_logits(language_model.get_output_embeddings()(hidden), language_model.config)
+
+
+SUMMED = SummedLoss()
+
+
+def _softcap(language_model: nn.Module) -> float | None:
+    return getattr(language_model.config, "final_logit_softcapping", None)
+
+
+def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
+    """(2, num_sources) float64: losses (S,) summed by source, and their numbers; always added in the same order."""
+    is_from = sources == torch.arange(num_sources, device=sources.device)[:, None]  # (num_sources, S)
+    return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).double()])

@@ -1,0 +1,44 @@
+# H query heads, K key heads, t tokens of a rank, E head width
+"""Sequence parallelism in the language model: attention over a pack of which each rank has some tokens."""
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from llava_ds.model.attention import in_autocast, varlen_attention
+from llava_ds.model.exchange import to_heads, to_tokens
+
+NAME = "llava_ds_shared"
+
+
+def share_tokens(language_model: nn.Module) -> None:
+    """Let a language model take parts of packs: batches whose trunk inputs name a sequence_group.
+
+    Other batches are computed as before.
+    """
+    AttentionInterface.register(NAME, shared_attention)
+    for module in language_model.modules():
+        if getattr(module, "config", None) is not None:
+            module.config._attn_implementation = NAME
+
+
+def shared_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: object,
+    sequence_group: torch.distributed.ProcessGroup | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """varlen_attention over the tokens of all ranks of sequence_group, each of which has t of them.
+
+    query (1, H, t, E); key and value (1, K, t, E); all other arguments are the pack's. Returns (1, t, H, E), and None
+    for the weights. The signature is dictated by transformers' AttentionInterface.
+    """
+    if sequence_group is None:
+        return varlen_attention(module, query, key, value, attention_mask, *args, **options)
+    query, key, value = to_heads(*in_autocast(query, key, value), sequence_group)
+    out, _ = varlen_attention(module, query, key, value, attention_mask, *args, **options)
+    return to_tokens(out, sequence_group), None
