@@ -149,7 +149,7 @@ def test_a_template_may_mark_the_line_break_behind_an_answer(own):
     source = MARKED.replace(
         "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}", "{{ '<|im_end|>\\n' }}{% endgeneration %}"
     )
-    assert source != MARKED and answer_end(own(source)) == END
+    assert source != MARKED and answer_end(own(source)).token == END
     assert learned(own(source), (ASKED, answer()), as_parts=True)[0].endswith("A triangle.<|im_end|>\n")
 
 
