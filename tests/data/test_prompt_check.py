@@ -17,6 +17,7 @@ from launching import ROOT
 from PIL import Image
 from ready_models import FAMILIES, MARKED, OPEN_THOUGHT_TEMPLATE, REASONING_TEMPLATE, TEMPLATES, VARIABLES
 from test_goldens import TOKENIZERS, tokenizer_of
+from thinking_templates import QWEN3
 from token_text import text_of_ids
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -137,6 +138,25 @@ def test_thoughts_that_are_asked_for_are_those_that_are_learned(folders, case, j
             assert found is None
     again = pickle.loads(pickle.dumps(check))
     assert again.forms() == forms
+
+
+CALL = json.dumps([{"type": "function", "function": {"name": "look", "arguments": {}}}])
+
+
+def test_answers_that_call_a_tool_are_asked_for_with_their_thoughts(folders):
+    """A template that writes thoughts beside calls alone, and asks behind an empty one."""
+    source = QWEN3.replace("(loop.last or thought)", "(not m['tool_calls'] or thought)").replace(
+        "<think>\\n' + thought", "<think>\\n' + (thought if m['tool_calls'] else '')"
+    )
+    asks_empty = source.replace(
+        "assistant\\n' }}{%- endif -%}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif -%}"
+    )
+    assert asks_empty != source
+    talk = Transcript((Message("human", "What?"), Message("gpt", "", "It has ears.", CALL)))
+    for each, fits in ((source, True), (asks_empty, False)):
+        check = check_of(folders, "qwen3_5", each)
+        assert (check.forms().fits(False), check.forms().fits(True)) == (True, fits)
+        assert bool(check.reason(talk, ())) is not fits
 
 
 def learned(check: PromptCheck, answer: Message) -> str:
