@@ -180,9 +180,11 @@ class AnswerPrompt:
     end_marker: re.Pattern[str] | None = None
 
     def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
-        """The place behind the prompt before the answer that begins at start; None where there is no prompt.
-        of_spaces: only a gap of spaces counts."""
-        for gap in self.gaps if self.text.strip() else ():
+        """The place behind the prompt before the answer that begins at start; None where it can't be told. of_spaces:
+        only a gap of spaces counts, as also where the template writes no prompt (Llama 2's, Mistral's)."""
+        has_prompt = bool(self.text.strip())
+        of_spaces = of_spaces or not has_prompt
+        for gap in self.gaps if has_prompt else filter(None, self.gaps):
             if text.endswith(self.text + gap, 0, start) and not (of_spaces and gap.strip()):
                 return start - len(gap)
         return None

@@ -109,6 +109,42 @@ def test_every_template_of_llavas_asks_as_it_learns(name):
         assert forms.fits(False) == ((template, name) not in NOT_LEARNED), template
 
 
+# Published ones without a prompt: the text that asks ends with the question's own [/INST].
+INST = (
+    "{{ bos_token }}{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{ 'BEGIN' + m['content'] + ' [/INST]' }}"
+    "{%- else -%}{{ ANSWER + eos_token }}{%- endif -%}{%- endfor -%}"
+)
+WITHOUT_PROMPT = {
+    "mistral v1": ("[INST] ", "m['content']", ""),
+    "mistral v2": (" [INST] ", "' ' + m['content']", " "),
+    "mistral v3": ("[INST] ", "' ' + m['content'] | trim", " "),
+    "llama 2": ("[INST] ", "' ' + m['content'] + ' '", " "),
+    "marked": ("[INST] ", "' ' }}{% generation %}{{ m['content']", " "),
+}
+
+
+@pytest.mark.parametrize("name", few(sorted({*TOKENIZERS} - {"qwen"}), ("llama_slow_legacy", "llama3", "sp_default")))
+@pytest.mark.parametrize("case", WITHOUT_PROMPT)
+def test_the_space_before_an_answer_is_learned_with_it(name, case):
+    """No token ends between the text that asks and this space, which is a part of the answer's first token."""
+    begin, written, space = WITHOUT_PROMPT[case]
+    source = INST.replace("BEGIN", begin).replace("ANSWER", written)
+    if case == "marked":
+        source = source.replace("eos_token }}", "eos_token }}{% endgeneration %}")
+    tokenizer = copy.deepcopy(as_llava(tokenizer_of(name)))
+    tokenizer.chat_template = source
+    encoder = Encoder(tokenizer, EncodingOptions("chat_template", 4096))
+    assert PromptCheck(encoder, IMAGES).forms().fits(False) and not check_tokenizer("chat_template", tokenizer)
+    talk = (Message("human", "<image>\nWhat?"), Message("gpt", "A red cat."), Message("human", "Why?"))
+    whole = encoder.encode_whole(Transcript((*talk, Message("gpt", "So it is."))), [3])
+    asked = [encoder.prompt_ids(talk[:1], [3]), encoder.prompt_ids(talk, [3])]
+    for prompt in asked:
+        assert whole.input_ids[: len(prompt)].tolist() == prompt and whole.labels[len(prompt)] != IGNORE_INDEX
+    assert (whole.labels[len(asked[1]) :] != IGNORE_INDEX).all()
+    first = text_of_ids([i for i in whole.labels[: len(asked[1])] if i != IGNORE_INDEX], tokenizer)
+    assert first.startswith(f"{space}A red cat.") and (whole.labels[: len(asked[0])] == IGNORE_INDEX).all()
+
+
 # Template and variables; whether plain answers and those with a thought fit; what makes each fit.
 CASES = {
     "open": (OPEN_THOUGHT_TEMPLATE, {}, False, True, None, {}),
