@@ -140,6 +140,17 @@ def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, t
     assert "--model_max_length is 513, but the language model was made for 512" in capsys.readouterr().out
 
 
+def test_a_ready_model_that_training_would_refuse_has_one_reason(inspect_data, tmp_path, capsys):
+    flags = write_ready(tmp_path / "model", "smolvlm")
+    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "What?", "chosen": "A cat.", "rejected": "A dog."}]))
+    flags |= {"data_path": str(tmp_path / "pairs.json"), "objective": "dpo"}
+    with pytest.raises(ConfigError) as refused:
+        run(inspect_data, tmp_path, flags)
+    [line] = str(refused.value).splitlines()
+    assert line.startswith("--objective dpo: ") and line.endswith("trains on answers alone so far: give sft")
+    assert "training would end" not in capsys.readouterr().out
+
+
 def test_marks_that_the_tokenizer_lacks_are_added_to_show_the_ids(inspect_data, tmp_path, toy_base, capsys, tokenizer):
     out = tmp_path / "out.jsonl"
     data = toys.write_data(tmp_path / "d", "i")
