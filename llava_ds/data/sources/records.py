@@ -35,7 +35,7 @@ from llava_ds.data.sources.fields import (
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
 from llava_ds.data.sources.options import EMPTY, GOOD_ANSWER_KEYS, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
-from llava_ds.data.sources.preferences import as_conversations, margin_of
+from llava_ds.data.sources.preferences import as_conversations, margin_of, pair_problem
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import Turn, gives_weights, list_weights, read_tools, weight_of
@@ -124,10 +124,13 @@ def _json(values: Sequence[object]) -> str:
 
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
-    """The keys of a record, and columns of its table, that have a value and are not read."""
+    """The keys of a record, and columns of its table, that have a value and are not read. Raises DataError for a pair
+    of answers."""
     known, found = source.read_keys, source.unread_columns
     if not record.keys() <= known:
         found += tuple(key for key in record if key not in known and record[key] not in EMPTY)
+        if problem := pair_problem(record, source.columns):
+            raise DataError(problem)
     if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
         values = [(key, record.get(key)) for key in WEIGHT_KEYS]
         found += tuple(key for key, value in values if value not in (None, "", []) and not gives_weights(key, value))
@@ -226,6 +229,8 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     if caption is None:
         raise DataError(f"has no caption under {either(columns.text)} ({keys_of(record)})")
     caption = checked_text(caption, f"has {short(caption)} under {name!r}, expected a text")
+    if caption.startswith("{") and (problem := pair_problem(record, columns)):
+        raise DataError(problem)
     marks: list[Mark] = []
     caption = with_marks(caption, marks, has_videos=False)
     if marks:

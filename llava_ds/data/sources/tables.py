@@ -227,7 +227,8 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
     """The columns of a table that its records have."""
-    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *GOOD_ANSWER_KEYS, REJECTED_IMAGES}
+    refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
+    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
     return [name for name in names if name in known]
 
 
