@@ -34,7 +34,15 @@ from llava_ds.data.sources.fields import (
 )
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
-from llava_ds.data.sources.options import EMPTY, GOOD_ANSWER_KEYS, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
+from llava_ds.data.sources.options import (
+    ANY_RECORD_WEIGHT,
+    EMPTY,
+    GOOD_ANSWER_KEYS,
+    RECORD_WEIGHT_KEYS,
+    TEMPLATE_KWARGS,
+    TOOLS,
+    short,
+)
 from llava_ds.data.sources.preferences import as_conversations, margin_of, pair_problem
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
@@ -131,8 +139,8 @@ def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
         found += tuple(key for key in record if key not in known and record[key] not in EMPTY)
         if problem := pair_problem(record, source.columns):
             raise DataError(problem)
-    if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
-        values = [(key, record.get(key)) for key in WEIGHT_KEYS]
+    if "weight" in known and not record.keys().isdisjoint(ANY_RECORD_WEIGHT):
+        values = [(key, record.get(key)) for key in RECORD_WEIGHT_KEYS]
         found += tuple(key for key, value in values if value not in (None, "", []) and not gives_weights(key, value))
     return found
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import from_json, is_text
 from llava_ds.data.sources.media_parts import refuse_unknown
-from llava_ds.data.sources.options import EMPTY, WEIGHT_KEYS, nearest, short
+from llava_ds.data.sources.options import ANY_RECORD_WEIGHT, EMPTY, RECORD_WEIGHT_KEYS, WEIGHT_KEYS, nearest, short
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
@@ -135,11 +135,11 @@ def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
     A list has an entry for each turn, or for each answer; true or false is for all answers. Raises DataError for a list
     of another length.
     """
-    if record.keys().isdisjoint(WEIGHT_KEYS):
+    if record.keys().isdisjoint(ANY_RECORD_WEIGHT):
         return []
     found: list[float | None] = [None] * len(turns)
     answers = [i for i, turn in enumerate(turns) if turn.role == "gpt"]
-    for key in WEIGHT_KEYS:
+    for key in RECORD_WEIGHT_KEYS:
         values = record.get(key)
         if not gives_weights(key, values):
             continue
@@ -159,8 +159,8 @@ def list_weights(record: dict, turns: Sequence[Turn]) -> list[float | None]:
 
 
 def gives_weights(key: str, value: object) -> bool:
-    """True for a value under a key of WEIGHT_KEYS in a record that is read: a list, perhaps as JSON text, or a switch
-    for all answers. Another number under a name such as "loss" may be anything, and is listed as not read."""
+    """True for a value under a key of RECORD_WEIGHT_KEYS that is read: a list, perhaps as JSON text, or a switch for
+    all answers. Another number under a name such as "loss" may be anything, and is listed as not read."""
     if isinstance(value, str):
         return value.startswith("[")
     if isinstance(value, list):
