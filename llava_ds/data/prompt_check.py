@@ -230,6 +230,7 @@ def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, 
     """An encoded conversation with the prompt that asks for its last answer, and that answer supervised.
 
     coded: as it would be learned, of which all is kept that comes behind the prompt, if that is the answer alone.
+    Raises DataError for a prompt with a token beyond the rows of the model's embedding.
     """
     *before, answer = conversation.messages
     if answer.role != "gpt" or not coded.num_targets:

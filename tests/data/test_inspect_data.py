@@ -224,3 +224,29 @@ def test_tokens_without_a_row_are_named_and_their_records_rejected(inspect_data,
     run(inspect_data, tmp_path, flags, "--resize_token_embeddings", "True", "--pad_embeddings_to_multiple_of", "32")
     shown = capsys.readouterr().out
     assert "2 records: 2 accepted, 0 rejected" in shown and "a multiple of 32" in shown and "without a row" not in shown
+
+
+OPEN = "{%- if add_generation_prompt -%}{{ '[OPEN]' }}{%- endif -%}"
+TURNS = "{%- for m in messages -%}{{ m['content'] + eos_token }}{%- endfor -%}"
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+@pytest.mark.parametrize("place", ["question", "answer", "prompt"])
+def test_a_prompt_to_draw_answers_for_has_no_token_without_a_row(inspect_data, tmp_path, capsys, objective, place):
+    """Also where only the prompt that is asked spells it, and no text that is learned."""
+    base = toys.write_base(tmp_path / "m")
+    folder = Path(base["model_name_or_path"])
+    toys.add_plain_tokens(folder, "<hold>", "[OPEN]")
+    asked, answer = "<hold>?" if place == "question" else "And?", "<hold>" if place == "answer" else "Yes."
+    talk = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in ((asked, answer), ("And?", "On."))]
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"id": str(i), "conversations": turns} for i, turns in enumerate(talk)]))
+    flags = {**base, "data_path": str(file), "objective": objective, "reward_funcs": "exact"}
+    if place == "prompt":
+        (folder / "chat_template.jinja").write_text(TURNS + OPEN)
+        flags["version"] = "chat_template"
+    run(inspect_data, tmp_path, flags)
+    shown, token = capsys.readouterr().out, "[OPEN]" if place == "prompt" else "<hold>"
+    assert f": record 0 (0): the text spells the token {token!r} (id " in shown
+    assert "train with --resize_token_embeddings True" in shown
+    assert f"2 records: {0 if place == 'prompt' else 1} accepted, {2 if place == 'prompt' else 1} rejected" in shown
