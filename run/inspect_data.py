@@ -30,8 +30,10 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encode import refuse_unfit_tokenizer
 from llava_ds.data.preflight import media_from_text
+from llava_ds.files.model_files import read_json_if_there
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem
+from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.merged_adapters import is_adapter
 from llava_ds.model.plan import read_parts
@@ -103,7 +105,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
     """The flags with the model's own settings, its tokenizer and its tower.
 
     A folder with a tokenizer alone is enough: images are then prepared as for the tiny model. Prints the reason if
-    training would refuse the model or its length.
+    training would refuse the model or its length. Raises ConfigError where nothing could be shown without the model.
     """
     folder = Path(args.model.model_name_or_path)
     tower, tokenizer = None, None
@@ -119,7 +121,7 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
             problem = length_problem(parts.text_config, args.data.model_max_length)
             note = length_note(parts.text_config, args.data.model_max_length)
         except ConfigError as error:
-            if args.model.vision_tower is not None:
+            if args.model.vision_tower is not None or _is_ready(folder):
                 raise
             problem, note = str(error), None
         if problem is not None:
@@ -136,6 +138,12 @@ def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPl
         _add_tokens(tokenizer, args.model)
     print_first(*set_variables(tokenizer, args.model.chat_template_kwargs, args.model.version))
     return args, tokenizer, tower
+
+
+def _is_ready(folder: Path) -> bool:
+    """True for a model of images and texts, whose conversations and images no other template and tower prepare."""
+    kind = read_json_if_there(folder / "config.json", f"--model_name_or_path {folder}").get("model_type")
+    return isinstance(kind, str) and kind in (*READY, *NOT_YET)
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> None:

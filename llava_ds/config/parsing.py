@@ -28,6 +28,11 @@ KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neit
 
 
 class _Parser(HfArgumentParser):
+    """wrong: a list that takes a line for each value that is no value of its flag, which then has its default; None to
+    raise ConfigError for the first."""
+
+    wrong: list[str] | None = None
+
     def add_argument(self, *names: str, flag: Flag | None = None, **options: object) -> argparse.Action:
         """Add an option. flag: its declaration, which --help takes group and kind from."""
         action = super().add_argument(*names, **options)
@@ -35,16 +40,25 @@ class _Parser(HfArgumentParser):
         return action
 
     def error(self, message: str) -> None:
-        raise ConfigError(in_a_line(message))
+        raise ConfigError("\n".join([*(self.wrong or ()), in_a_line(message)]))
 
     def _get_value(self, action: argparse.Action, text: str) -> object:
-        """Raises ConfigError for what argparse would call an "invalid int value"."""
+        """The value of a text, also checked to be one of the choices."""
         try:
-            return super()._get_value(action, text)
-        except argparse.ArgumentError:
-            if action.type not in KINDS:
-                raise
-            raise ConfigError(f"--{action.dest} {in_short(text)} is {KINDS[action.type]}") from None
+            value = super()._get_value(action, text)
+            super()._check_value(action, value)
+            return value
+        except argparse.ArgumentError as error:
+            # In place of argparse's "invalid int value".
+            is_plain = action.type in KINDS and action.choices is None
+            why = f"--{action.dest} {in_short(text)} is {KINDS[action.type]}" if is_plain else in_a_line(str(error))
+            if self.wrong is None:
+                raise ConfigError(why) from None
+            self.wrong.append(why)
+            return action.default
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """_get_value did it."""
 
     def format_help(self) -> str:
         """The flags by group, each spelled once: all are known with hyphens too, and true ones as --no_<name>."""
@@ -165,15 +179,21 @@ def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) ->
 
 def explained(message: str, sources: Mapping[str, str]) -> str:
     """A message with a line for every flag in it that nobody wrote. sources: sentences by the flags' names."""
-    named = dict.fromkeys(re.findall(r"(?<![\w-])--(\w+)", message))
+    named = dict.fromkeys(_flags_in(message))
     lines = [sources[name] for name in named if name in sources and sources[name] not in message]
     return "\n".join([message, *lines])
+
+
+def _flags_in(text: str) -> list[str]:
+    """Names of the flags in a text."""
+    return re.findall(r"(?<![\w-])--(\w+)", text)
 
 
 def _parsed(
     argv: list[str], defaults: dict[str, object] | None, to_train: bool, own_flags: Collection[str]
 ) -> tuple[Arguments, list[str]]:
     parser = build_parser()
+    wrong = parser.wrong = []
     recipe_path = recipe_of(argv)
     recipe = {} if recipe_path is None else read_recipe(recipe_path)
     written = _written(argv)
@@ -183,17 +203,21 @@ def _parsed(
         [*defaults_and_recipe, *argv], return_remaining_strings=True, look_for_args_file=False
     )
     options = {option: action for action in parser._actions for option in action.option_strings}
-    if unknown:
-        known = {option: action for option, action in options.items() if option.startswith("--")}
-        raise ConfigError("\n".join(unknown_flags(unknown, known | dict.fromkeys(own_flags))))
+    known = {option: action for option, action in options.items() if option.startswith("--")}
+    wrong += unknown_flags(unknown, known | dict.fromkeys(own_flags))
 
     if "eval_fraction" in written and not (data.eval_fraction or data.eval_data_path or "eval_steps" in written):
         training = dataclasses.replace(training, eval_steps=None)  # of a recipe, whose eval samples are turned off
         recipe.pop("eval_steps", None)
-    given = {options[f"--{name}"].dest for name in {name.replace("-", "_") for name in recipe} | written}
+    names = {name.replace("-", "_") for name in recipe} | written
+    given = {options[f"--{name}"].dest for name in names if f"--{name}" in options}
     args, problems = _converted(_with_full_paths(Arguments(model, data, training, frozenset(given))))
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
+    if wrong:
+        # What else is said of these flags, and of those that were meant, may not hold of their right values.
+        unsure = set(_flags_in("\n".join(wrong)))
+        raise ConfigError("\n".join([*wrong, *(each for each in problems if unsure.isdisjoint(_flags_in(each)))]))
     if problems:
         raise FlagProblems("\n".join(problems), args)
     return args, notes + unused_lora_flags(args) + switched_off(args)
@@ -311,7 +335,9 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     if flags & {"model_name_or_path", "recipe"}:
         return {}
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
-    written = build_parser().parse_known_args(tokens)[0]
+    parser = build_parser()
+    parser.wrong = []  # which parse_arguments reports
+    written = parser.parse_known_args(tokens)[0]
     defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")
     if ("data_path" in flags or written.objective in ("grpo", "ppo")) and not flags & {
         "eval_fraction",

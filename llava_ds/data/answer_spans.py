@@ -129,6 +129,8 @@ def _length_behind(
     alone_around, alone_found = alone
     first, last = parts
     numbers = [i for i, (turn, _) in enumerate(alone_found) if turn == answer.turn]
+    if len(numbers) == last - first + 2 and alone_found[numbers[0]][1] == "t":
+        del numbers[0]  # a thought that is left out where a question follows
     if not numbers or len(numbers) != last - first + 1 or numbers[-1] + 2 != len(alone_around):
         raise DataError(UNWRITTEN_CALLS)
     if alone_around[numbers[0] + 1 : numbers[-1] + 1] != around[first + 1 : last + 1]:

@@ -183,9 +183,11 @@ class AnswerPrompt:
     end_marker: re.Pattern[str] | None = None
 
     def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
-        """The place behind the prompt before the answer that begins at start; None where there is no prompt.
-        of_spaces: only a gap of spaces counts."""
-        for gap in self.gaps if self.text.strip() else ():
+        """The place behind the prompt before the answer that begins at start; None where it can't be told. of_spaces:
+        only a gap of spaces counts, as also where the template writes no prompt (Llama 2's, Mistral's)."""
+        has_prompt = bool(self.text.strip())
+        of_spaces = of_spaces or not has_prompt
+        for gap in self.gaps if has_prompt else filter(None, self.gaps):
             if text.endswith(self.text + gap, 0, start) and not (of_spaces and gap.strip()):
                 return start - len(gap)
         return None
@@ -245,9 +247,18 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
     return _cut(text, spans)
 
 
-def _end_marker(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Spaces and the special token that may end an answer."""
-    return re.compile(r"\s*(?:" + "|".join(map(re.escape, special_tokens(tokenizer))) + ")")
+def _end_marker(tokenizer: PreTrainedTokenizerBase, behind: str = "") -> re.Pattern[str]:
+    """Spaces and the special token that may end an answer. behind: the text behind the last answer, which may begin
+    with an added token that no file marks as special."""
+    added = [token for token in _added_tokens(tokenizer) if behind.lstrip().startswith(token)]
+    tokens = sorted({*special_tokens(tokenizer), *added}, key=len, reverse=True)
+    return re.compile(r"\s*(?:" + "|".join(map(re.escape, tokens)) + ")")
+
+
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Ids of the tokens that a text is never split inside of, by their texts, without those of spaces."""
+    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+    return {token: i for token, i in added.items() if token.strip()}
 
 
 def _answers(
@@ -338,24 +349,43 @@ def answer_prompt(
         before, asked = written(), written(prompt=True)
     except DataError:  # no conversation can be written, which every record says by itself
         return NO_PROMPT
-    gaps = {}
+    gaps, behind = {}, ""
     for answer in (Message("gpt", mark), Message("gpt", "y", thought=mark)):
         with contextlib.suppress(DataError):  # of a template without thoughts
             text = written(answer)
+            behind = behind if answer.thought else text.partition(mark)[2]
             if text.startswith(asked) and mark in text:
                 gaps[text[len(asked) : text.index(mark)]] = None
     prompt = asked[len(before) :] if asked.startswith(before) else ""
-    return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)), _end_marker(tokenizer))
+    return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)), _end_marker(tokenizer, behind))
 
 
 _ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
 
 
-def answer_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The special token that ends an answer in a ready model's template; None if there is none."""
+class AnswerEnd(NamedTuple):
+    """The end of an answer in a tokenizer's template. token: that is learned as the last one, and its id, None where
+    the text ends with no token of its own; learned, behind: texts of an answer "y" and of what comes after it."""
+
+    token: str | None
+    id: int | None
+    learned: str
+    behind: str
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase, as_parts: bool = True) -> AnswerEnd:
+    """The end of an answer. as_parts: as render_ready writes messages, not as render_own. Raises DataError where the
+    template does not write a question and its answer."""
     answer = [Message("human", "x"), Message("gpt", "y")]
-    text = "".join(segment.text for segment in render_ready(answer, tokenizer) if segment.supervised).rstrip()
-    return next((token for token in special_tokens(tokenizer) if token and text.endswith(token)), None)
+    prompt = answer_prompt(tokenizer, as_parts=as_parts)
+    segments = render_ready(answer, tokenizer, prompt) if as_parts else render_own(answer, tokenizer, prompt=prompt)
+    last = max((i for i, segment in enumerate(segments) if segment.supervised), default=-1)
+    learned = "".join(segment.text for segment in segments[: last + 1] if segment.supervised)
+    behind = "".join(segment.text for segment in segments[last + 1 :])
+    ids = tokenizer(learned.rstrip(), add_special_tokens=False)["input_ids"] if learned.strip() else []
+    known = _added_tokens(tokenizer)
+    token = next((token for token, i in known.items() if ids[-1:] == [i]), None)
+    return AnswerEnd(token, known.get(token), learned, behind)
 
 
 def _as_parts(

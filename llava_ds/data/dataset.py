@@ -63,7 +63,7 @@ from llava_ds.files.places import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 
-ENCODING_VERSION = 6  # raise it when the same records would give other rows
+ENCODING_VERSION = 7  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 4"  # of the files; another one is another cache, and no other data
 PAIR_ROWS_FORMAT = "pairs 4"  # the same of preferences
 

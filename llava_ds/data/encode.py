@@ -18,7 +18,14 @@ from llava_ds.constants import (
     ConfigError,
     DataError,
 )
-from llava_ds.data.chat_template import AnswerPrompt, answer_end, answer_prompt, render_own, render_own_prompt
+from llava_ds.data.chat_template import (
+    AnswerEnd,
+    AnswerPrompt,
+    answer_end,
+    answer_prompt,
+    render_own,
+    render_own_prompt,
+)
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.templates import TEMPLATES, Segment, Span, Template, render, render_prompt, resolve_template
@@ -462,11 +469,8 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[s
         problems.append(
             "--version chat_template takes the tokenizer's own template, but this one has none: give another --version"
         )
-    if template == "processor" and answer_end(tokenizer) is None:
-        problems.append(
-            "its chat template writes no special token behind an answer, so the model would never learn to stop: "
-            "bring the instruction-tuned model's chat template"
-        )
+    elif TEMPLATES[template].write is None:
+        problems += _endless(template, tokenizer)
     rules = TEMPLATES[template]
     markers = [marker for marker in rules.end_markers if marker not in _NOT_TOKENS]
     for token in dict.fromkeys([*markers, *rules.learned]):
@@ -479,6 +483,29 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[s
     return problems
 
 
+def _own_end(template: str, tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
+    """The end of an answer in the tokenizer's own template; None where that writes no conversation, as every record
+    says."""
+    try:
+        return answer_end(tokenizer, as_parts=template == "processor")
+    except DataError:
+        return None
+
+
+def _endless(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The problem of an answer that is learned without a token to stop at, in the tokenizer's own template."""
+    end = _own_end(template, tokenizer)
+    if end is None or end.token is not None:
+        return []
+    other = ", or give --version one of LLaVA's templates" if template == "chat_template" else ""
+    return [
+        f"of an answer 'y', its chat template lets {end.learned!r} be learned, and writes {end.behind!r} behind it: no "
+        f"token of the tokenizer's own ends it, such as {tokenizer.eos_token!r}, so the model would never learn to "
+        "stop: bring the instruction-tuned model's chat template, or one that ends answers with such a token (inside "
+        f"{{% generation %}}, where it marks them){other}"
+    ]
+
+
 def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError with the problems that check_tokenizer finds for these flags."""
     problems = check_tokenizer(resolve_template(model.version), tokenizer)
@@ -488,8 +515,9 @@ def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizer
 
 def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end an answer: the template's end markers that are one token, and the tokenizer's own."""
-    markers = [answer_end(tokenizer)] if template == "processor" else TEMPLATES[template].end_markers
-    ids = [_single_id(tokenizer, marker) for marker in markers if marker is not None and marker not in _NOT_TOKENS]
+    ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
+    if TEMPLATES[template].write is None and (end := _own_end(template, tokenizer)) is not None:
+        ids.append(end.id)
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 

@@ -1,5 +1,6 @@
 """Checking and encoding of every record before anything is built, with a reason for each that is rejected."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -156,10 +157,16 @@ class Checker:
         coded = self.encoder.encode_batch(conversations)
         if not self.encoder.options.answer_is_reference:
             return iter(coded)
-        return (
-            with_asked_prompt(self.encoder, *conversation, one) if isinstance(one, Encoded) else one
-            for conversation, one in zip(conversations, coded, strict=True)
-        )
+        return itertools.starmap(self._with_prompt, zip(conversations, coded, strict=True))
+
+    def _with_prompt(
+        self, conversation: tuple[Transcript, list[int | ImageText]], one: Encoded | DataError
+    ) -> Encoded | DataError:
+        """An encoded conversation with the prompt that asks for its answer, or the reason why it can't be asked for."""
+        try:
+            return with_asked_prompt(self.encoder, *conversation, one) if isinstance(one, Encoded) else one
+        except DataError as error:
+            return error
 
     def _check(self, source: int, index: int, text: bytes) -> "_Checked | Row":
         try:

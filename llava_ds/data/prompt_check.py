@@ -27,6 +27,8 @@ from llava_ds.videos import Footage
 # Answers to try: tokens may join the end of a prompt with the beginning of an answer.
 ANSWERS = ("A circle.", "7 of them.")
 THOUGHT = "It is round."
+# Of an answer with a thought, for templates that write one beside calls alone.
+CALL = json.dumps([{"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"at": "it"}}}])
 _QUESTION = "What is it?"
 NUM_RECORDS = 16  # of a source, looked at before all are encoded
 _SIZE, _FRAMES = (64, 64), 4  # of the image and the video in the conversations
@@ -100,7 +102,8 @@ class PromptCheck:
         """The differences under the variables of a JSON object, "" for none. with_video: in the template for videos."""
         key = (variables, with_video)
         if key not in self._found:
-            found = [list(self._differences(*key, thought)) for thought in (None, THOUGHT)]
+            plain, thinking = (list(self._differences(*key, thought)) for thought in (None, THOUGHT))
+            found = plain, thinking or list(self._differences(*key, THOUGHT, CALL))
             first = [next(filter(None, each), None) for each in found]
             self._found[key] = AnswerForms(*first, *map(bool, found))
         return self._found[key]
@@ -162,13 +165,16 @@ class PromptCheck:
         begins = (last.thought or last.text)[:1]
         return self.encoder.template.write is None and last.role == "gpt" and begins in ("\n", "\r")
 
-    def _differences(self, variables: str, with_video: bool, thought: str | None) -> Iterator[Difference | None]:
-        """The difference of each conversation that the template writes, without and with an image, or with a video."""
+    def _differences(
+        self, variables: str, with_video: bool, thought: str | None, calls: str = ""
+    ) -> Iterator[Difference | None]:
+        """The difference of each conversation that the template writes, without and with an image, or with a video.
+        thought, calls: of its answer, as of Message."""
         shown = [[self._video()]] if with_video else [[], [media_layout("image", (_SIZE,), 1, self.images).mark]]
         for marks in shown:
             question = Message("human", f"{IMAGE_TOKEN}\n{_QUESTION}" if marks else _QUESTION)
             for answer in ANSWERS:
-                messages = (question, Message("gpt", answer, thought=thought))
+                messages = (question, Message("gpt", "" if calls else answer, thought, calls))
                 conversation = Transcript(messages, template_kwargs=variables)
                 with contextlib.suppress(DataError):  # which each such record says by itself
                     if thought is None or thought in self.encoder.texts(conversation, marks)[1]:
@@ -226,6 +232,7 @@ def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, 
     """An encoded conversation with the prompt that asks for its last answer, and that answer supervised.
 
     coded: as it would be learned, of which all is kept that comes behind the prompt, if that is the answer alone.
+    Raises DataError for a prompt with a token beyond the rows of the model's embedding.
     """
     *before, answer = conversation.messages
     if answer.role != "gpt" or not coded.num_targets:

@@ -24,16 +24,18 @@ Render = Callable[[Turns, bool, list | None], str]  # of turns, whether a prompt
 class TurnForm:
     """The form of a template's turns.
 
-    as_parts: contents are lists of parts; thought: how it reads a thought, "" where it writes none; tags: begins and
-    ends of thoughts inside texts; calls: how it reads a call's arguments, "" where it writes no calls; flat_calls:
-    without "function" around them; bare_calls: calls without a text have no part, where one with an empty text would be
-    written otherwise; results, tools: True if it writes a tool's result, and the tools that are offered;
+    as_parts: contents are lists of parts; thought: how it reads a thought, "" where it writes none; beside_calls: it
+    writes thoughts in answers that call a tool alone; tags: begins and ends of thoughts inside texts; calls: how it
+    reads a call's arguments, "" where it writes no calls; flat_calls: without "function" around them; bare_calls: calls
+    without a text have no part, where one with an empty text would be written otherwise; results, tools: True if it
+    writes a tool's result, and the tools that are offered;
     result_as_text: a result is a text also where contents are lists; prompt: the text before an answer that is to
     come; header: its part that comes before every answer.
     """
 
     as_parts: bool
     thought: Literal["field", "part", ""] = ""
+    beside_calls: bool = False
     tags: tuple[tuple[str, str], ...] = (THINK,)
     calls: Literal["mapping", "text", ""] = ""
     flat_calls: bool = False
@@ -90,6 +92,7 @@ _TOOL = {"type": "function", "function": {"name": _NAME, "description": "x", "pa
 # A list of parts that a template writes by itself, and not the texts in it.
 _DUMPED = re.compile(r"""['"]type['"]: *['"](?:text|thinking)['"]""")
 _ARGUMENTS = {"Qkeyq": "Qvalueq", "Qlistq": [5]}
+_CALL = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
 
 
 def find_form(render: Render, as_parts: bool) -> TurnForm:
@@ -105,6 +108,8 @@ def find_form(render: Render, as_parts: bool) -> TurnForm:
     form = replace(form, prompt=prompt, header=header)
     form = _find_thought(form, render, question, before)
     form = _find_calls(form, render, question)
+    if form.calls and not form.thought:
+        form = _find_thought_beside_calls(form, render, question, before)
     found = _rendered(render, [question, plain], tools=[_TOOL])
     return replace(form, tools=_NAME in found and "Qkeyq" in found)
 
@@ -115,19 +120,37 @@ def _find_thought(form: TurnForm, render: Render, question: dict, before: str) -
         text = _rendered(render, [question, tried.answer(form.content(_TEXT), _THOUGHT, ())])
         start, end = text.find(_THOUGHT), text.find(_TEXT)
         if 0 <= start < end and not _DUMPED.search(text) and text.count(_THOUGHT) == 1:
-            opened = text[len(before) : start].removeprefix(form.header) if text.startswith(before) else ""
-            own = (opened.strip(), text[start + len(_THOUGHT) : end].strip())
-            tags = (THINK, own) if all(own) and own != THINK else (THINK,)
-            return replace(tried, tags=tags)
+            return replace(tried, tags=_tags(form, text, before, (start, end)))
+    return form
+
+
+def _tags(form: TurnForm, text: str, before: str, around: tuple[int, int]) -> tuple[tuple[str, str], ...]:
+    """The begins and ends of thoughts. around: places of the thought in a text, and of what follows its end."""
+    start, end = around
+    opened = text[len(before) : start].removeprefix(form.header) if text.startswith(before) else ""
+    own = (opened.strip(), text[start + len(_THOUGHT) : end].strip())
+    return (THINK, own) if all(own) and own != THINK else (THINK,)
+
+
+def _find_thought_beside_calls(form: TurnForm, render: Render, question: dict, before: str) -> TurnForm:
+    """As Gemma 4's templates write a thought."""
+    for way in ("field", "part"):
+        tried = replace(form, thought=way, beside_calls=True)
+        without = _rendered(render, [question, tried.answer(form.content(""), None, [_CALL])])
+        text = _rendered(render, [question, tried.answer(form.content(""), _THOUGHT, [_CALL])])
+        start = text.find(_THOUGHT)
+        if start >= 0 and _NAME in text and not _DUMPED.search(text) and text.count(_THOUGHT) == 1:
+            rest = without[len(before) :].removeprefix(form.header)
+            end = len(text) - len(rest) if text.endswith(rest) else start
+            return replace(tried, tags=_tags(form, text, before, (start, end)))
     return form
 
 
 def _find_calls(form: TurnForm, render: Render, question: dict) -> TurnForm:
-    call = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
     ways = itertools.product((True, False) if form.as_parts else (False,), (False, True), ("mapping", "text"))
     for bare, flat, way in ways:
         tried = replace(form, calls=way, flat_calls=flat, bare_calls=bare)
-        turns = [question, tried.answer(form.content(""), None, [call])]
+        turns = [question, tried.answer(form.content(""), None, [_CALL])]
         text = _rendered(render, turns)
         # A mapping that is written by Python, or a text whose quotes are escaped, is not what is meant.
         wrong = "{'Qkeyq'" in text or '\\"Qkeyq' in text
@@ -188,6 +211,10 @@ def refuse_unwritten(messages: Sequence[Message], tools: str, form: TurnForm) ->
     for i, message in enumerate(messages):
         if message.thought is not None and not form.thought:
             raise DataError(f"message {i} has a thought, which the chat template does not write: {_BRING}")
+        if message.thought and form.beside_calls and not message.tool_calls:
+            raise DataError(
+                f"message {i} has a thought, which the chat template writes in answers that call a tool alone: {_BRING}"
+            )
         if message.tool_calls and not form.calls:
             raise DataError(f"message {i} has tool calls, which the chat template does not write: {_BRING}")
         if message.role == "tool" and not form.results:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.chat_template import answer_end
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
@@ -32,6 +33,8 @@ from llava_ds.model.ready import VALUE_RANGE, ReadyModel, frames_options, plan_v
 from llava_ds.model.vision import read_processor, read_whole_processor
 from llava_ds.tilings import CellTiling, FrameCells, SplitTiling, Tiling
 from llava_ds.videos import VideoRule
+
+_GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 # Which are written, or belong to an adapter.
 NOT_COPIED = ("config.json", "adapter_config.json", *SETTINGS_FILES, *TEMPLATE_FILES)
@@ -187,7 +190,25 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
             if name in part:
                 part[name] = config["dtype"]
     write_json(output_dir / "config.json", config)
+    _write_stop(export.model.tokenizer, config, output_dir)
     return written
+
+
+def _write_stop(tokenizer: PreTrainedTokenizerBase, config: dict, output_dir: Path) -> None:
+    """Let transformers' generate() stop at the end of an answer, where the source's files name other ids alone.
+
+    config: the content of config.json, which generate() takes the ids from where there is no generation_config.json.
+    """
+    file = output_dir / "generation_config.json"
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
+    settings = {name: config.get(name, text.get(name)) for name in _GENERATION_IDS}
+    if file.is_file():
+        settings = read_json(file, str(output_dir))
+    stops = settings.get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    end = answer_end(tokenizer).id
+    if end is not None and end not in stops:
+        write_json(file, {**settings, "eos_token_id": [*stops, end]})
 
 
 def _write_template(template: str, source: Path, output_dir: Path) -> None:

@@ -96,12 +96,7 @@ def whole_settings(folder: str | Path, where: str) -> dict:
 
 def processor_template(folder: str | Path, where: str) -> str | None:
     """The chat template that transformers' processor takes from a folder; None if only the tokenizer may have one."""
-    template = whole_settings(folder, where).get("chat_template")
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not isinstance(template, (str, type(None))):
-        raise ConfigError(f"{where}: {PROCESSOR_NAME} says chat_template {shown(template)}, expected a text")
-    return template
+    return _default_of(whole_settings(folder, where).get("chat_template"), PROCESSOR_NAME, where)
 
 
 def settings_passed_over(folder: str | Path, where: str) -> list[str]:
@@ -127,10 +122,23 @@ def _seen(folder: Path, where: str) -> dict[str, dict]:
 
 
 def _old_template(folder: Path, where: str) -> str | None:
-    template = read_json_if_there(folder / TEMPLATE_FILES[0], where).get("chat_template")
-    if not isinstance(template, (str, type(None))):
-        raise ConfigError(f"{where}: {TEMPLATE_FILES[0]} says chat_template {shown(template)}, expected a text")
-    return template
+    file = TEMPLATE_FILES[0]
+    return _default_of(read_json_if_there(folder / file, where).get("chat_template"), file, where)
+
+
+def _default_of(template: object, file: str, where: str) -> str | None:
+    """The chat template that transformers' processor takes where none is asked for by name. Raises ConfigError where it
+    takes none."""
+    if isinstance(template, dict) and template and "default" not in template:
+        names = ", ".join(map(shown, template))
+        raise ConfigError(
+            f"{where}: {file} has the chat templates {names}, and none named 'default', which is taken: name one so"
+        )
+    found = template.get("default") if isinstance(template, dict) else template
+    if not isinstance(found, (str, type(None))):
+        expected = "expected a text, or texts by name"
+        raise ConfigError(f"{where}: {file} says chat_template {shown(template)}, {expected}")
+    return found
 
 
 def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tuple[object, object]]:

@@ -98,7 +98,7 @@ def greedy_answers(
     Processes that share the model (loaded.ranks) all call this with the same prompts.
     """
     encoded = _on_all(loaded, lambda: [_encode(loaded, prompt) for prompt in prompts])
-    stops = end_markers(loaded.encoder.options.template, loaded.encoder.tokenizer)
+    stops = _stop_ids(loaded)
     # Batches of similar lengths need little padding.
     order = sorted(range(len(prompts)), key=lambda i: len(encoded[i].ids))
     answers: list[Answer | None] = [None] * len(prompts)
@@ -121,6 +121,13 @@ def greedy_answers(
                 answers[i] = Answer(text.strip(), logprob, num_tokens)
             bar.update(len(chosen))
     return answers
+
+
+def _stop_ids(loaded: LoadedModel) -> list[int]:
+    """Ids that end an answer: where training ended it, and those of the folder's generation_config.json."""
+    given = loaded.model.generation_config.eos_token_id
+    own = end_markers(loaded.encoder.options.template, loaded.encoder.tokenizer)
+    return sorted({*own, *(given if isinstance(given, list) else [] if given is None else [given])})
 
 
 class _GreedyLogprobs(LogitsProcessor):
@@ -202,7 +209,7 @@ def stream(
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     pieces = TextPieces(loaded.tokenizer, on_text, start)
-    stops = end_markers(loaded.encoder.options.template, loaded.encoder.tokenizer)
+    stops = _stop_ids(loaded)
     try:
         new = loaded.model.generate(
             **_batch(loaded, [sample]),

@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +176,7 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
         raise ConfigError(f"{where} can't be used here: {problem}: take another tower")
     if args.mm_native_resolution:
         return _plan_in_any_shape(config, processor, where, args)
-    stretch = not processor.get("do_center_crop", family.crops)
+    stretch = _stretches(processor, config, where)
     size, patch_size = _image_size(config, processor, stretch, where), side_of(config.patch_size)
     if patch_size > size:
         raise ConfigError(f"{where}: config.json says patch_size {patch_size} and image_size {size}: copy it again")
@@ -314,6 +315,28 @@ def _processor_problem(settings: dict) -> str | None:
         if not isinstance(side, (dict, int, type(None))):
             return f"{name} is {shown(side)}, expected an object or a number"
     return None
+
+
+def _stretches(processor: dict, config: PreTrainedConfig, where: str) -> bool:
+    """True if the image processor makes a square by scaling both sides, False if it scales the shorter one and crops.
+    Raises ConfigError where it makes no square of an image, or crops one that is stretched."""
+    size, crops = processor.get("size"), processor.get("do_center_crop", tower_family(config).crops)
+    given = {name for name, side in size.items() if side is not None} if isinstance(size, dict) else set()
+    if isinstance(size, int):
+        given = {"shortest_edge"}  # to CLIP's, SigLIP's and BiT's classes
+    if not given or config.model_type == "siglip2_vision_model":  # whose images are made square in any case
+        return not crops
+    if given <= {"height", "width"} and (not crops or size == processor.get("crop_size", size)):
+        return True
+    if crops and given == {"shortest_edge"}:
+        return False
+    side = side_of(config.image_size)
+    raise ConfigError(
+        f"{where}: its image processor says size {shown(size)} and do_center_crop {json.dumps(bool(crops))}, of which "
+        "transformers makes no square, or one that is stretched and then cropped: in its file, write size "
+        f'{{"height": {side}, "width": {side}}} and do_center_crop false to stretch images, or size '
+        f'{{"shortest_edge": {side}}} and do_center_crop true to crop them'
+    )
 
 
 def _image_size(config: PreTrainedConfig, processor: dict, stretch: bool, where: str) -> int:

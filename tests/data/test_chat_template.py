@@ -2,11 +2,13 @@
 
 import copy
 
+import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from llava_ds.constants import DataError
 from llava_ds.data.chat_template import CHAT_TEMPLATES, chat_template, render_own, render_own_prompt
-from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.encode import Encoder, EncodingOptions, check_tokenizer, end_markers
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES, render, render_prompt
 
@@ -100,6 +102,43 @@ def test_a_tokenizers_own_template_teaches_answers_and_their_end_markers(own, so
     assert (coded.input_ids == -200).sum() == 4
     ends = coded.labels[coded.labels == own.convert_tokens_to_ids(behind)]
     assert len(ends) == 2
+
+
+OUTSIDE = MARKED.replace("m['content'] + '</s>' }}{% endgeneration %}", "m['content'] }}{% endgeneration %}</s>")
+NO_END = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "learned", "behind"),
+    [
+        (CHATML, "y", "<|im_end|>\\n"),
+        (OUTSIDE, "y", "</s>"),
+        (NO_END, "y", ""),
+        (MARKED.replace("</s>", "."), "y.", ""),
+    ],
+    ids=["no token", "outside", "none", "a text"],
+)
+def test_answers_without_an_end_that_is_learned_are_refused(tokenizer, source, learned, behind):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = source
+    [problem] = check_tokenizer("chat_template", own)
+    assert f"lets {learned!r} be learned, and writes '{behind}' behind it" in problem
+    assert "never learn to stop" in problem and "give --version one of LLaVA's templates" in problem
+    assert end_markers("chat_template", own) == [own.eos_token_id]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("source", [CHATML, TRIMMED, THINKING])
+def test_a_model_stops_at_the_end_marker_that_it_learned(tokenizer, special, source):
+    """Folders of finetuned models have their markers as added tokens that are not special."""
+    own = copy.deepcopy(tokenizer)
+    own.add_tokens([AddedToken("<|im_end|>", special=special, normalized=False)])
+    own.chat_template = source
+    marker = own.convert_tokens_to_ids("<|im_end|>")
+    assert check_tokenizer("chat_template", own) == []
+    assert end_markers("chat_template", own) == sorted([own.eos_token_id, marker])
+    [coded] = Encoder(own, EncodingOptions("chat_template", 500)).encode_batch([(TALK[:4], [4])])
+    assert np.count_nonzero(coded.labels == marker) == 2 and coded.labels[coded.labels >= 0][-1] == marker
 
 
 def test_a_system_message_goes_to_the_tokenizers_own_template(own):

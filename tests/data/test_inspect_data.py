@@ -140,6 +140,17 @@ def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, t
     assert "--model_max_length is 513, but the language model was made for 512" in capsys.readouterr().out
 
 
+def test_a_ready_model_that_training_would_refuse_has_one_reason(inspect_data, tmp_path, capsys):
+    flags = write_ready(tmp_path / "model", "smolvlm")
+    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "What?", "chosen": "A cat.", "rejected": "A dog."}]))
+    flags |= {"data_path": str(tmp_path / "pairs.json"), "objective": "dpo"}
+    with pytest.raises(ConfigError) as refused:
+        run(inspect_data, tmp_path, flags)
+    [line] = str(refused.value).splitlines()
+    assert line.startswith("--objective dpo: ") and line.endswith("trains on answers alone so far: give sft")
+    assert "training would end" not in capsys.readouterr().out
+
+
 def test_marks_that_the_tokenizer_lacks_are_added_to_show_the_ids(inspect_data, tmp_path, toy_base, capsys, tokenizer):
     out = tmp_path / "out.jsonl"
     data = toys.write_data(tmp_path / "d", "i")
@@ -213,3 +224,29 @@ def test_tokens_without_a_row_are_named_and_their_records_rejected(inspect_data,
     run(inspect_data, tmp_path, flags, "--resize_token_embeddings", "True", "--pad_embeddings_to_multiple_of", "32")
     shown = capsys.readouterr().out
     assert "2 records: 2 accepted, 0 rejected" in shown and "a multiple of 32" in shown and "without a row" not in shown
+
+
+OPEN = "{%- if add_generation_prompt -%}{{ '[OPEN]' }}{%- endif -%}"
+TURNS = "{%- for m in messages -%}{{ m['content'] + eos_token }}{%- endfor -%}"
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+@pytest.mark.parametrize("place", ["question", "answer", "prompt"])
+def test_a_prompt_to_draw_answers_for_has_no_token_without_a_row(inspect_data, tmp_path, capsys, objective, place):
+    """Also where only the prompt that is asked spells it, and no text that is learned."""
+    base = toys.write_base(tmp_path / "m")
+    folder = Path(base["model_name_or_path"])
+    toys.add_plain_tokens(folder, "<hold>", "[OPEN]")
+    asked, answer = "<hold>?" if place == "question" else "And?", "<hold>" if place == "answer" else "Yes."
+    talk = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in ((asked, answer), ("And?", "On."))]
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps([{"id": str(i), "conversations": turns} for i, turns in enumerate(talk)]))
+    flags = {**base, "data_path": str(file), "objective": objective, "reward_funcs": "exact"}
+    if place == "prompt":
+        (folder / "chat_template.jinja").write_text(TURNS + OPEN)
+        flags["version"] = "chat_template"
+    run(inspect_data, tmp_path, flags)
+    shown, token = capsys.readouterr().out, "[OPEN]" if place == "prompt" else "<hold>"
+    assert f": record 0 (0): the text spells the token {token!r} (id " in shown
+    assert "train with --resize_token_embeddings True" in shown
+    assert f"2 records: {0 if place == 'prompt' else 1} accepted, {2 if place == 'prompt' else 1} rejected" in shown

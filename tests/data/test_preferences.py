@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toys
+from datasets import Dataset
 from PIL import Image
 
 from llava_ds.constants import IGNORE_INDEX, ConfigError
@@ -55,6 +56,70 @@ def opened(folder: Path, records: list[dict], tokenizer, on_bad_sample: str = "l
         toys.image_options(),
         PreflightOptions(cache_dir=str(folder / "cache"), on_bad_sample=on_bad_sample),
     )
+
+
+EARLIER = [QUESTION, {"from": "gpt", "value": "A cat."}, {"from": "human", "value": "Which one?"}]
+PAIRS = {
+    "conversations": {"image": "a.png", "conversations": EARLIER, "chosen": YES, "rejected": TWO},
+    "messages": {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hm"}],
+        "chosen": YES,
+    },
+    "packed": FORMS["RLHF-V, packed"],
+    "whole": {
+        "image": "a.png",
+        "conversations": EARLIER[:2],
+        "chosen": [*EARLIER, {"from": "gpt", "value": YES}],
+        "rejected": [],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_are_not_learned_as_conversations(name, kind, tmp_path, tokenizer):
+    """LLaVA's trainer would learn the answers before the two alone, or the pair's JSON as a caption."""
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
+    plain = {"image": "a.png", "conversations": EARLIER[:2]}
+    if name in ("messages", "packed"):
+        plain = {"image": "a.png", "text": "A cat."} if name == "packed" else {"messages": PAIRS[name]["messages"]}
+    for records in ([PAIRS[name]] * 3, [plain, plain, PAIRS[name]]):
+        path = tmp_path / f"{len({*map(str, records)})}.{kind}"
+        if kind == "json":
+            path.write_text(json.dumps(records))
+        else:
+            Dataset.from_list([{**dict.fromkeys(PAIRS[name]), **each} for each in records]).to_parquet(path)
+        options = SourceOptions(image_folder=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+        if records[0] is not plain:
+            with pytest.raises(
+                ConfigError, match=r"has .* of a pair of answers, which --objective dpo or reward learns"
+            ):
+                open_sources(str(path), options)
+            continue
+        where = PreflightOptions(cache_dir=str(tmp_path / "cache"), on_bad_sample="list")
+        data = open_encoded(
+            open_sources(str(path), options), tokenizer, toys.encoding_options(), toys.image_options(), where
+        )
+        rows = [data.row(i) for i in range(3)]
+        assert [bool(row["reason"]) for row in rows] == [False, False, True]
+        assert "of a pair of answers, which --objective dpo or reward learns" in rows[2]["reason"]
+
+
+def test_the_better_answers_alone_are_learned_where_they_are_named(tmp_path, tokenizer):
+    """And so is a conversation that ends with the better answer, as ms-swift's does."""
+    swift = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": YES}]}
+    for name, columns, record in (
+        ("answer", (("answer", "chosen"),), FORMS["RLHF-V"]),
+        ("conversations", (("conversations", "chosen"),), FORMS["TRL, implicit prompt"]),
+        ("swift", (), {**swift, "rejected_response": TWO}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps([record]))
+        Image.new("RGB", (30, 20), "red").save(tmp_path / "a.png")
+        options = SourceOptions(image_folder=str(tmp_path), cache_dir=str(tmp_path / "cache"), columns=columns)
+        where = PreflightOptions(cache_dir=str(tmp_path / "cache"), on_bad_sample="list")
+        sources = open_sources(str(tmp_path / f"{name}.json"), options)
+        row = open_encoded(sources, tokenizer, toys.encoding_options(), toys.image_options(), where).row(0)
+        assert tokenizer.decode([i for i in row["labels"] if i != IGNORE_INDEX]).strip() == f"{YES}</s>"
 
 
 def answers(pair: LoadedPair, tokenizer) -> list[str]:

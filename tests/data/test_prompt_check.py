@@ -17,6 +17,7 @@ from launching import ROOT
 from PIL import Image
 from ready_models import FAMILIES, MARKED, OPEN_THOUGHT_TEMPLATE, REASONING_TEMPLATE, TEMPLATES, VARIABLES
 from test_goldens import TOKENIZERS, tokenizer_of
+from thinking_templates import QWEN3
 from token_text import text_of_ids
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -108,6 +109,42 @@ def test_every_template_of_llavas_asks_as_it_learns(name):
         assert forms.fits(False) == ((template, name) not in NOT_LEARNED), template
 
 
+# Published ones without a prompt: the text that asks ends with the question's own [/INST].
+INST = (
+    "{{ bos_token }}{%- for m in messages -%}{%- if m['role'] == 'user' -%}{{ 'BEGIN' + m['content'] + ' [/INST]' }}"
+    "{%- else -%}{{ ANSWER + eos_token }}{%- endif -%}{%- endfor -%}"
+)
+WITHOUT_PROMPT = {
+    "mistral v1": ("[INST] ", "m['content']", ""),
+    "mistral v2": (" [INST] ", "' ' + m['content']", " "),
+    "mistral v3": ("[INST] ", "' ' + m['content'] | trim", " "),
+    "llama 2": ("[INST] ", "' ' + m['content'] + ' '", " "),
+    "marked": ("[INST] ", "' ' }}{% generation %}{{ m['content']", " "),
+}
+
+
+@pytest.mark.parametrize("name", few(sorted({*TOKENIZERS} - {"qwen"}), ("llama_slow_legacy", "llama3", "sp_default")))
+@pytest.mark.parametrize("case", WITHOUT_PROMPT)
+def test_the_space_before_an_answer_is_learned_with_it(name, case):
+    """No token ends between the text that asks and this space, which is a part of the answer's first token."""
+    begin, written, space = WITHOUT_PROMPT[case]
+    source = INST.replace("BEGIN", begin).replace("ANSWER", written)
+    if case == "marked":
+        source = source.replace("eos_token }}", "eos_token }}{% endgeneration %}")
+    tokenizer = copy.deepcopy(as_llava(tokenizer_of(name)))
+    tokenizer.chat_template = source
+    encoder = Encoder(tokenizer, EncodingOptions("chat_template", 4096))
+    assert PromptCheck(encoder, IMAGES).forms().fits(False) and not check_tokenizer("chat_template", tokenizer)
+    talk = (Message("human", "<image>\nWhat?"), Message("gpt", "A red cat."), Message("human", "Why?"))
+    whole = encoder.encode_whole(Transcript((*talk, Message("gpt", "So it is."))), [3])
+    asked = [encoder.prompt_ids(talk[:1], [3]), encoder.prompt_ids(talk, [3])]
+    for prompt in asked:
+        assert whole.input_ids[: len(prompt)].tolist() == prompt and whole.labels[len(prompt)] != IGNORE_INDEX
+    assert (whole.labels[len(asked[1]) :] != IGNORE_INDEX).all()
+    first = text_of_ids([i for i in whole.labels[: len(asked[1])] if i != IGNORE_INDEX], tokenizer)
+    assert first.startswith(f"{space}A red cat.") and (whole.labels[: len(asked[0])] == IGNORE_INDEX).all()
+
+
 # Template and variables; whether plain answers and those with a thought fit; what makes each fit.
 CASES = {
     "open": (OPEN_THOUGHT_TEMPLATE, {}, False, True, None, {}),
@@ -137,6 +174,25 @@ def test_thoughts_that_are_asked_for_are_those_that_are_learned(folders, case, j
             assert found is None
     again = pickle.loads(pickle.dumps(check))
     assert again.forms() == forms
+
+
+CALL = json.dumps([{"type": "function", "function": {"name": "look", "arguments": {}}}])
+
+
+def test_answers_that_call_a_tool_are_asked_for_with_their_thoughts(folders):
+    """A template that writes thoughts beside calls alone, and asks behind an empty one."""
+    source = QWEN3.replace("(loop.last or thought)", "(not m['tool_calls'] or thought)").replace(
+        "<think>\\n' + thought", "<think>\\n' + (thought if m['tool_calls'] else '')"
+    )
+    asks_empty = source.replace(
+        "assistant\\n' }}{%- endif -%}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif -%}"
+    )
+    assert asks_empty != source
+    talk = Transcript((Message("human", "What?"), Message("gpt", "", "It has ears.", CALL)))
+    for each, fits in ((source, True), (asks_empty, False)):
+        check = check_of(folders, "qwen3_5", each)
+        assert (check.forms().fits(False), check.forms().fits(True)) == (True, fits)
+        assert bool(check.reason(talk, ())) is not fits
 
 
 def learned(check: PromptCheck, answer: Message) -> str:

@@ -1,10 +1,12 @@
 """A folder's files are split as `datasets` splits them, and none of another split is trained on unasked."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -223,9 +225,35 @@ def test_the_configs_of_a_readme_count(tmp_path):
     assert read(source) == ["one-0.parquet", "one-1.parquet"]
     assert "; README.md's config 'default', and not 'other'" in source.describe()
     assert read(opened(tmp_path / "d", "check")) == ["two.parquet", "three.parquet"]
-    readme.write_text(README.format(first="some"))  # no default one: all are read
-    assert read(opened(tmp_path / "d", "train")) == ["four.parquet"]
-    assert "'fit' (" in refused(tmp_path / "d") and "'train' (four.parquet)" in refused(tmp_path / "d")
+    readme.write_text(README.format(first="some"))  # no default one: a split that one config has alone says which
+    source = opened(tmp_path / "d", "train")
+    assert read(source) == ["four.parquet"] and "; README.md's config 'other', and not 'some'" in source.describe()
+
+
+def test_one_of_several_configs_has_to_be_named(tmp_path):
+    """As load_dataset asks for one, too."""
+    for name in ("ai2d", "chart", "docs"):
+        for number in range(2):
+            write(tmp_path / "d" / name / f"train-{number}.parquet")
+    configs = [f"- config_name: {name}\n  data_files: {name}/train-*.parquet\n" for name in ("ai2d", "chart", "docs")]
+    readme = tmp_path / "d" / "README.md"
+    readme.write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    for split in (None, "train"):
+        message = refused(tmp_path / "d", split)
+        assert "README.md has the configs 'ai2d', 'chart', 'docs', and none of them is the default one" in message
+        pattern = f"{tmp_path}/d/ai2d/train-*.parquet"
+        assert f"like {pattern} for 'ai2d'" in message
+    assert read(opened(pattern)) == ["train-0.parquet", "train-1.parquet"]
+    with pytest.raises(ValueError, match="Config name is missing"):
+        datasets.load_dataset(str(tmp_path / "d"))
+    readme.write_text(f"---\nconfigs:\n{''.join(configs)}  default: true\n---\n")
+    source = opened(tmp_path / "d")
+    assert len(read(source)) == 2 and "; README.md's config 'docs', and not 'ai2d', 'chart'" in source.describe()
+    # The files of the others were not downloaded.
+    readme.write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+    for name in ("ai2d", "chart"):
+        shutil.rmtree(tmp_path / "d" / name)
+    assert "; README.md's config 'docs', and not 'ai2d', 'chart'" in opened(tmp_path / "d").describe()
 
 
 def test_a_readme_of_other_files_or_of_nonsense(tmp_path):

@@ -127,6 +127,17 @@ def test_answers_are_switched_off(tmp_path, key, off):
     assert [m.weight for m in answers(tmp_path, chat("No.", "Yes.", **{key: [off, True]}))] == [0, 1]
 
 
+@pytest.mark.parametrize("key", ["weights", "loss_weights", "loss_scales", "loss_masks"])
+def test_a_records_list_may_have_its_plural(tmp_path, key):
+    for values in ([0, 0, 0, 1], [False, True], "[0, 1]"):
+        assert [m.weight for m in answers(tmp_path, chat("No.", "Yes.", **{key: values}))] == [0, 1]
+    assert "which contradict each other" in refused(tmp_path, chat("a", weight=[0], **{key: [1]}))
+    assert f"has 3 values under {key!r} for 4 turns with 2 answers" in refused(
+        tmp_path, chat("a", "b", **{key: [1] * 3})
+    )
+    assert samples(tmp_path, [chat("a", **{key: 0.5})])[0].unread == (key,)
+
+
 def test_fractions_weigh(tmp_path):
     assert [m.weight for m in answers(tmp_path, chat({"weight": 0.25}, {"loss_scale": 2}))] == [0.25, 2]
     assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask="[0.5, 1]"))] == [0.5, 1]

@@ -5,7 +5,7 @@ import copy
 import json
 
 import pytest
-from thinking_templates import DEEPSEEK, GEMMA4, MAGISTRAL, PLAIN, QWEN3, QWEN35, TOKENS
+from thinking_templates import DEEPSEEK, GEMMA4, GEMMA4_CALLS, MAGISTRAL, PLAIN, QWEN3, QWEN35, TOKENS
 
 from llava_ds.constants import DataError
 from llava_ds.data.chat_template import answer_end, answer_prompt, render_own, render_own_prompt, render_ready
@@ -123,6 +123,27 @@ def test_thoughts_that_the_template_leaves_out_are_counted(own, source):
     assert coded.left_out == 2
 
 
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_thoughts_that_are_written_beside_calls_alone_are_learned_there(own, as_parts):
+    tokenizer, result = own(GEMMA4_CALLS), Message("tool", "It grew.")
+    talk = (ASKED, answer("", THOUGHT, CALL), result, answer())
+    first, last = learned(tokenizer, talk, as_parts)
+    assert first == f"<|channel>thought\n{THOUGHT}\n<channel|>{GEMMA4_CALL}<|tool_response>"
+    assert last == "A triangle.<turn|>"
+    in_text = answer(f"<|channel>thought\n{THOUGHT}\n<channel|>", None, CALL)
+    assert learned(tokenizer, (ASKED, in_text, result, answer()), as_parts) == [first, last]
+    assert learned(tokenizer, (*talk, AGAIN, answer("Yes.")), as_parts)[0] == GEMMA4_CALL + "<|tool_response>"
+    earlier = segments(tokenizer, (*talk, AGAIN, answer("Yes.")), as_parts)
+    assert [s.thought_left_out for s in earlier if s.supervised] == [True, False, False]
+
+
+@pytest.mark.parametrize("plain", [answer("Yes.", THOUGHT), answer(f"<|channel>thought\n{THOUGHT}\n<channel|>Yes.")])
+def test_a_record_with_a_thought_elsewhere_is_refused_by_name(own, plain):
+    talk = (ASKED, answer("", THOUGHT, CALL), Message("tool", "It grew."), plain)
+    with pytest.raises(DataError, match="message 3 has a thought, which the chat template writes in answers that call"):
+        render_own(talk, own(GEMMA4_CALLS))
+
+
 def test_a_variable_of_the_record_may_keep_thoughts(own):
     tokenizer = own(QWEN35)
     talk = (ASKED, answer("A triangle.", "first"), AGAIN, answer("Yes.", "second"))
@@ -149,7 +170,7 @@ def test_a_template_may_mark_the_line_break_behind_an_answer(own):
     source = MARKED.replace(
         "{{ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}", "{{ '<|im_end|>\\n' }}{% endgeneration %}"
     )
-    assert source != MARKED and answer_end(own(source)) == END
+    assert source != MARKED and answer_end(own(source)).token == END
     assert learned(own(source), (ASKED, answer()), as_parts=True)[0].endswith("A triangle.<|im_end|>\n")
 
 

@@ -10,7 +10,7 @@ import toys
 from daily import few
 from PIL import Image
 from ready_models import FAMILIES, QWEN_PROCESSORS, write_ready
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, GenerationConfig, ProcessorMixin
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.data.chat_template import chat_template
@@ -180,3 +180,24 @@ def test_a_language_models_own_template_is_not_that_of_the_export(tmp_path, wher
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == expected
     assert AutoProcessor.from_pretrained(tmp_path, local_files_only=True).chat_template == expected
     assert "chat_template" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("given", [None, 7, [7, 8]], ids=["config", "one", "list"])
+def test_transformers_stops_at_the_end_of_an_answer_that_was_learned(tmp_path, given):
+    """Base models' files name the end of a text alone."""
+    base = tmp_path / "base"
+    write_ready(base, "qwen3_vl")
+    file = base / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": given, "top_k": 9}))
+    if given is None:
+        file.unlink()
+        config = json.loads((base / "config.json").read_text())
+        config["text_config"]["eos_token_id"] = given = 7
+        (base / "config.json").write_text(json.dumps(config))
+    export, out = exported(base, tmp_path / "out")
+    end = export.model.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    settings = GenerationConfig.from_pretrained(out)
+    assert settings.eos_token_id == [*(given if isinstance(given, list) else [given]), end]
+    assert settings.top_k == (9 if file.is_file() else None)
+    file.write_text(json.dumps({"eos_token_id": [1, end]}))
+    assert (exported(base, tmp_path / "again")[1] / file.name).read_text() == file.read_text()

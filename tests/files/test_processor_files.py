@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import llavas
 import pytest
@@ -189,6 +190,27 @@ def test_a_folder_that_transformers_processor_refuses_is_refused(tmp_path):
         plan_model(ModelArguments(**flags, version="processor"), 512)
     (tmp_path / "chat_template.json").unlink()
     assert "start_of_turn" in plan_model(ModelArguments(**flags, version="processor"), 512).tokenizer.chat_template
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", WHOLE])
+def test_of_templates_by_name_the_default_is_taken_as_by_transformers(tmp_path, file):
+    flags = write_ready(tmp_path, "gemma3")
+    text = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    named = {"tool_use": "{{ tools }}", "default": text.replace("model", "modeller")}
+    change(tmp_path / file, chat_template=named)
+    theirs, _ = ProcessorMixin.get_processor_dict(tmp_path, local_files_only=True)
+    theirs = ProcessorMixin._resolve_chat_template(SimpleNamespace(**theirs), None)
+    assert theirs == plan_model(ModelArguments(**flags, version="processor"), 512).tokenizer.chat_template
+    assert theirs == named["default"] and line_of(tmp_path) == ""
+    for wrong, message in (
+        ({"tool_use": text}, f"{file} has the chat templates 'tool_use', and none named 'default', which is taken"),
+        ({"default": 3}, rf"{file} says chat_template .*, expected a text, or texts by name"),
+        ([{"name": "default", "template": text}], rf"{file} says chat_template .*, expected a text"),
+    ):
+        change(tmp_path / file, chat_template=wrong)
+        with pytest.raises(ConfigError, match=message):
+            plan_model(ModelArguments(**flags, version="processor"), 512)
 
 
 def test_a_model_for_sounds_is_not_opened(tmp_path):

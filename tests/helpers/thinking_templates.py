@@ -84,6 +84,8 @@ GEMMA4 = (
     "{%- if add_generation_prompt and not was.open and messages[-1]['role'] != 'tool' -%}{{ '<|turn>model\\n' }}"
     "{%- endif -%}"
 )
+# Gemma 4's first one: a thought beside calls alone.
+GEMMA4_CALLS = GEMMA4.replace("loop.index0 > ns.last -%}", "loop.index0 > ns.last and m['tool_calls'] -%}")
 # Magistral's: thoughts are parts; a call is a name and arguments; no word comes before an answer.
 MAGISTRAL = (
     "{%- macro words(c) -%}{%- if c is string -%}{{ c }}{%- else -%}{%- for p in c -%}{%- if p['type'] == 'text' -%}"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import toys
 from towers import built, noise
 from transformers import (
+    AutoImageProcessor,
     AutoModel,
     BitImageProcessorPil,
     CLIPImageProcessorPil,
@@ -111,6 +112,50 @@ def test_pixels_are_those_of_the_towers_own_processor(kind, processor, width_fir
         ours = to_tile(image, "stretch" if options.stretch else "square", options)
         theirs = own(image, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"][0]
         assert torch.equal(ours.to(theirs.dtype), theirs), size
+
+
+SQUARE, SHORT = {"height": 24, "width": 24}, {"shortest_edge": 24}
+
+
+@pytest.mark.parametrize("crop", [None, False, True])
+@pytest.mark.parametrize(
+    "size", [None, SQUARE, SHORT, 24, {"shortest_edge": 24, "longest_edge": 40}, {"longest_edge": 24}]
+)
+@pytest.mark.parametrize("kind", ["clip", "siglip", "dinov2", "aimv2_vision_model"])
+def test_pixels_are_transformers_or_the_processor_is_refused(kind, size, crop, width_first, tmp_path):
+    """Of the settings that make images of other shapes, transformers' tower takes none."""
+    toys.write_tower(tmp_path, kind)
+    file = tmp_path / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    settings |= {} if size is None else {"size": size}
+    settings |= {} if crop is None else {"do_center_crop": crop, "crop_size": SQUARE}
+    file.write_text(json.dumps(settings))
+    own, image = AutoImageProcessor.from_pretrained(tmp_path, backend="pil"), noise(70, 41, 0)
+    try:
+        theirs = own(image, do_rescale=False, do_normalize=False, return_tensors="pt")["pixel_values"][0]
+    except ValueError:  # transformers' own refusal
+        theirs = None
+    try:
+        plan = read_tower(tmp_path, ModelArguments())
+    except ConfigError as refused:
+        assert "its image processor says size" in str(refused)
+        # A long image, scaled to its longer side, is smaller than what is cropped: transformers adds a black border.
+        assert theirs is None or theirs.shape != (3, 24, 24) or "longest_edge" in size
+        return
+    options = plan.image_options(Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset()))
+    ours = to_tile(image, "stretch" if options.stretch else "square", options)
+    assert torch.equal(ours.to(theirs.dtype), theirs)
+
+
+def test_a_square_that_is_stretched_and_then_cropped_is_refused(tmp_path):
+    toys.write_tower(tmp_path, "clip")
+    file = tmp_path / "preprocessor_config.json"
+    settings = {"size": {"height": 32, "width": 32}, "crop_size": SQUARE, "do_center_crop": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(
+        ConfigError, match=r"says size .* and do_center_crop true, of which transformers makes no square"
+    ):
+        read_tower(tmp_path, ModelArguments())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sources.embedded import REJECTED
 from llava_ds.data.sources.fields import BASE64_BEGINNINGS, either
 from llava_ds.data.sources.options import ANSWERS, QUESTIONS, Columns, SourceOptions, short
-from llava_ds.data.sources.preferences import FORMS
+from llava_ds.data.sources.preferences import FORMS, pair_problem
 from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, WITHOUT_TURNS, present
 from llava_ds.data.sources.tars import IMAGE_SUFFIXES
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list
@@ -99,6 +99,8 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
     if found is None:
         raise ConfigError(_unknown(first, columns, path))
     used = _used_fields(found, votes if options.data_format == "auto" else [])
+    if found != "preference":
+        _refuse_pairs(first.records, columns.only(used), path)
     if "answer" in used and not {field for field, _ in options.columns} & set(ANSWERS):
         _refuse_choices(first, columns, path)
     seen = _seen(first.records, columns.only(used), path)
@@ -191,6 +193,13 @@ def _refuse_no_preferences(first: FirstRecords, columns: Columns, path: str) -> 
             f"{path}: none of its first records has a chosen and a rejected answer ({found}), as pairs have; known are "
             f"{FORMS}"
         )
+
+
+def _refuse_pairs(records: list[dict], read: Columns, path: str) -> None:
+    """Raise ConfigError where the first records are pairs of answers. read: the columns that are."""
+    problems = [pair_problem(record, read) for record in records]
+    if records and None not in problems:
+        raise ConfigError(f"{path}: the first of its records {problems[0]}")
 
 
 def _refuse_several(records: list[dict], columns: Columns, path: str) -> None:

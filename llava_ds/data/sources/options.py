@@ -17,6 +17,10 @@ TEMPLATE_KWARGS, TOOLS = "chat_template_kwargs", "tools"
 # Of a turn, or of a record with a list: OpenAI's fine-tuning, ms-swift, axolotl, TRL and verl.
 WEIGHT_KEYS = ("weight", "loss", "loss_scale", "train", "training", "trainable", "loss_mask")
 
+# Of a record, for all of its turns or answers.
+RECORD_WEIGHT_KEYS = (*WEIGHT_KEYS, "weights", "loss_weights", "loss_scales", "loss_masks")
+ANY_RECORD_WEIGHT = frozenset(RECORD_WEIGHT_KEYS)
+
 # Of a record: keys that are false beside an answer that is no good one (KTO's, of ms-swift, TRL and LLaMA-Factory), and
 # ms-swift's images of a rejected answer.
 GOOD_ANSWER_KEYS = ("label", "kto_tag")

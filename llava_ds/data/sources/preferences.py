@@ -6,7 +6,7 @@ import math
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import field_of, keys_of
-from llava_ds.data.sources.options import QUESTIONS, REJECTED_IMAGES, Columns, short
+from llava_ds.data.sources.options import EMPTY, QUESTIONS, REJECTED_IMAGES, Columns, short
 from llava_ds.data.sources.record_forms import SAID_BY_MODEL, names_of, present, question_of, said
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_lists import as_turns, is_turn
@@ -66,6 +66,20 @@ def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, 
     if chosen in (None, "", []):
         raise DataError(f"has no answer under {chosen_name!r} ({keys_of(record)}); a preference has both")
     return question, [_messages(chosen, chosen_name), rejected]
+
+
+def pair_problem(record: dict, columns: Columns) -> str | None:
+    """The reason why a record can't be learned as a conversation or caption, as a predicate, if it is a pair; None if
+    it is none. columns: those that are read."""
+    names = [name for name in Columns().chosen if name not in columns.all() and record.get(name) not in EMPTY]
+    if not names and _unpacked(record) is record:
+        return None
+    name = names[0] if names else "text"
+    instead = f", or name it with --data_columns answer={name} (conversations={name}, if it has the question)"
+    return (
+        f"has {short(record[name])} under {name!r}, of a pair of answers, which --objective dpo or reward learns; here "
+        "it would not be learned as an answer: put it at the end of the conversation" + (instead if names else "")
+    )
 
 
 def margin_of(record: dict, columns: Columns) -> float:

@@ -34,8 +34,16 @@ from llava_ds.data.sources.fields import (
 )
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.objects import MARKS, OBJECTS, fill_marks, objects_of
-from llava_ds.data.sources.options import EMPTY, GOOD_ANSWER_KEYS, TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, short
-from llava_ds.data.sources.preferences import as_conversations, margin_of
+from llava_ds.data.sources.options import (
+    ANY_RECORD_WEIGHT,
+    EMPTY,
+    GOOD_ANSWER_KEYS,
+    RECORD_WEIGHT_KEYS,
+    TEMPLATE_KWARGS,
+    TOOLS,
+    short,
+)
+from llava_ds.data.sources.preferences import as_conversations, margin_of, pair_problem
 from llava_ds.data.sources.record_forms import UNMARKED_FORMS, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.turn_fields import gives_weights, join_calls, read_tools, to_json, weigh
@@ -116,12 +124,15 @@ def _refuse_bad_answer(record: dict, source: Source) -> None:
 
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
-    """The keys of a record, and columns of its table, that have a value and are not read."""
+    """The keys of a record, and columns of its table, that have a value and are not read. Raises DataError for a pair
+    of answers."""
     known, found = source.read_keys, source.unread_columns
     if not record.keys() <= known:
         found += tuple(key for key in record if key not in known and record[key] not in EMPTY)
-    if "weight" in known and not record.keys().isdisjoint(WEIGHT_KEYS):
-        values = [(key, record.get(key)) for key in WEIGHT_KEYS]
+        if problem := pair_problem(record, source.columns):
+            raise DataError(problem)
+    if "weight" in known and not record.keys().isdisjoint(ANY_RECORD_WEIGHT):
+        values = [(key, record.get(key)) for key in RECORD_WEIGHT_KEYS]
         found += tuple(key for key, value in values if value not in (None, "", []) and not gives_weights(key, value))
     return found
 
@@ -206,6 +217,8 @@ def _caption(record: dict, source: Source) -> tuple[list[Message], list[Mark], d
     if caption is None:
         raise DataError(f"has no caption under {either(columns.text)} ({keys_of(record)})")
     text = checked_text(caption, lambda: f"has {short(caption)} under {name!r}, expected a text")
+    if text.startswith("{") and (problem := pair_problem(record, columns)):
+        raise DataError(problem)
     marks: list[Mark] = []
     text = with_marks(text, marks, has_videos=False)
     if marks:

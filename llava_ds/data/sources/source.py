@@ -14,7 +14,7 @@ from llava_ds.data.sources.embedded import IMAGES, ImageStore, Row, embed, rejec
 from llava_ds.data.sources.json_files import holds_data_uri, read_json_list, read_jsonl
 from llava_ds.data.sources.locate import KINDS
 from llava_ds.data.sources.objects import OBJECTS
-from llava_ds.data.sources.options import TEMPLATE_KWARGS, TOOLS, WEIGHT_KEYS, Columns, RawRecord
+from llava_ds.data.sources.options import RECORD_WEIGHT_KEYS, TEMPLATE_KWARGS, TOOLS, Columns, RawRecord
 from llava_ds.data.sources.selection import Selection
 from llava_ds.data.sources.tables import num_parquet_rows, open_saved, read_csv, read_parquet, read_saved
 from llava_ds.data.sources.tars import read_shard
@@ -69,7 +69,7 @@ class Source:
         names = frozenset((*self.columns.all(), OBJECTS, "kind"))
         if self.format == "caption":
             return names.difference(self.columns.turns)
-        return names.union(WEIGHT_KEYS, (TOOLS, TEMPLATE_KWARGS))
+        return names.union(RECORD_WEIGHT_KEYS, (TOOLS, TEMPLATE_KWARGS))
 
     def read(self) -> Iterator[RawRecord]:
         """The selected records in the files' order, the same in every process.

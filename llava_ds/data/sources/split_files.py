@@ -77,7 +77,7 @@ def _splits(folder: str, names: list[str], split: str | None) -> tuple[dict[str,
     """Sorted names of files by split, and notes on how they were found."""
     configs = _configs(folder)
     if configs is not None:
-        found = _splits_of_configs(folder, names, configs)
+        found = _splits_of_configs(folder, names, configs, split)
         if found is not None:
             return found
     if len(names) < 2 and split is None and not any(map(_MAYBE_OTHER.search, names)):
@@ -212,32 +212,52 @@ def _configs(folder: str) -> dict[str, dict] | None:
 
 
 def _splits_of_configs(
-    folder: str, names: list[str], configs: dict[str, dict]
+    folder: str, names: list[str], configs: dict[str, dict], split: str | None
 ) -> tuple[dict[str, list[str]], list[str]] | None:
-    """Names by split as README.md has them, and a note; None where its patterns match none of the files."""
-    from datasets.data_files import sanitize_patterns
+    """Names by split as README.md has them, and a note; None where its patterns match none of the files. Raises
+    ConfigError where several configs could be meant, none of which is the default one."""
     from datasets.utils.metadata import MetadataConfigs
 
     default = MetadataConfigs(configs).get_default_config_name()
-    found: dict[str, dict[str, None]] = {}
-    for config in [default] if default is not None else configs:
-        inside = str(configs[config].get("data_dir") or "").strip("/")
-        files = configs[config].get("data_files")
-        if files is None:
-            here = [name for name in names if not inside or name.startswith(f"{inside}/")]
-            parts = splits_of_names(here) if here else {}
-        else:
-            patterns = sanitize_patterns(files)
-            full = {split: [f"{inside}/{p}" if inside else p for p in each] for split, each in patterns.items()}
-            parts = {split: [n for p in each for n in _matching(names, p)] for split, each in full.items()}
-        for split, part in parts.items():
-            found.setdefault(split, {}).update(dict.fromkeys(part))
-    splits = {split: sorted(part) for split, part in found.items() if part}
-    if not splits:
+    found = {config: _files_of_config(configs[config], names) for config in ([default] if default else configs)}
+    found = {config: splits for config, splits in found.items() if splits}
+    if not found:
         return None
-    others = [config for config in configs if default is not None and config != default]
-    note = f"README.md's config {default!r}, and not {', '.join(map(repr, others))}"
-    return splits, [note] if others else []
+    fitting = [config for config, splits in found.items() if _known_split(split, splits) in splits] if split else []
+    if len(found) > 1 and len(fitting) != 1:
+        raise ConfigError(_which_config(folder, names, found))
+    taken = fitting[0] if len(found) > 1 else next(iter(found))
+    others = [config for config in configs if config != taken]
+    some = ", ".join(map(repr, others[:8])) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+    return found[taken], [f"README.md's config {taken!r}, and not {some}"] if others else []
+
+
+def _files_of_config(config: dict, names: list[str]) -> dict[str, list[str]]:
+    """Sorted names by split."""
+    from datasets.data_files import sanitize_patterns
+
+    inside = str(config.get("data_dir") or "").strip("/")
+    files = config.get("data_files")
+    if files is None:
+        here = [name for name in names if not inside or name.startswith(f"{inside}/")]
+        return splits_of_names(here) if here else {}
+    patterns = sanitize_patterns(files)
+    full = {split: [f"{inside}/{p}" if inside else p for p in each] for split, each in patterns.items()}
+    parts = {str(split): {n for p in each for n in _matching(names, p)} for split, each in full.items()}
+    return {split: sorted(part) for split, part in parts.items() if part}
+
+
+def _which_config(folder: str, names: list[str], found: dict[str, dict[str, list[str]]]) -> str:
+    """A message that asks for the files of one config."""
+    shown = ", ".join(map(repr, [*found][:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    first = next(iter(found))
+    part = next(iter(found[first].values()))
+    example = join(folder, _pattern_for(part, names) or part[0])
+    return (
+        f"{folder}: README.md has the configs {shown}, and none of them is the default one, where load_dataset of "
+        f"datasets asks for one: name the files of one by a pattern, like {example} for {first!r}, or those of several "
+        "by a wider one or in a mixture"
+    )
 
 
 def _matching(names: Iterable[str], pattern: str) -> list[str]:

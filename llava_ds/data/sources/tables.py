@@ -18,10 +18,10 @@ from llava_ds.data.sources.json_files import MAX_RECORD_CHARS
 from llava_ds.data.sources.objects import OBJECTS
 from llava_ds.data.sources.options import (
     GOOD_ANSWER_KEYS,
+    RECORD_WEIGHT_KEYS,
     REJECTED_IMAGES,
     TEMPLATE_KWARGS,
     TOOLS,
-    WEIGHT_KEYS,
     Columns,
 )
 from llava_ds.files.object_store import is_remote
@@ -227,7 +227,8 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
     """The columns of a table that its records have."""
-    known = {*columns.all(), *WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *GOOD_ANSWER_KEYS, REJECTED_IMAGES}
+    refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
+    known = {*columns.all(), *RECORD_WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
     return [name for name in names if name in known]
 
 

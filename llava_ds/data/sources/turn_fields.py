@@ -8,7 +8,7 @@ from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Message
 from llava_ds.data.sources.fields import checked_text, from_json, is_text
 from llava_ds.data.sources.media_parts import refuse_unknown
-from llava_ds.data.sources.options import EMPTY, WEIGHT_KEYS, nearest, short
+from llava_ds.data.sources.options import ANY_RECORD_WEIGHT, EMPTY, RECORD_WEIGHT_KEYS, WEIGHT_KEYS, nearest, short
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -141,7 +141,7 @@ def _wrapped(tool: dict) -> dict:
 def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> None:
     """Set the weight of each message, by the fields of its turn and of its record. Raises DataError where they
     contradict each other, and for the weight of a question."""
-    if record.keys().isdisjoint(WEIGHT_KEYS) and not any([len(turn) > 2 for turn in turns]):
+    if record.keys().isdisjoint(ANY_RECORD_WEIGHT) and not any([len(turn) > 2 for turn in turns]):
         return
     listed = _listed_weights(record, messages)
     for i, (message, turn, own) in enumerate(zip(messages, turns, listed, strict=True)):
@@ -163,7 +163,7 @@ def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | N
     """
     found: list[float | None] = [None] * len(messages)
     answers = [i for i, message in enumerate(messages) if message.role == "gpt"]
-    for key in WEIGHT_KEYS:
+    for key in RECORD_WEIGHT_KEYS:
         values = record.get(key)
         if not gives_weights(key, values):
             continue
@@ -183,8 +183,8 @@ def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | N
 
 
 def gives_weights(key: str, value: object) -> bool:
-    """True for a value under a key of WEIGHT_KEYS in a record that is read: a list, perhaps as JSON text, or a switch
-    for all answers. Another number under a name such as "loss" may be anything, and is listed as not read."""
+    """True for a value under a key of RECORD_WEIGHT_KEYS that is read: a list, perhaps as JSON text, or a switch for
+    all answers. Another number under a name such as "loss" may be anything, and is listed as not read."""
     if isinstance(value, str):
         return value.startswith("[")
     if isinstance(value, list):
