@@ -46,14 +46,14 @@ def _vqav2_records(benchmark: Benchmark, given: Given) -> list[dict]:
 def _textvqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
     """TextVQA_0.5.1_val.json, by itself or with llava_textvqa_val_v051_ocr.jsonl, which has OCR tokens in its texts."""
 
-    def key(record: dict) -> tuple[object, str]:
+    def key(record: dict) -> tuple[str, str]:
         """Image and text, which is what LLaVA's files have of a question."""
         if "image_id" in record:
-            return record["image_id"], str(record.get("question")).lower()
+            return str(record["image_id"]), str(record.get("question")).lower()
         # The question stands alone on the first line, or on the second, behind a line of OCR tokens.
         lines = field(record, ASKED, str).split("\n")
         line = 1 if lines[0].startswith("Reference OCR token:") and len(lines) > 1 else 0
-        return record.get("question_id"), lines[line].lower()
+        return str(record.get("question_id")), lines[line].lower()
 
     def of_record(record: dict) -> dict:
         id, question = field(record, "image_id", str), field(record, "question", str)
