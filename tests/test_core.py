@@ -17,11 +17,11 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 319,
-    "imported lines": 54343,
-    "feature words": 1709,
+    "imported lines": 54114,
+    "feature words": 1707,
     "kernel files": 108,
-    "kernel lines": 16175,
-    "all lines": 67641,
+    "kernel lines": 16125,
+    "all lines": 67198,
 }
 
 # What one reads to understand training.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
-from llava_ds.files.object_store import RemoteFile, is_remote
+from llava_ds.files.object_store import RemoteFile, SizedFile, is_remote
 from llava_ds.files.reading import open_without_waiting
 
 # Errors of the machine, not of the file or disk that was used at that moment.
@@ -111,25 +111,15 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
     )
 
 
-class _Slice(io.RawIOBase):
+class _Slice(SizedFile):
     """Some bytes of an open file as a file. Closing it closes that file."""
 
     def __init__(self, file: io.FileIO, offset: int, num_bytes: int) -> None:
-        self._file, self._offset, self._num_bytes, self._at = file, offset, num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._num_bytes}[whence]
-        self._at = max(0, start + offset)
-        return self._at
+        super().__init__(num_bytes)
+        self._file, self._offset = file, offset
 
     def readinto(self, buffer: memoryview) -> int:
-        wanted = max(0, min(len(buffer), self._num_bytes - self._at))
+        wanted = max(0, min(len(buffer), self.num_bytes - self._at))
         self._file.seek(self._offset + self._at)
         found = self._file.readinto(memoryview(buffer)[:wanted])
         self._at += found

@@ -96,36 +96,22 @@ class SampleOrder:
         # One generator goes on from epoch to epoch, and gives the data loader a number before each.
         # Source: transformers' Trainer (4.37) and torch's DataLoader and RandomSampler.
         generator = torch.Generator().manual_seed(self.seed)
-        num_chunks = math.ceil(self.batch_size / self.micro_batch_size)
         for _ in range(epoch):
-            _number(generator)
-            self._draw(lengths, generator, self.micro_batch_size * num_chunks)
+            self._drawn(lengths, generator)
+        return self._drawn(lengths, generator)
+
+    def _drawn(self, lengths: np.ndarray, generator: torch.Generator) -> np.ndarray:
+        """The next epoch's order of a generator that has drawn those before it."""
         _number(generator)
         if self.how == "random":
             return _permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
         if self.how == "varlen":
             return by_varying_length(lengths, self.batch_size, self.accumulation, generator)
+        num_chunks = math.ceil(self.batch_size / self.micro_batch_size)
         if self.how == "length":
             return by_length_next(lengths, self.micro_batch_size, num_chunks, generator)
         group = by_length if self.how == "modality" else by_length_next
         return by_modality_length(lengths, self.micro_batch_size, num_chunks, generator, group)
-
-    def _draw(self, lengths: np.ndarray, generator: torch.Generator, step_size: int) -> None:
-        """Leave the generator as an epoch's order would, without the sorting, which takes seconds of large data."""
-        if self.how == "random":
-            _number(generator)
-            return
-        with_images = int(np.count_nonzero(lengths > 0))
-        kinds = [with_images, self.num_samples - with_images]
-        if self.how in ("length", "varlen") or 0 in kinds:
-            kinds = [self.num_samples]
-        group_size = step_size * (self.accumulation if self.how == "varlen" else 1)
-        for count in kinds:
-            _permutation(count, generator)
-            if self.how != "modality":
-                _permutation(math.ceil(count / group_size), generator)
-        if len(kinds) > 1:
-            _permutation(sum(math.ceil(count / step_size) - 1 for count in kinds), generator)
 
 
 _NOT_SETTINGS = ("lengths", "folder")  # the folder's name says which samples these are, and how which of their lengths

@@ -28,16 +28,9 @@ REMEDY = "give --version one of LLaVA's templates, or bring another tokenizer"
 
 
 class TemplateProcess:
-    """The rendering process of one process. Raises ConfigError for a template that exceeds a limit, which ends it.
-
-    It is restarted once if a signal other than the CPU limit's ended it, which is not the template's fault.
-    """
+    """The rendering process of one process. Raises ConfigError for a template that exceeds a limit, which ends it."""
 
     def __init__(self) -> None:
-        self._start()
-        self._lock = threading.Lock()
-
-    def _start(self) -> None:
         # In its own session, as signals to the run's process group are not for it. It ends with its stdin.
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-c", START.format(__name__, CPU_SECONDS), json.dumps(sys.path)],
@@ -46,32 +39,31 @@ class TemplateProcess:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._lock = threading.Lock()
 
     def render(self, **request: object) -> tuple[str, list[tuple[int, int]]]:
         """Render one conversation by render_jinja_template. Raises DataError if the template refuses it."""
         with self._lock:
-            reply = self._send(json.dumps(request).encode() + b"\n")
+            reply = self._reply(json.dumps(request).encode() + b"\n")
         if "refused" in reply:
             raise DataError(f"the tokenizer's chat template refuses the conversation: {reply['refused']}")
         if "too_much" in reply:
             raise ConfigError(f"the tokenizer's chat template can't be used: {reply['too_much']}: {REMEDY}")
-        if "killed" in reply:
-            raise ConfigError(f"the process that renders the tokenizer's chat template {reply['killed']}")
         return reply["text"], [tuple(span) for span in reply["spans"]]
 
     @property
     def ended(self) -> bool:
         return self._child.poll() is not None
 
-    def _send(self, request: bytes, again: bool = True) -> dict:
-        line = b""
+    def _reply(self, request: bytes) -> dict:
+        line, ending = b"", "the process that renders the tokenizer's chat template"
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(request)
             self._child.stdin.flush()
             if not select.select([self._child.stdout], [], [], WAIT_SECONDS)[0]:
                 self._child.kill()
                 self._child.wait()
-                return {"killed": f"gave no answer for {WAIT_SECONDS} seconds: {BUSY}"}
+                raise ConfigError(f"{ending} gave no answer for {WAIT_SECONDS} seconds: {BUSY}")
             line = self._child.stdout.readline()
         if line.endswith(b"\n"):
             return json.loads(line)
@@ -80,12 +72,7 @@ class TemplateProcess:
             return {"too_much": f"it takes longer than {CPU_SECONDS} seconds"}
         if code >= 0:
             return {"too_much": f"its process ended with exit code {code}"}
-        if again:
-            self._start()
-            return self._send(request, again=False)
-        if code == -signal.SIGKILL:
-            return {"killed": f"was killed twice (SIGKILL), as Linux does where there is no memory left: {BUSY}"}
-        return {"killed": f"was ended twice by {signal.Signals(-code).name}: {REMEDY}"}
+        raise ConfigError(f"{ending} was ended by {signal.Signals(-code).name}; where there is no memory left: {BUSY}")
 
 
 _of_process: dict[int, TemplateProcess] = {}

@@ -3,11 +3,20 @@
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Message
 from llava_ds.data.sources.options import short
-from llava_ds.evaluation.benchmark_files import Given, complete, convert_records, field
+from llava_ds.evaluation.benchmark_files import (
+    Given,
+    annotations_of,
+    complete,
+    convert_records,
+    field,
+    matching,
+    read_records,
+)
 from llava_ds.evaluation.benchmark_tables import RecordImages, listed, read_table
 from llava_ds.evaluation.question import Question
 from llava_ds.infer.generate import Prompt
@@ -36,7 +45,7 @@ class Benchmark:
     what: its name in messages; metric: of scores.METRICS; reference: what the metric compares with; kinds: the groups
     of a record; ask: the line behind the question; keys: of a record, alternatives separated by |; splits: the parts
     that are read of a folder of parquet files; prepare: the records, one per question, of a file or folder that has
-    them in another form.
+    them in another form; written: the prompt as the file of answers has it; more: fields beside an answer there.
     """
 
     what: str
@@ -47,16 +56,37 @@ class Benchmark:
     keys: tuple[str, ...] = (QUESTION, ANSWER)
     splits: tuple[str, ...] = ("test",)
     prepare: Callable[["Benchmark", Given], list[dict]] | None = None
+    written: Callable[[str, dict], str] = lambda asked, record: asked
+    more: Callable[[dict, Options], dict[str, object]] = lambda record, options: {}
 
     def records(self, given: Given) -> list[dict]:
         """The records of --data_path as its table has them, each with all keys."""
-        path = complete(given)
+        return self._read(complete(given), given)
+
+    def _read(self, path: str, given: Given) -> list[dict]:
         records = read_table(path, f"{self.what}'s questions", self.keys, self.splits, given.cache_dir)
         return convert_records(path, records, self._checked)
 
-    def _checked(self, record: object) -> dict:
-        if not isinstance(record, dict):
-            raise DataError(f"is {short(record)}, expected an object")
+    def paired(
+        self,
+        given: Given,
+        example: str,
+        key: Callable[[dict], object],
+        official: Callable[[str], list[dict]] | None = None,
+    ) -> list[dict]:
+        """The benchmark's own records; of a .jsonl, LLaVA's rows, each completed by the record with the same key.
+
+        official: reads the benchmark's own file where it is no table; example: that file's name.
+        """
+        read = official or partial(self._read, given=given)
+        if not given.data_path.endswith(".jsonl"):
+            return read(complete(given))
+        file = annotations_of(given, self.what, example)
+        records = {key(each): each for each in read(file)}
+        rows = read_records(given.data_path, f"{self.what}'s questions in LLaVA's layout", LLAVA_KEYS)
+        return convert_records(given.data_path, rows, lambda row: {**matching(records, key(row), file), **row})
+
+    def _checked(self, record: dict) -> dict:
         for key in self.keys:
             if value_of(record, key) is None:
                 raise DataError(f"has nothing under {key.replace('|', ' or ')}, expected a value")
@@ -75,13 +105,19 @@ class Benchmark:
         else:
             lines = [text_of(record, QUESTION), *(f"{letter}. {text}" for letter, text in options.items())]
             asked = "\n".join(lines) + self.ask(record, options)
-        asked = asked.replace(IMAGE_TOKEN, "").strip()
+        if IMAGE_TOKEN in asked:
+            asked = asked.replace(IMAGE_TOKEN, "").strip()
         shown = tuple(map(images, image_cells(record, asked)))
         prompt = Prompt((Message("human", f"{IMAGE_TOKEN}\n" * len(shown) + asked),), shown)
         id = value_of(record, "|".join(IDS))
         kinds = (str(kind) for cell in self.kinds(record) for kind in listed(cell) if cell is not None)
         return Question(
-            number if id is None else id, prompt, asked, self.reference(record, options), tuple(dict.fromkeys(kinds))
+            number if id is None else id,
+            prompt,
+            self.written(asked, record),
+            self.reference(record, options),
+            tuple(dict.fromkeys(kinds)),
+            self.more(record, options),
         )
 
 

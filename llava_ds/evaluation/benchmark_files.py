@@ -54,35 +54,35 @@ def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dic
                 expected = f"expected {what}: a JSON object with {', '.join(keys)} on every line".replace("|", " or ")
                 raise DataError(f"{path}, line {number}: {short(line)} is no JSON object; {expected}") from None
             records.append(record)
-    check_first(path, what, records, keys)
-    return records
+    return checked_records(path, what, records, keys)
 
 
-def check_first(path: str | Path, what: str, records: object, keys: tuple[str, ...]) -> None:
-    """Raise DataError unless records is a list that begins with an object that has the keys.
+def records_in(path: str | Path, what: str, content: object, keys: tuple[str, ...], under: str = "data|questions"):
+    """The records of a JSON file's content: a list, one in an object under one of the names, or an object of them by
+    their ids. Raises DataError where it is not `what`."""
+    if isinstance(content, dict):
+        lists = [content[name] for name in under.split("|") if isinstance(content.get(name), list)]
+        by_id = [{**each, "id": id} if isinstance(each, dict) else each for id, each in content.items()]
+        content = lists[0] if lists else by_id
+    return checked_records(path, what, content, keys)
+
+
+def checked_records(path: str | Path, what: str, records: object, keys: tuple[str, ...]) -> list[dict]:
+    """records. Raises DataError unless they are a list of objects, of which the first has the keys.
 
     A key with | in it is one of several names.
     """
     expected = ", ".join(keys).replace("|", " or ")
     if not isinstance(records, list) or not records:
-        raise DataError(f"{path} is not {what}: it holds {_described(records)}, expected records with {expected}")
-    if not isinstance(records[0], dict) or not all(set(key.split("|")) & set(records[0]) for key in keys):
-        found = f"the keys {', '.join(map(short, records[0]))}" if isinstance(records[0], dict) else short(records[0])
-        raise DataError(f"{path} is not {what}: its first record has {found}, expected {expected}")
-
-
-def held_under(path: str | Path, what: str, content: object, key: str, keys: tuple[str, ...]) -> list:
-    """The records with these keys under a key of a JSON file's object. Raises DataError where it is not `what`."""
-    if not isinstance(content, dict) or not isinstance(content.get(key), list):
-        raise DataError(f"{path} is not {what}: it holds {_described(content)}, expected an object with a list {key!r}")
-    check_first(path, what, content[key], keys)
-    return content[key]
-
-
-def _described(content: object) -> str:
-    if isinstance(content, dict):
-        return f"an object with the keys {', '.join(map(short, list(content)[:6])) or '(none)'}"
-    return "no records" if content == [] else short(content)
+        found = "no records" if records == [] else short(records)
+        raise DataError(f"{path} is not {what}: it holds {found}, expected records with {expected}")
+    for number, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise DataError(f"{path} is not {what}: record {number}: is {short(record)}, expected an object")
+    if not all(set(key.split("|")) & set(records[0]) for key in keys):
+        found = ", ".join(map(short, records[0]))
+        raise DataError(f"{path} is not {what}: its first record has the keys {found}, expected {expected}")
+    return records
 
 
 def read_text(path: str | Path) -> str:

@@ -20,7 +20,7 @@ from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources.embedded import IMAGES, REFERENCE, REJECTED, ImageStore, Row, spooled
 from llava_ds.data.sources.options import Columns, short
 from llava_ds.data.sources.tables import open_saved, parquet_columns, read_parquet, read_saved
-from llava_ds.evaluation.benchmark_files import ImageFolder, check_first, read_json, read_records
+from llava_ds.evaluation.benchmark_files import ImageFolder, checked_records, read_json, read_records, records_in
 from llava_ds.files.reading import sha256
 
 SPOOL_VERSION = 1  # raise it if the same file would be spooled differently
@@ -48,12 +48,7 @@ def read_table(path: str, what: str, keys: tuple[str, ...], splits: tuple[str, .
     if not is_table(path):
         if path.endswith(".jsonl"):
             return read_records(path, what, keys)
-        content = read_json(path)
-        if isinstance(content, dict):
-            lists = [content[key] for key in ("data", "questions") if isinstance(content.get(key), list)]
-            content = lists[0] if lists else list(content.values())
-        check_first(path, what, content, keys)
-        return content
+        return records_in(path, what, read_json(path), keys)
     if path.endswith(".tsv"):
         files, rows = [Path(path).expanduser()], partial(_tsv_rows, path, what)
     elif _is_saved(path):
@@ -64,9 +59,7 @@ def read_table(path: str, what: str, keys: tuple[str, ...], splits: tuple[str, .
         files = _parquet_files(path, splits)
         names = {name: None for file in files for name in parquet_columns(str(file))}
         rows = partial(read_parquet, tuple(map(str, files)), _columns(list(names)))
-    records = _spooled_records(files, rows, cache_dir)
-    check_first(path, what, records, keys)
-    return records
+    return checked_records(path, what, _spooled_records(files, rows, cache_dir), keys)
 
 
 def _columns(names: list[str]) -> Columns:
@@ -172,7 +165,8 @@ class RecordImages:
             cell = self._by_index.get(cell, cell)
         if isinstance(cell, Media):
             return cell
-        name = cell.get("path") if isinstance(cell, dict) else cell
-        if not isinstance(name, str) or not name:
+        cell = cell.get("path") if isinstance(cell, dict) else cell
+        names = cell if isinstance(cell, tuple) else (cell,)  # a tuple: the file has one of these names
+        if not all(isinstance(name, str) and name for name in names):
             raise DataError(f"has {short(cell)} as its image, expected an image inside the table or a file's name")
-        return self._folder(name)
+        return self._folder(*names)

@@ -18,7 +18,6 @@ from llava_ds.evaluation.benchmark import (
     ANSWER,
     ASKED,
     LETTER_ONLY,
-    LLAVA_KEYS,
     QUESTION,
     SHORT,
     Benchmark,
@@ -31,15 +30,13 @@ from llava_ds.evaluation.benchmark import (
 )
 from llava_ds.evaluation.benchmark_files import (
     Given,
-    annotations_of,
     complete,
     convert_records,
     field,
-    held_under,
     matching,
     read_json,
-    read_records,
     read_text,
+    records_in,
 )
 from llava_ds.evaluation.benchmark_tables import is_table, listed
 
@@ -108,27 +105,9 @@ DIMENSIONS = ("Scene Understanding", "Instance Identity", "Instance Attributes",
 
 def _seed_records(benchmark: Benchmark, given: Given) -> list[dict]:
     """The questions about images, of SEED-Bench.json, of LLaVA's question file with it, or of a table."""
-    path = given.data_path
-    from_llava = path.endswith(".jsonl")
-    if not from_llava and not path.endswith(".json"):
-        return [each for each in benchmark.records(given) if each.get("data_type", "image") == "image"]
-    file = annotations_of(given, benchmark.what, "SEED-Bench.json") if from_llava else complete(given)
-    what, keys = f"{benchmark.what}'s questions", ("question_id", "question", "answer", "choice_a", "data_id")
-    official = convert_records(
-        file,
-        held_under(file, what, read_json(file), "questions", keys),
-        lambda each: {
-            **each,
-            "image": field(each, "data_id", str),
-            "question_id": field(each, "question_id", (int, str)),
-        },
-    )
-    if not from_llava:
-        return [each for each in official if each.get("data_type") == "image"]
-    by_id = {str(each["question_id"]): each for each in official}
-    asked = read_records(path, f"{what} in LLaVA's layout", LLAVA_KEYS)
-    merged = convert_records(path, asked, lambda each: {**matching(by_id, str(each.get("question_id")), file), **each})
-    return [each for each in merged if each.get("data_type") == "image"]
+    records = benchmark.paired(given, "SEED-Bench.json", lambda record: str(record.get("question_id")))
+    records = [{"image": each.get("data_id"), **each} for each in records]
+    return [each for each in records if each.get("data_type", "image") == "image"]
 
 
 def _seed_kinds(record: dict) -> tuple[str, ...]:
@@ -147,17 +126,8 @@ YES_OR_NO = "Please answer yes or no."  # of MME's own files; LLaVA asks for a w
 def _mme_records(benchmark: Benchmark, given: Given) -> list[dict]:
     """Two questions about each image: of the official folder, of LLaVA's question file with it, or of a table."""
     path = given.data_path
-    if path.endswith(".jsonl"):
-        folder = annotations_of(given, benchmark.what, "the folder of MME_Benchmark_release_version")
-        answers = {_mme_key(each): each["answer"] for each in _mme_folder(folder)}
-        rows = read_records(path, "MME's questions in LLaVA's layout", (*LLAVA_KEYS, "category"))
-        records = convert_records(
-            path,
-            rows,
-            lambda row: {**row, "pair": _mme_key(row)[1], "answer": matching(answers, _mme_key(row), folder)},
-        )
-    elif Path(path).expanduser().is_dir() and not is_table(path):
-        records = _mme_folder(complete(given))
+    if path.endswith(".jsonl") or (Path(path).expanduser().is_dir() and not is_table(path)):
+        records = benchmark.paired(given, "the folder of MME_Benchmark_release_version", _mme_key, _mme_folder)
     else:
         found = benchmark.records(given)
         records = [{**each, "pair": value_of(each, "image_path|question_id|image")} for each in found]
@@ -282,9 +252,10 @@ def _mdetr_records(benchmark: Benchmark, path: str) -> list[dict]:
     """The records of finetune_refcoco_val.json: an image with a caption per expression, and boxes by image."""
     what, content = f"{benchmark.what}'s questions in MDETR's layout", read_json(path)
     keys = ("id", "file_name", "caption", "width", "height")
-    images = held_under(path, what, content, "images", keys)
-    annotations = held_under(path, what, content, "annotations", ("image_id", "bbox"))
-    boxes = {each.get("image_id"): each for each in annotations if isinstance(each, dict)}
+    images = records_in(path, what, content, keys, "images")
+    boxes = {
+        each.get("image_id"): each for each in records_in(path, what, content, ("image_id", "bbox"), "annotations")
+    }
 
     def of_image(image: dict) -> dict:
         id, name, text, *size = (field(image, key, kind) for key, kind in zip(keys, ((int, str), str, str, int, int)))
@@ -405,7 +376,3 @@ BENCHMARKS = {
         prepare=_refcoco_records,
     ),
 }
-# POPE's own files are JSONL for all their name (open_questions.pope).
-POPE_TABLE = Benchmark(
-    "POPE", "yes_no", lambda record, options: yes_or_no(record), lambda record: (record.get("category"),)
-)

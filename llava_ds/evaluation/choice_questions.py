@@ -1,79 +1,59 @@
-"""ScienceQA and MMBench: files as they are downloaded, and the question files of LLaVA's evaluation."""
+"""ScienceQA and MMBench: their own files, and the question files of LLaVA's evaluation."""
 
 from pathlib import Path
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.sample import Message
 from llava_ds.data.sources.options import short
-from llava_ds.evaluation.benchmark import LETTER_ONLY, letter_of
+from llava_ds.evaluation.benchmark import ASKED, LETTER_ONLY, Benchmark, Options, letter_of
 from llava_ds.evaluation.benchmark_files import (
     Given,
-    ImageFolder,
     annotations_of,
-    check_first,
     complete,
     convert_records,
     field,
     matching,
     read_json,
+    records_in,
 )
-from llava_ds.evaluation.benchmark_tables import RecordImages, read_table
 from llava_ds.evaluation.option_letters import LETTERS
-from llava_ds.evaluation.question import Question, about
-from llava_ds.infer.generate import Prompt
 
 ROUND = 1_000_000  # MMBench's later rounds have the question's index and this many times their number
 GRADES = {f"grade{n}": "G1-6" if n <= 6 else "G7-12" for n in range(1, 13)}
 
 
-def scienceqa(given: Given) -> list[Question]:
+def _scienceqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
     """The folder of problems.json and pid_splits.json, by itself or with llava_test_CQM-A.json."""
     path = Path(given.data_path).expanduser()
     from_llava = not path.is_dir()
-    folder = annotations_of(given, "ScienceQA", "the folder of problems.json") if from_llava else complete(given)
-    folder = Path(folder).expanduser()
-    split = given.split or "test"
-    file = folder / "problems.json"
-    problems = read_json(file)
-    what, keys = "ScienceQA's problems", ("question", "choices", "answer")
-    if not isinstance(problems, dict):
-        raise DataError(f"{file} is not {what}: expected an object of problems by their ids, with {', '.join(keys)}")
-    check_first(file, what, list(problems.values()), keys)
+    folder = annotations_of(given, benchmark.what, "the folder of problems.json") if from_llava else complete(given)
+    file, split = Path(folder).expanduser() / "problems.json", given.split or "test"
+    found = records_in(file, "ScienceQA's problems", read_json(file), ("question", "choices", "answer"))
+    problems = {each.get("id"): each for each in found}
     if from_llava:
-        records = read_json(path)
-        check_first(path, "ScienceQA's questions in LLaVA's layout", records, ("id", "conversations"))
+        rows = records_in(path, "ScienceQA's questions in LLaVA's layout", read_json(path), ("id", "conversations"))
     else:
-        splits = read_json(folder / "pid_splits.json")
+        splits_file = file.with_name("pid_splits.json")
+        splits = read_json(splits_file)
         if not isinstance(splits, dict) or not isinstance(splits.get(split), list):
             known = ", ".join(splits) if isinstance(splits, dict) else "none"
-            raise ConfigError(f"{folder / 'pid_splits.json'} has no split {split!r}: its splits are {known}")
-        records = splits[split]
-    images = ImageFolder(given.image_folder)
+            raise ConfigError(f"{splits_file} has no split {split!r}: its splits are {known}")
+        rows = splits[split]
 
-    def make(record: object) -> Question:
+    def of_row(row: object) -> dict:
         if from_llava:
-            id = str(field(record, "id", (str, int)))
-            problem = matching(problems, id, file)
-            turn = next(iter(field(record, "conversations", list)), None)
+            id = str(field(row, "id", (str, int)))
+            turn = next(iter(field(row, "conversations", list)), None)
             text = field(turn, "value", str).replace(IMAGE_TOKEN, "").strip()
-            names = (field(record, "image", str),) if record.get("image") is not None else ()
+            images = [] if row.get("image") is None else [field(row, "image", str)]
+            problem = matching(problems, id, file)
         else:
-            id, problem = str(record), matching(problems, str(record), file)
+            id, problem = str(row), matching(problems, str(row), file)
             text, name = _problem_text(problem), problem.get("image")
-            names = () if name is None else (f"{id}/{name}", f"{split}/{id}/{name}")
-        answer, num_choices = field(problem, "answer", int), len(field(problem, "choices", list))
-        question = about(
-            id,
-            images(*names) if names else None,
-            text + LETTER_ONLY,
-            [answer, num_choices],
-            kinds=_problem_kinds(problem),
-        )
-        # LLaVA's evaluation tells questions with pictures by this mark in the answers' file.
-        asked = f"{IMAGE_TOKEN}\n{question.asked}" if names else question.asked
-        return Question(id, question.prompt, asked, question.reference, question.kinds)
+            images = [] if name is None else [(f"{id}/{name}", f"{split}/{id}/{name}")]
+        return {**problem, "question_id": id, "context": bool(problem.get("image")), "image": images,
+                ASKED: text + LETTER_ONLY}  # fmt: skip
 
-    return convert_records(path, records, make)
+    return convert_records(path, rows, of_row)
 
 
 def _problem_text(problem: dict) -> str:
@@ -84,33 +64,25 @@ def _problem_text(problem: dict) -> str:
     return text.replace("  ", " ").strip()
 
 
-def _problem_kinds(problem: dict) -> tuple[str, ...]:
+def _problem_kinds(problem: dict) -> tuple[str | None, ...]:
     """The columns of ScienceQA's table: subject, kind of context, grades."""
     subject = {"natural science": "NAT", "social science": "SOC", "language science": "LAN"}
-    context = [name for name, key in (("TXT", "hint"), ("IMG", "image")) if problem.get(key)]
-    kinds = [subject.get(problem.get("subject")), *(context or ["NO"]), GRADES.get(problem.get("grade"))]
-    return tuple(kind for kind in kinds if kind is not None)
+    context = [name for name, key in (("TXT", "hint"), ("IMG", "context")) if problem.get(key)]
+    return (subject.get(problem.get("subject")), *(context or ["NO"]), GRADES.get(problem.get("grade")))
 
 
-def mmbench(given: Given) -> list[Question]:
-    """A TSV of MMBench, with its images inside; all rounds of a question where the file has them."""
-    path = complete(given)
-    records = read_table(path, "MMBench's TSV", ("index", "question", "A", "B", "image"), ("dev",), given.cache_dir)
-    images = RecordImages(records, given.image_folder)  # later rounds may name the row that has their image
+def _mmbench_records(benchmark: Benchmark, given: Given) -> list[dict]:
+    """A TSV of MMBench; all rounds of a question where the file has them, of which later ones name the first's row
+    for its image."""
 
-    def make(row: dict) -> Question:
-        index = _index(row["index"])
-        options = {letter: row[letter] for letter in "ABCD" if not _absent(row.get(letter))}
-        letter = letter_of(row, options)
-        text = "\n".join(f"{letter}. {option}" for letter, option in options.items())
-        hint = "" if _absent(row.get("hint")) else f"{row['hint']}\n"
-        asked = f"{hint}{row['question']}\n{text}"
-        prompt = Prompt((Message("human", f"{IMAGE_TOKEN}\n{asked}{LETTER_ONLY}"),), (images(row.get("image")),))
-        kinds = tuple(row[key] for key in ("category", "l2-category") if not _absent(row.get(key)))
-        more = {"round_id": index // ROUND, "options": list(options.values()), "option_char": list(options)}
-        return Question(index, prompt, asked, [index % ROUND, letter, options], kinds, more)
+    def of_row(row: dict) -> dict:
+        record = {key: cell for key, cell in row.items() if not _is_absent(cell)}
+        options = "\n".join(f"{letter}. {record[letter]}" for letter in "ABCD" if letter in record)
+        hint = f"{record['hint']}\n" if "hint" in record else ""
+        text = f"{hint}{record.get('question')}\n{options}{LETTER_ONLY}"
+        return {**record, "index": _index(row["index"]), ASKED: text}
 
-    return convert_records(path, records, make)
+    return convert_records(given.data_path, benchmark.records(given), of_row)
 
 
 def _index(text: str) -> int:
@@ -120,5 +92,35 @@ def _index(text: str) -> int:
         raise DataError(f"has the index {short(text)}, expected a number") from None
 
 
-def _absent(text: str | None) -> bool:
-    return text is None or text.strip().lower() in ("", "nan", "none")
+def _is_absent(cell: object) -> bool:
+    return cell is None or (isinstance(cell, str) and cell.strip().lower() in ("", "nan", "none"))
+
+
+def _mmbench_reference(record: dict, options: Options) -> list[object]:
+    return [record["index"] % ROUND, letter_of(record, options), options]
+
+
+SCIENCEQA = Benchmark(
+    "ScienceQA",
+    "choice",
+    lambda record, options: [field(record, "answer", int), len(field(record, "choices", list))],
+    _problem_kinds,
+    prepare=_scienceqa_records,
+    # LLaVA's evaluation tells questions with pictures by this mark in the answers' file.
+    written=lambda asked, record: f"{IMAGE_TOKEN}\n{asked}" if record["image"] else asked,
+)
+MMBENCH = Benchmark(
+    "MMBench",
+    "circular",
+    _mmbench_reference,
+    lambda record: (record.get("category"), record.get("l2-category")),
+    keys=("index", "question", "A", "B", "image"),
+    splits=("dev",),
+    prepare=_mmbench_records,
+    written=lambda asked, record: asked.removesuffix(LETTER_ONLY),
+    more=lambda record, options: {
+        "round_id": record["index"] // ROUND,
+        "options": list(options.values()),
+        "option_char": list(options),
+    },
+)

@@ -1,8 +1,9 @@
-"""Any LLaVA-format file with references, and COCO's captions."""
+"""Questions of any file that training reads: one with references, or one of preferences."""
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.sample import Media, Message, Sample
@@ -11,20 +12,11 @@ from llava_ds.data.sources.fields import field_of
 from llava_ds.data.sources.record_forms import all_answers, as_conversation
 from llava_ds.data.sources.source import Source
 from llava_ds.data.special_tokens import shown_text
-from llava_ds.evaluation.benchmark_files import (
-    Given,
-    ImageFolder,
-    complete,
-    convert_records,
-    field,
-    held_under,
-    read_json,
-)
-from llava_ds.evaluation.question import Question, about
+from llava_ds.evaluation.benchmark_files import Given, complete
+from llava_ds.evaluation.question import Question
 from llava_ds.evaluation.scores import reference_for
 from llava_ds.infer.generate import Prompt
 
-CAPTION = "Provide a one-sentence caption for the provided image."  # as LLaVA-1.5 was trained to be asked
 TURNS = ("together", "each")  # how the questions of a record are asked
 MIN_SAME_WORDS = 5  # questions that make a group where no kinds are given
 MAX_GROUPS = 20
@@ -38,18 +30,11 @@ def llava(given: Given) -> list[Question]:
     "kind" in a record or in one of a question's two turns groups the scores; "references", a list of texts, stands for
     a record's last answer.
     """
-    questions, problems, total = [], [], 0
-    options = SourceOptions(image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split)
-    for source in open_sources(complete(given), options):
-        for record in source.read():
-            total += 1
-            try:
-                sample = _sample(record, source)
-                questions += _questions_of(sample, _scoring(record, source, given.metric), given)
-            except DataError as error:
-                problems.append(f"{record.file}, record {record.index}: {error}")
-    if problems:
-        raise DataError(f"{given.data_path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
+
+    def convert(sample: Sample, record: RawRecord, source: Source) -> list[Question]:
+        return _questions_of(sample, _scoring(record, source, given.metric), given)
+
+    questions = _converted(given, SourceOptions(), convert)
     if not questions:
         raise DataError(f"{given.data_path}: there is no question with an answer in the data")
     return questions if any(question.kinds for question in questions) else _grouped_by_words(questions)
@@ -57,33 +42,37 @@ def llava(given: Given) -> list[Question]:
 
 def preferences(given: Given) -> list[Question]:
     """The pairs of answers in a file of preferences (docs/preference.md): which of the two does a model prefer?"""
-    questions, problems, total = [], [], 0
-    options = SourceOptions(
-        image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split, are_preferences=True
+    return _converted(given, SourceOptions(are_preferences=True), lambda sample, *_: [_pair(sample)])
+
+
+def _pair(sample: Sample) -> Question:
+    *before, chosen = sample.messages
+    rejected = sample.rejected[-1]
+    if any(each.thought is not None or each.tool_calls for each in (chosen, rejected)):
+        raise DataError("has answers with thoughts or tool calls, and answers are judged by their texts alone")
+    return Question(
+        sample.id,
+        _prompt(sample, tuple(before), sample.media),
+        shown_text(before[-1].text).strip(),
+        shown_text(chosen.text),
+        kinds=(sample.kind,) if sample.kind else (),
+        more={"rejected": shown_text(rejected.text)},
     )
+
+
+def _converted(
+    given: Given, options: SourceOptions, convert: Callable[[Sample, RawRecord, Source], list[Question]]
+) -> list[Question]:
+    """The questions of all records. Raises DataError, with the first problems, where some can't be used."""
+    questions, problems, total = [], [], 0
+    options = replace(options, image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split)
     for source in open_sources(complete(given), options):
         for record in source.read():
             total += 1
             try:
-                sample = _sample(record, source)
-                *before, chosen = sample.messages
-                if any(each.thought is not None or each.tool_calls for each in (chosen, sample.rejected[-1])):
-                    raise DataError(
-                        "has answers with thoughts or tool calls, and answers are judged by their texts alone"
-                    )
+                questions += convert(_sample(record, source), record, source)
             except DataError as error:
                 problems.append(f"{record.file}, record {record.index}: {error}")
-                continue
-            questions.append(
-                Question(
-                    sample.id,
-                    _prompt(sample, tuple(before), sample.media),
-                    shown_text(before[-1].text).strip(),
-                    shown_text(chosen.text),
-                    kinds=(sample.kind,) if sample.kind else (),
-                    more={"rejected": shown_text(sample.rejected[-1].text)},
-                )
-            )
     if problems:
         raise DataError(f"{given.data_path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
     return questions
@@ -100,19 +89,14 @@ def _sample(record: RawRecord, source: Source) -> Sample:
     return sample
 
 
-@dataclass(frozen=True)
-class _Scoring:
-    """The fields of a record beside its conversation. kinds: of its turns, "" where one has none."""
+def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] | None, list[str]]:
+    """References, and the kinds of the turns ("" where one has none): fields of a record beside its conversation.
 
-    references: list[str] | None = None
-    kinds: tuple[str, ...] = ()
-
-
-def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
-    """Raises DataError for references that are no texts. record: one that to_sample takes."""
+    Raises DataError for references that are no texts. record: one that to_sample takes.
+    """
     has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
     if "references" not in record.text and "kind" not in record.text and not has_answers:
-        return _Scoring()
+        return None, []
     content = json.loads(record.text)
     references = content.get("references")
     if references is None and has_answers:
@@ -125,22 +109,20 @@ def _scoring(record: RawRecord, source: Source, metric: str) -> _Scoring:
         content = as_conversation(content, source.columns)
     _, turns = field_of(content, source.columns.turns)
     kinds = [turn.get("kind") for turn in turns or ()]
-    return _Scoring(references, tuple(kind if isinstance(kind, str) else "" for kind in kinds))
+    return references, [kind if isinstance(kind, str) else "" for kind in kinds]
 
 
-def _questions_of(sample: Sample, scoring: _Scoring, given: Given) -> list[Question]:
-    questions = []
+def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], given: Given) -> list[Question]:
+    questions, (references, turn_kinds) = [], scoring
     # An answer that was switched off may be wrong, and a call is no text.
     answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
     if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
         raise DataError("has results of tools, which mean nothing without their calls: leave --turns each out")
-    of_its_own = len(sample.messages) - len(scoring.kinds)  # a system message that is no turn
+    of_its_own = len(sample.messages) - len(turn_kinds)  # a system message that is no turn
     for number, i in enumerate(answered, 1):
-        own = scoring.kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's
+        own = turn_kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's
         kind = next(filter(None, own), sample.kind)
-        texts = (
-            scoring.references if scoring.references and i == answered[-1] else [shown_text(sample.messages[i].text)]
-        )
+        texts = references if references and i == answered[-1] else [shown_text(sample.messages[i].text)]
         before = sample.messages[:i]
         media = sample.media[: sum(message.text.count(IMAGE_TOKEN) for message in before)]
         questions.append(
@@ -189,24 +171,3 @@ def _by_path(media: Media) -> str | Media:
     [first, *more] = media.refs
     is_file = media.kind == "image" and not more and first.num_bytes < 0 and not media.settings
     return first.path if is_file else media
-
-
-def captions(given: Given) -> list[Question]:
-    """captions_val2014.json and others in COCO's layout: one question per image, all its captions as references."""
-    path, what = complete(given), "captions in COCO's layout"
-    content = read_json(path)
-    images = held_under(path, what, content, "images", ("id", "file_name"))
-    annotated = held_under(path, what, content, "annotations", ("image_id", "caption"))
-    references: dict[object, list[str]] = {}
-    for each in annotated:
-        if isinstance(each, dict) and isinstance(each.get("caption"), str):
-            references.setdefault(each.get("image_id"), []).append(each["caption"])
-    folder = ImageFolder(given.image_folder)
-
-    def make(image: dict) -> Question:
-        id = field(image, "id", (int, str))
-        if id not in references:
-            raise DataError(f"is the image {id}, which has no caption")
-        return about(id, folder(field(image, "file_name", str)), CAPTION, references[id])
-
-    return convert_records(path, images, make)

@@ -6,7 +6,7 @@ import json
 from dataclasses import astuple, dataclass, field, replace
 
 from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.special_tokens import PART_END
 from llava_ds.files.reading import blocks_digest
 from llava_ds.geometry import ImageOptions, coordinate_frame
@@ -29,13 +29,6 @@ class Question:
     reference: object
     kinds: tuple[str, ...] = ()
     more: dict[str, object] = field(default_factory=dict)
-
-
-def about(id: str | int, image: str | None, text: str, reference: object, **options: object) -> Question:
-    """A question of one turn, about an image (its path) if there is one."""
-    shown = f"{IMAGE_TOKEN}\n{text}" if image is not None else text
-    prompt = Prompt((Message("human", shown),), () if image is None else (image,))
-    return Question(id, prompt, text, reference, **options)
 
 
 def _shown(image: str | Media) -> list[object]:

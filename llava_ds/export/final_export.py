@@ -63,16 +63,14 @@ def export_model(
             write_trainer_state(
                 output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs, best
             )
-        if export.form == "projector":
-            written = write_live_folder(export, runner.engine.module, output_dir, ranks)
-            if ranks.is_first:
-                files = ", ".join(str(output_dir / name) for name in PROJECTOR_FILES)
-                check = partial(check_projector, export, written)
-                print(f"projector: {files} ({describe_bits(args.training.check_export, check)})")
-        elif export.form == "adapter":
-            _export_adapter(runner, export, args, dataset, ranks)
-        else:
+        if export.is_whole_model or export.form == "adapter":
             _export_folder(runner, export, args, dataset, ranks, best)
+            return
+        written = write_live_folder(export, runner.engine.module, output_dir, ranks)
+        if ranks.is_first:
+            files = ", ".join(str(output_dir / name) for name in PROJECTOR_FILES)
+            check = partial(check_projector, export, written)
+            print(f"projector: {files} ({describe_bits(args.training.check_export, check)})")
 
 
 @contextlib.contextmanager
@@ -100,10 +98,7 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
     """
     engine.empty_partition_cache()
     try:
-        if export.form == "adapter":
-            export_adapter(export, engine.module, folder, ranks)
-        else:
-            write_live_folder(export, engine.module, folder, ranks)
+        _write(engine, export, folder, ranks)
     except SafetensorError as error:
         raise _refusal(error) or error from error
 
@@ -128,6 +123,11 @@ def _refusal(error: Exception) -> OSError | None:
     return cause if isinstance(cause, OSError) and cause.errno in REMEDIES else None
 
 
+def _write(engine, export: ExportPlan, folder: Path, ranks: Ranks) -> Written:
+    write = export_adapter if export.form == "adapter" else write_live_folder
+    return write(export, engine.module, folder, ranks)
+
+
 def _export_folder(
     runner: Runner,
     export: ExportPlan,
@@ -136,26 +136,33 @@ def _export_folder(
     ranks: Ranks,
     best: BestCheckpoint | None,
 ) -> None:
-    """Write the model's folder. transformers has to compute the same logits from it, for one sample."""
+    """Write the folder of a model or an adapter. The library that opens it has to compute the same logits from it, for
+    one sample."""
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
-    batch = collate([sample], dataset.image_options).to(ranks.device)
-    logits = _logits_everywhere(runner, batch, check) if check != "off" else None
-    written = write_live_folder(export, runner.engine.module, output_dir, ranks)
+    batch, logits = collate([sample], dataset.image_options).to(ranks.device), None
+    if check != "off":
+        with exact_products(runner.engine.module):
+            logits = _logits_everywhere(runner, batch, check)
+    written = _write(runner.engine, export, output_dir, ranks)
     if not ranks.is_first:
         return
-    step = best.step if best is not None and args.training.load_best_model_at_end else None
-    write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1], step)
+    if export.is_whole_model:
+        step = best.step if best is not None and args.training.load_best_model_at_end else None
+        write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1], step)
+    tower, layouts = runner.engine.module.vision_tower, [layout for _, layout in sample.media]
+    what, form, library = "model", "", "transformers"
+    compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
     if export.form == "llava":
         form, library = "in LLaVA's format, ", "llava_ds"
         compare = partial(compare_reloaded_llava, output_dir, export, batch, logits)
-    else:
-        tower, layouts = runner.engine.module.vision_tower, [layout for _, layout in sample.media]
-        form, library = "", "transformers"
-        compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
-    if is_upcycled(export.model.text_config) and export.dtype != torch.float32:
+    elif export.form == "adapter":
+        what, library = "adapter", "peft"
+        by_layers = partial(compare_reloaded_adapter, output_dir, export, batch, logits)
+        compare = by_layers if export.model.ready is None else partial(compare, base=source_folder(export))
+    if export.is_whole_model and is_upcycled(export.model.text_config) and export.dtype != torch.float32:
         compare = _refuse_to_compare
     compare = partial(_compare_both, written, compare)
-    print(f"model: {output_dir} ({form}{describe_comparison(check, batch.input_ids.shape[1], library, compare)})")
+    print(f"{what}: {output_dir} ({form}{describe_comparison(check, batch.input_ids.shape[1], library, compare)})")
 
 
 def _compare_both(written: Written, compare: Callable[[], float]) -> float:
@@ -169,26 +176,6 @@ def _refuse_to_compare() -> float:
         "transformers' routers compute in the precision of the weights, DeepSpeed's in float32, so that tokens between "
         "two experts may go to another one"
     )
-
-
-def _export_adapter(runner: Runner, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
-    """Write the folder of LLaVA and peft. peft has to compute the same logits from it, for one sample."""
-    output_dir, check = Path(args.training.output_dir), args.training.check_export
-    sample = dataset.example()
-    batch = collate([sample], dataset.image_options).to(ranks.device)
-    logits = None
-    if check != "off":
-        with exact_products(runner.engine.module):
-            logits = _logits_everywhere(runner, batch, check)
-    written = export_adapter(export, runner.engine.module, output_dir, ranks)
-    if ranks.is_first:
-        compare = partial(compare_reloaded_adapter, output_dir, export, batch, logits)
-        if export.model.ready is not None:
-            tower, layouts = runner.engine.module.vision_tower, [layout for _, layout in sample.media]
-            base = source_folder(export)
-            compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits, base)
-        compare = partial(_compare_both, written, compare)
-        print(f"adapter: {output_dir} ({describe_comparison(check, batch.input_ids.shape[1], 'peft', compare)})")
 
 
 @torch.no_grad()

@@ -110,15 +110,12 @@ def known_identity(url: str) -> Identity:
     return identity_of(url) if noted is None else Identity(*json.loads(noted))
 
 
-class RemoteFile(io.RawIOBase):
-    """An object, or a slice of one, as a file. Raises OSError, and FileChanged if it is replaced meanwhile."""
+class SizedFile(io.RawIOBase):
+    """A file of num_bytes, of which readinto gives what lies at _at."""
 
-    def __init__(self, url: str, offset: int = 0, num_bytes: int = -1) -> None:
+    def __init__(self, num_bytes: int) -> None:
         super().__init__()
-        self.url, self.offset, self._identity = url, offset, known_identity(url)
-        left = max(0, self._identity.num_bytes - offset)
-        self.num_bytes = left if num_bytes < 0 else min(num_bytes, left)
-        self._at, self._number, self._block = 0, -1, b""
+        self.num_bytes, self._at = num_bytes, 0
 
     def readable(self) -> bool:
         return True
@@ -130,6 +127,16 @@ class RemoteFile(io.RawIOBase):
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
         self._at = max(0, start + offset)
         return self._at
+
+
+class RemoteFile(SizedFile):
+    """An object, or a slice of one, as a file. Raises OSError, and FileChanged if it is replaced meanwhile."""
+
+    def __init__(self, url: str, offset: int = 0, num_bytes: int = -1) -> None:
+        self.url, self.offset, self._identity = url, offset, known_identity(url)
+        left = max(0, self._identity.num_bytes - offset)
+        super().__init__(left if num_bytes < 0 else min(num_bytes, left))
+        self._number, self._block = -1, b""
 
     def readinto(self, buffer: memoryview) -> int:
         number, first = divmod(self._at, BLOCK_BYTES)

@@ -38,7 +38,7 @@ default settings; NVMe alone was never compared with a run.
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -89,15 +89,8 @@ class ZeroSettings:
     @classmethod
     def of(cls, zero: dict) -> "ZeroSettings":
         """From a resolved zero_optimization section. overlap_comm absent is true at stage 3 only, as in DeepSpeed."""
-        names = {
-            "reduce_bucket_size": "reduce_bucket_size",
-            "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-            "param_persistence_threshold": "stage3_param_persistence_threshold",
-            "max_live_parameters": "stage3_max_live_parameters",
-            "max_reuse_distance": "stage3_max_reuse_distance",
-            "sub_group_size": "sub_group_size",
-        }
-        sizes = {name: int(zero[key]) for name, key in names.items() if key in zero}
+        names = [each.name for each in fields(cls) if each.name != "overlap_comm"]
+        sizes = {name: int(zero[key]) for name in names for key in (name, f"stage3_{name}") if key in zero}
         overlap = zero.get("overlap_comm")
         return cls(**sizes, overlap_comm=zero.get("stage") == 3 if overlap is None else overlap)
 
@@ -143,11 +136,11 @@ class Estimate:
     gradients: int
     optimizer: int
     activations: int
-    gathered: int
     buffers: int
     optimizer_step: int
-    cpu: int
-    nvme: int
+    gathered: int = 0
+    cpu: int = 0
+    nvme: int = 0
 
     @property
     def model_states(self) -> int:
@@ -164,13 +157,14 @@ def estimate(shape: ModelShape, placement: Placement, setup: Setup, batch: Micro
 
     Of a pipeline, that of a rank of the stage that needs most.
     """
-    if shape.stages:
-        ranks = (
-            _estimate(stage, placement, setup, _activations(shape, index, setup, batch))
-            for index, stage in enumerate(shape.stages)
-        )
-        return max(ranks, key=lambda rank: rank.total)
-    return _estimate(shape, placement, setup, most_activations(shape, setup, batch))
+    estimate_stage = {0: _replicated, 3: _sharded}.get(placement.stage, _sharded_optimizer)
+    if not shape.stages:
+        return estimate_stage(shape, placement, setup, most_activations(shape, setup, batch))
+    ranks = (
+        estimate_stage(stage, placement, setup, _activations(shape, index, setup, batch))
+        for index, stage in enumerate(shape.stages)
+    )
+    return max(ranks, key=lambda rank: rank.total)
 
 
 def most_activations(shape: ModelShape, setup: Setup, batch: MicroBatch | None) -> int:
@@ -191,11 +185,6 @@ def _activations(shape: ModelShape, index: int, setup: Setup, batch: MicroBatch 
     return activations + (exchange_buffers(own, batch, w) if setup.sp > 1 else 0)
 
 
-def _estimate(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
-    of_stage = {0: _replicated, 1: _sharded_optimizer, 2: _sharded_optimizer, 3: _sharded}[placement.stage]
-    return of_stage(shape, placement, setup, activations)
-
-
 def largest_unit(shape: ModelShape) -> int:
     """Elements of the largest module that is gathered as one."""
     return max(map(sum, shape.units))
@@ -209,11 +198,8 @@ def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activatio
         gradients=w * trained,
         optimizer=4 * (setup.moments + (w < 4)) * trained,
         activations=activations,
-        gathered=0,
         buffers=bucket,
         optimizer_step=0 if w == 4 else 4 * trained,
-        cpu=0,
-        nvme=0,
     )
 
 
@@ -239,11 +225,9 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
         gradients=0 if offloaded else setup.gradient_bytes * held,
         optimizer=0 if offloaded else 4 * (setup.moments + 1) * owned,
         activations=activations,
-        gathered=0,
         buffers=buffers,
         optimizer_step=0 if offloaded else 4 * max(partitions),
         cpu=in_cpu * _ranks_of_a_node(setup) if offloaded else 0,
-        nvme=0,
     )
 
 
@@ -261,20 +245,16 @@ def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations:
     largest = max(map(max, shape.groups))
     sub_group = min(max(map(sum, groups)), zero.sub_group_size + math.ceil(largest / ranks))
     weights, gradients = w * partitions + _packed_bytes(shape, ranks), setup.gradient_bytes * owned
-    optimizer, step = 4 * (setup.moments + 1) * owned, 4 * sub_group
-    cpu = nvme = 0
-    if placement.optimizer == "cpu":
-        cpu += gradients + optimizer + 4 * owned
-    elif placement.optimizer == "nvme":
-        cpu += gradients + NVME_OPTIMIZER_BUFFERS * 4 * sub_group
-        nvme += optimizer + 4 * owned
+    optimizer, step, own_copy = 4 * (setup.moments + 1) * owned, 4 * sub_group, 4 * owned
+    in_cpu = {
+        "none": 0,
+        "cpu": gradients + optimizer + own_copy,
+        "nvme": gradients + NVME_OPTIMIZER_BUFFERS * 4 * sub_group,
+    }[placement.optimizer]
+    in_cpu += {"none": 0, "cpu": weights, "nvme": NVME_PARAM_BUFFERS * NVME_PARAM_BUFFER_SIZE * w}[placement.param]
+    on_nvme = (placement.optimizer == "nvme") * (optimizer + own_copy) + (placement.param == "nvme") * weights
     if placement.optimizer != "none":
         gradients = optimizer = step = 0
-    if placement.param == "cpu":
-        cpu += weights
-    elif placement.param == "nvme":
-        cpu += NVME_PARAM_BUFFERS * NVME_PARAM_BUFFER_SIZE * w
-        nvme += weights
     if placement.param != "none":
         weights = 0
     return Estimate(
@@ -285,8 +265,8 @@ def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations:
         gathered=w * gathered,
         buffers=w * (zero.reduce_bucket_size + max(zero.reduce_bucket_size, largest) + largest),
         optimizer_step=step,
-        cpu=cpu * _ranks_of_a_node(setup),
-        nvme=nvme * _ranks_of_a_node(setup),
+        cpu=in_cpu * _ranks_of_a_node(setup),
+        nvme=on_nvme * _ranks_of_a_node(setup),
     )
 
 

@@ -23,13 +23,10 @@ from llava_ds.planning.speed import (
 LEAST_GAIN = 0.03  # of the tokens/s: less is not proposed
 
 ROWS = {
-    "matrix products": "matmul_s",
-    "attention": "attention_s",
-    "element-wise": "elementwise_s",
-    "recomputed": "recomputed_s",
-    "launches": "launches_s",
-    "optimizer": "optimizer_s",
+    "compute": "compute_s",
+    "memory": "memory_s",
     "traffic, not hidden": "traffic_s",
+    "CPU's optimizer": "cpu_s",
     "PCIe, not hidden": "pcie_s",
     "bubble": "bubble_s",
     "= a step": "total_s",
@@ -112,15 +109,13 @@ def speed_lines(speed: SpeedRun) -> list[str]:
 
 def bounds(speed: SpeedRun, time: StepTime) -> dict[str, float]:
     """Seconds of a step by what a faster machine would have more of."""
-    on_cpu = speed.run.placement.optimizer == "cpu"
     link = "NVLink" if speed.machine.gpu.link else "PCIe between the GPUs"
     network = "the network" if speed.run.setup.num_gpus > speed.run.setup.gpus_per_node else link
     return {
-        "compute (products, attention, recomputation)": time.matmul_s + time.attention_s + time.recomputed_s,
-        "the GPU's memory bandwidth": time.elementwise_s + (0.0 if on_cpu else time.optimizer_s),
-        "Python, which starts the kernels": time.launches_s,
+        "compute (products, attention, recomputation)": time.compute_s,
+        "the GPU's memory bandwidth": time.memory_s,
         network: time.traffic_s,
-        "the CPU's optimizer and PCIe": time.pcie_s + (time.optimizer_s if on_cpu else 0.0),
+        "the CPU's optimizer and PCIe": time.cpu_s + time.pcie_s,
         "stages that wait for each other": time.bubble_s,
     }
 
@@ -170,21 +165,10 @@ def _changes(speed: SpeedRun) -> Iterator[tuple[str, SpeedRun]]:
 def _larger_micro_batches(speed: SpeedRun) -> SpeedRun:
     load, batch = speed.load, speed.run.batch
     steps = -(-load.micro_steps // 2)
-    times = load.micro_steps / steps
-    larger = dataclasses.replace(
-        load,
-        micro_steps=steps,
-        tokens=times * load.tokens,
-        supervised=times * load.supervised,
-        tiles=times * load.tiles,
-    )
-    packed = dataclasses.replace(
-        batch,
-        num_tokens=2 * batch.num_tokens,
-        num_supervised=2 * batch.num_supervised,
-        num_tiles=2 * batch.num_tiles,
-    )
-    return dataclasses.replace(speed, load=larger, run=dataclasses.replace(speed.run, batch=packed))
+    more = {name: load.micro_steps / steps * getattr(load, name) for name in ("tokens", "supervised", "tiles")}
+    packed = {name: 2 * getattr(batch, name) for name in ("num_tokens", "num_supervised", "num_tiles")}
+    run = dataclasses.replace(speed.run, batch=dataclasses.replace(batch, **packed))
+    return dataclasses.replace(speed, load=dataclasses.replace(load, micro_steps=steps, **more), run=run)
 
 
 def assumptions(speed: SpeedRun) -> list[str]:

@@ -22,12 +22,11 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import nn
-from transformers import AutoImageProcessor, AutoProcessor, PreTrainedConfig
+from transformers import AutoImageProcessor, PreTrainedConfig
 
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError, in_short
-from llava_ds.data.chat_template import own_template, parts_of
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
@@ -51,7 +50,6 @@ from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.probe import draw, small_copy
 from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
-from llava_ds.template_variables import default_values
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling
 from llava_ds.videos import Footage
 
@@ -87,23 +85,19 @@ Shown = Image.Image | list[Image.Image]  # an image, or a video's frames
 
 class Difference(NamedTuple):
     """Largest differences: of a pixel, of a logit relative to the largest, of the loss, and of a gradient by norm, with
-    the name of its parameter; no_ids: why ids were not compared, "" where they were."""
+    the name of its parameter."""
 
     pixels: float
     logits: float
     loss: float
     gradient: float
     parameter: str
-    no_ids: str = ""
 
     def line(self, name: str) -> str:
         """A line for the start of a run."""
-        read = "ids and pixels are its processor's"
-        if self.no_ids:
-            read = f"pixels are its image processor's (ids were not compared: {self.no_ids})"
         return (
-            f"trial of {name}: {read}, and a pack differs from one by one through transformers by {self.logits:.1e} "
-            f"(logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
+            f"trial of {name}: pixels are its image processor's, and a pack differs from one by one through "
+            f"transformers by {self.logits:.1e} (logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
         )
 
     def problem(self) -> str | None:
@@ -173,7 +167,7 @@ def _digest(files: list[Path]) -> str:
 
 def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Difference:
     """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError where the copy
-    can't be built or run, or its processor gives other ids."""
+    can't be built or run."""
     encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
     times = CELLS_TIMES if isinstance(images.tiling, WHOLE_IMAGES) else 1
     flags, images = images, dataclasses.replace(images, video_fps=VIDEO_RATE, frames_upbound=0)
@@ -184,11 +178,10 @@ def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Differen
     with library_errors(where, "a small copy of it can't be tried"):
         processor = _image_processor(plan, flags)
         _compare_sizes(processor, images)
-        pixels = [_processor_pixels(processor, media, images) for media in shown]
-        no_ids = _compare_ids(plan, images, samples, shown)
+        pixels = [_pixels(processor, sample, media, plan) for sample, media in zip(samples, shown)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return _compare(plan, images, samples, pixels)._replace(no_ids=no_ids)
+            return _compare(plan, images, samples, pixels)
 
 
 def _sample(encoder, images: ReadyImageOptions, media: Sequence[Shown], turns) -> LoadedSample:
@@ -254,28 +247,25 @@ def _compare_sizes(processor, images: ReadyImageOptions) -> None:
             )
 
 
-def _processor_pixels(processor, media: Sequence[Shown], images: ReadyImageOptions) -> torch.Tensor | None:
-    """(N, 3, S, S) of the image processor, or its patches (P, numbers in a patch), without padding;
-    None without images.
+def _pixels(processor, sample: LoadedSample, media: Sequence[Shown], plan: ModelPlan) -> torch.Tensor | None:
+    """(N, 3, S, S) of the image processor, or its patches (P, numbers in a patch) without padding; None of no images.
 
-    A video's are those of its frames, resized before, as its processor needs a package for videos.
+    Those of a video's frames are this program's, as its processor needs a package for videos.
     """
-    if not media:
-        return None
     options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
-    parts = []
-    for one in media:
-        if isinstance(one, Image.Image):
-            parts.append(_tiles_of(processor([one], return_tensors="pt", **options)))
-            continue
-        for size in images.video.cut(one[0].size, len(one)).steps:
-            one = [frame.resize(size, images.resample) for frame in one]
-        step = images.video.moment
-        frames = one + [one[-1]] * (-len(one) % step)
-        whole = {name: False for name in ("crop_to_patches", "do_image_splitting") if hasattr(processor, name)}
-        pixels = _tiles_of(processor(frames, return_tensors="pt", do_resize=False, **whole))
-        parts.append(pixels if step == 1 else _as_moments(pixels.view(len(frames), -1, pixels.shape[1]), step))
-    return torch.cat(parts)
+    parts = [
+        _tiles_of(processor([one], return_tensors="pt", **options))
+        if isinstance(one, Image.Image)
+        else _processed(plan, tiles, [layout])
+        for one, (tiles, layout) in zip(media, sample.media, strict=True)
+    ]
+    return torch.cat(parts) if parts else None
+
+
+def _processed(plan: ModelPlan, tiles: torch.Tensor, layouts: list[MediaLayout]) -> torch.Tensor:
+    """This program's tiles as transformers' class takes them."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.tower.images.mean, plan.tower.images.std))
+    return plan.ready.family.processed(plan.ready.config, (tiles.float() / 255 - mean) / std, layouts)
 
 
 def _tiles_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -286,45 +276,8 @@ def _tiles_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
     return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:])
 
 
-def _as_moments(patches: torch.Tensor, step: int) -> torch.Tensor:
-    """Patches (frames, patches of one, 3 * T * p * p) in which a frame is T times the same, to those of moments of T
-    frames (P, 3 * T * p * p)."""
-    frames, count, width = patches.shape
-    once = patches.view(frames // step, step, count, 3, step, -1)[:, :, :, :, 0]  # (moments, T, patches, 3, p * p)
-    return once.permute(0, 2, 3, 1, 4).reshape(-1, width)
-
-
-def _compare_ids(plan: ModelPlan, images: ReadyImageOptions, samples, shown) -> str:
-    """Compare the samples' ids with the processor's: "", or the reason why it can't be opened, as without packages for
-    videos.
-
-    Raises DataError for other ids.
-    """
-    try:
-        processor = AutoProcessor.from_pretrained(_source(plan), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of any type where a package is missing
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return in_short(f"{type(error).__name__}: {lines[0] if lines else 'its processor could not be opened'}")
-    image_id = plan.tokenizer.convert_tokens_to_ids(images.tiling.image_token)
-    variables = default_values(own_template(plan.tokenizer))  # of --chat_template_kwargs, or the template's own
-    for sample, pictures, (_, turns) in zip(samples, shown, TALKS):
-        if any(layout.is_video for _, layout in sample.media):
-            continue  # transformers knows the times of a video file's frames alone
-        left, chat = iter(pictures), []
-        for question, answer in turns:
-            parts = parts_of(question, iter(()))
-            content = [part if part["type"] == "text" else {**part, "image": next(left)} for part in parts]
-            chat.append({"role": "user", "content": content})
-            chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        options = {"tokenize": True, "return_dict": True, **variables}
-        expected = processor.apply_chat_template(chat, **options)["input_ids"][0]
-        if sample.input_ids.masked_fill(sample.input_ids == IMAGE_TOKEN_INDEX, image_id).tolist() != list(expected):
-            raise DataError("its processor gives a conversation about images other ids than this program")
-    return ""
-
-
 def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSample], pixels: list) -> Difference:
-    """The differences of a small copy, without ids."""
+    """The differences of a small copy."""
     known = torch.cat([sample.input_ids for sample in samples]).unique()  # image features, IMAGE_TOKEN_INDEX, first
     samples = [_renumbered(sample, known) for sample in samples]
     ready, text = _small(plan, len(known) + 1)
@@ -352,12 +305,11 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     own = model(batch)
     own.backward()
     found = _at_targets(model, batch)
-    normalised = (batch.pixel_values.float() / 255 - model.vision_tower.mean) / model.vision_tower.std
     expected = torch.cat([each for each in pixels if each is not None])
     layouts = [layout for sample in samples for _, layout in sample.media]
     gradient, parameter = _worst_gradient(model, given, names)
     return Difference(
-        pixels=_largest(ready.family.processed(ready.config, normalised, layouts), expected),
+        pixels=_largest(_processed(plan, batch.pixel_values, layouts), expected),
         logits=_largest(found, logits) / largest,
         loss=abs(own.item() - loss) / abs(loss),
         gradient=gradient,

@@ -316,7 +316,7 @@ def test_what_lies_under_an_adapter_is_part_of_the_identity(model, tmp_path):
 def test_another_image_at_its_place_is_another_question(tmp_path):
     image = tmp_path / "a.png"
     image.write_bytes(b"one")
-    whole = question.about("a", str(image), "What?", "x")
+    whole = question.Question("a", Prompt((Message("human", "What?"),), (str(image),)), "What?", "x")
     part = replace(whole, prompt=replace(whole.prompt, images=(Media("image", (FileRef(str(image), 1, 2),)),)))
     before = [question.digest([each]) for each in (whole, part)]
     image.write_bytes(b"two")

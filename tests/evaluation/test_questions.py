@@ -49,10 +49,12 @@ def vqav2(tmp_path):
     picture(tmp_path / "images", "COCO_val2014_000000000042.jpg")
     answers = [{"answer": "net" if i < 3 else "netting", "answer_id": i + 1} for i in range(10)]
     content = {
-        "data_subtype": "val2014",
         "questions": [{"question_id": 42000, "image_id": 42, "question": "What is it?"}],
     }
-    annotated = {"annotations": [{"question_id": 42000, "answers": answers, "answer_type": "other"}]}
+    annotated = {
+        "data_subtype": "val2014",
+        "annotations": [{"question_id": 42000, "answers": answers, "answer_type": "other"}],
+    }
     return dump(tmp_path / "questions.json", content), dump(tmp_path / "annotations.json", annotated)
 
 

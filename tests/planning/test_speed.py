@@ -129,15 +129,16 @@ def test_useful_flops_stay_and_time_grows_with_padding_and_recomputation():
     again = timed(recomputed=32)
     assert plain.tokens == padded.tokens == 4 * 8192 * 8
     assert padded.total_s > 1.8 * plain.total_s and padded.mfu < plain.mfu / 1.8
-    assert plain.recomputed_s == 0 < again.recomputed_s and again.matmul_s == plain.matmul_s
-    # Forward is a third of a trained layer's products.
-    assert again.recomputed_s == pytest.approx((plain.matmul_s + plain.elementwise_s) / 3, rel=0.15)
+    # Forward is a third of a trained layer's work.
+    assert again.compute_s == pytest.approx(4 / 3 * plain.compute_s, rel=0.05)
+    assert again.memory_s == pytest.approx(4 / 3 * plain.memory_s, rel=0.15)
 
 
 def test_mfu_is_of_the_peak_and_below_the_share_that_products_reach():
     time = timed(num_gpus=1, stage=0, matmul_share=0.5)
     assert 0.3 < time.mfu < 0.5 and time.traffic_s == time.traffic_bytes == 0
-    assert timed(num_gpus=1, stage=0, matmul_share=1.0).matmul_s == pytest.approx(time.matmul_s / 2)
+    faster = timed(num_gpus=1, stage=0, matmul_share=1.0)
+    assert time.compute_s / 2 < faster.compute_s < 0.55 * time.compute_s  # attention has a share of its own
 
 
 def test_a_slow_network_is_what_bounds_stage_3():
@@ -150,9 +151,9 @@ def test_a_slow_network_is_what_bounds_stage_3():
     assert timed(16, 1, load=larger).traffic_bytes == timed(16, 1).traffic_bytes
 
 
-def test_small_micro_batches_wait_for_python():
-    time = timed(num_gpus=1, stage=3, load=Load(4, 64, 64, 16, 0))
-    assert time.launches_s > 0.3 * time.total_s and timed().launches_s == 0
+def test_fused_kernels_move_fewer_bytes():
+    plain, fused = (timed(load=Load(4, 8192, 1024, 2048, 8, fused_layers=fused)) for fused in (False, True))
+    assert fused.memory_s < 0.5 * plain.memory_s and fused.compute_s == plain.compute_s
 
 
 def test_the_words_name_the_bound_and_changes_that_fit(main, capsys):
@@ -226,4 +227,4 @@ def test_every_family_has_an_estimate(family):
     time = step_time(
         run, run.placement, Load(2, 4096, 512, 1024, 16), Machine.of(gpu_named("h100"), None, None, 0.8, True)
     )
-    assert 0 < time.mfu < 1 and time.recomputed_s > 0
+    assert 0 < time.mfu < 1 and time.memory_s > 0
