@@ -3,7 +3,7 @@
 SOURCE is a checkpoint of run/train.py, of any ZeRO stage and number of ranks; no GPU is needed. run.json beside it has
 the flags of the run; the base models have to be in the folders that it names, or in those of --model_name_or_path and
 --vision_tower. Or SOURCE is a whole LLaVA, in LLaVA's own format or transformers', or LoRA over one, which is merged
-into it.
+into it, also several by weight: run/export.py ONE --adapters OTHER THIRD --adapter_weights 0.5 0.3 0.2
 """
 
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
@@ -22,10 +22,11 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
-from llava_ds.config.bounds import Count, number
+from llava_ds.config.bounds import Count, Number, number
 from llava_ds.constants import ConfigError
 from llava_ds.export.adapter import write_restored_adapter
 from llava_ds.export.bit_check import check_written
+from llava_ds.export.blending import open_adapters
 from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.export_plan import ExportPlan, hf_kind
 from llava_ds.export.from_checkpoint import restore
@@ -53,7 +54,11 @@ def main() -> None:
     if not source.is_dir():
         raise ConfigError(f"{source}: there is no such folder")
     restored = None
+    if args.adapter_weights and not args.adapters:
+        raise ConfigError("--adapter_weights goes with --adapters: name the other adapters, or leave it out")
     if is_training_checkpoint(source):
+        if args.adapters:
+            raise ConfigError("--adapters goes with an adapter's folder: export the checkpoint as --format adapter")
         if wrong := [f"--{name}" for name in ("version", *ROWS) if name in given]:
             raise ConfigError(f"{', '.join(wrong)} goes with a model folder; run.json has a checkpoint's: leave it out")
         restored = restore(source, given, dtype, args.average)
@@ -67,7 +72,12 @@ def main() -> None:
         if ROWS[1] in given and ROWS[0] not in given:
             raise ConfigError(f"--{ROWS[1]} has no effect without --{ROWS[0]}: give that, or leave it out")
         form = args.format or "hf"
-        export, entries, lines = open_folder(source, given, dtype, form)
+        if args.adapters:
+            folders = [source, *map(Path, args.adapters)]
+            weights = args.adapter_weights or [1 / len(folders)] * len(folders)
+            export, entries, lines = open_adapters(folders, weights, given, dtype, form)
+        else:
+            export, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, *export.model.notes, sep="\n")
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
     if form == "gguf":
@@ -115,6 +125,20 @@ def parse() -> argparse.Namespace:
     add("--model_base", type=given_path, help="the model under an adapter")
     add(
         "--vision_tower", help="present folder of the vision tower; with --format llava, the name that its loader opens"
+    )
+    add(
+        "--adapters",
+        nargs="+",
+        type=given_path,
+        metavar="FOLDER",
+        help="more adapters over the base of the one in SOURCE, merged with it by weight",
+    )
+    add(
+        "--adapter_weights",
+        nargs="+",
+        type=number(Number),
+        metavar="WEIGHT",
+        help="weights of SOURCE and of --adapters, in this order; absent: equal ones that add up to 1",
     )
     add(
         "--average",

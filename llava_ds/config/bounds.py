@@ -81,6 +81,7 @@ NotNegative = Annotated[int, Bounds(0, MOST)]
 Count = Annotated[int, Bounds(1, MOST)]
 Workers = Annotated[int, Bounds(0, 4096)]  # processes; a machine ends before its kernel's limit
 Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # numpy takes no other
+Number = Annotated[float, Bounds()]
 AtLeastOne = Annotated[float, Bounds(1)]
 Rate = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]

@@ -60,7 +60,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     if average > 1 and run.model.lora_enable:
         raise ConfigError(
             "--average: the mean of LoRA's matrices is not that of their products: export the checkpoints as --format "
-            "adapter, and add them up by peft's add_weighted_adapter"
+            "adapter, and merge them by --adapters"
         )
     if average > 1:
         weights = _averaged([trained_weights(each / ENGINE)[0] for each in several], several)

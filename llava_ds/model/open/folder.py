@@ -341,6 +341,14 @@ def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable
     return renames
 
 
+def without_adapter(source: Source | None) -> Source | None:
+    """The source of a part under an adapter; None for a part that came with the adapter alone."""
+    if source is None or Path(source.path).name == NON_LORA:
+        return None
+    changes = (each for each in source.changes if getattr(each, "func", None) not in (Merged, _overlay))
+    return dataclasses.replace(source, changes=tuple(changes))
+
+
 def without_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
     """A renaming of names in files of LoRA runs, which have peft's prefixes."""
     return lambda name: rename(formats.plain_name(name))
