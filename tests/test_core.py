@@ -21,7 +21,7 @@ BARS = {
     "feature words": 1709,
     "kernel files": 108,
     "kernel lines": 16175,
-    "all lines": 67641,
+    "all lines": 66490,
 }
 
 # What one reads to understand training.
@@ -79,7 +79,7 @@ def found(imported: list[Path]) -> dict[str, int]:
         "feature words": len(words),
         "kernel files": len(kernel()),
         "kernel lines": lines_of(kernel()),
-        "all lines": lines_of(everything),
+        "all lines": 66490lines_of(everything),
     }
 
 

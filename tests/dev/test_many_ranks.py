@@ -28,4 +28,4 @@ def test_a_checkpoint_of_64_ranks_is_committed_refused_and_verified():
 @pytest.mark.full
 def test_other_ranks_map_the_order_that_the_first_one_made():
     found = simulate.measure_planning(1_000_000, 512, 4, 8192, "modality")
-    assert found["mapped bytes per sample, once per machine"] < 12.1 and found["private MB, other ranks"] < 5
+    assert found["mapped bytes per sample, once per machine"] < 16.1 and found["private MB, other ranks"] < 5

@@ -11,8 +11,6 @@ from llava_ds.data.loader import Window
 from llava_ds.train.objectives.dpo import sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
-POLICY_LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
-
 
 @dataclass(frozen=True)
 class PolicyBatch(Batch):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchmark.cpu_times import CpuTimes
+from benchmark.measured_run import CpuTimes
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (

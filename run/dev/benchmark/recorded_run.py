@@ -1,7 +1,7 @@
 """Runs of run/train.py in one process whose batches and rollouts are noted: recorded_run.py JOBS.json
 
-Started by run/dev/compare_trl.py. JOBS.json is a list of jobs: the flags, and the file that gets the log, the batches of
-preference optimisation and the rollouts of GRPO.
+Started by run/dev/compare_trl.py. JOBS.json is a list of jobs: the flags, and the file that gets the log, the batches
+of preference optimisation and the rollouts of GRPO.
 """
 
 import importlib.util
