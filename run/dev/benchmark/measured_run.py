@@ -40,7 +40,7 @@ def main() -> None:
     report_file, script, *flags = words
     report: dict[str, object] = {}
     if how == "timed":
-        report["gemm_flops_per_rank"] = gemm_peak(torch.device("cpu"), torch.float32, seconds=0.6)
+        report["gemm_flops_per_rank"] = gemm_peak(torch.device("cpu"), torch.float32, 0.6)
         write(report, report_file)
         loop.run_steps = with_ticks(loop.run_steps, Path(report_file).parent)
         sys.argv, sys.path[0] = [script, *flags], str(Path(script).parent)
