@@ -249,12 +249,11 @@ $(LMMS)/.installed: tests/evaluation/lmms_eval.txt constraints.txt
 	$(LMMS)/bin/python -m pip install $(PIP_ARGS) --no-deps lmms-eval==0.7.3
 	touch $@
 
-# DPO and GRPO beside TRL, which gets its own environment, after make finetune: equal losses, then the speed, which wants an
-# idle machine. run/dev/compare_trl.py fixture renews the numbers by which make test notices a drift.
+# DPO and GRPO beside TRL, which gets its own environment, after make finetune: equal losses. run/dev/compare_trl.py fixture
+# renews the numbers by which make test notices a drift.
 TRL ?= .trl
 compare-trl: install $(TRL)/.installed
-	for what in equal speed; do \
-	  $(BIN)/python run/dev/compare_trl.py $$what --trl_python '$(abspath $(TRL))/bin/python' $(ARGS) || exit; done
+	$(BIN)/python run/dev/compare_trl.py equal --trl_python '$(abspath $(TRL))/bin/python' $(ARGS)
 
 $(TRL)/.installed: run/dev/benchmark/trl.txt constraints.txt
 	$(PYTHON) -m venv $(TRL)

@@ -148,11 +148,6 @@ def default_values(source: str) -> dict[str, object]:
     return {name: _evaluated(value) for name, value in split_defaults(source)[0].items()}
 
 
-def describe_defaults(source: str) -> str:
-    """The variables that a template begins with, for a person; "" for none."""
-    return ", ".join(f"{name} = {value}" for name, value in split_defaults(source)[0].items())
-
-
 def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, version: str) -> list[str]:
     """Let a tokenizer's chat template begin with the variables of --chat_template_kwargs, and return lines about them.
 

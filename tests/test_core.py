@@ -20,8 +20,8 @@ BARS = {
     "imported lines": 54114,
     "feature words": 1707,
     "kernel files": 108,
-    "kernel lines": 16125,
-    "all lines": 67198,
+    "kernel lines": 16446,
+    "all lines": 66800,
 }
 
 # What one reads to understand training.

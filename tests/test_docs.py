@@ -10,6 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import measure
 import pytest
 from launching import ROOT
 
@@ -92,8 +93,10 @@ def known(parsers) -> dict[str, set[str]]:
             name: ROOT / "run" / "dev" / name
             for name in ("room_graph.py", "compare_trl.py", "serve_check.py", "write_pairs.py", "write_questions.py")
         },
-        **{path.name: path for path in (ROOT / "run" / "dev").glob("measure_*.py")},
     }
+    for name, module in measure.MEASUREMENTS.items():
+        flags = measure.flags_of(getattr(importlib.import_module(f"measured.{module}"), name))
+        own.setdefault("measure.py", set()).update(flags._option_string_actions)
     theirs = {name: set(re.findall(r"[\"'](--[\w-]+)[\"']", path.read_text())) for name, path in sources.items()}
     # LLaVA's script, whose flags are ours, and ours under Slurm
     return {**own, **theirs, "train_mem.py": own["train.py"], "slurm.sh": own["train.py"], **OTHERS}

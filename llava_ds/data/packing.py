@@ -5,7 +5,7 @@ The plan follows from the samples' lengths alone, so every rank makes the same o
 Packs are evened out by a local search, because every round takes as long as its slowest rank. Without it (heaviest
 sample first into the lightest pack, best fit where that breaks the bound), steps of 128 to 2,048 samples of LLaVA-1.5's
 mix of lengths on 8 to 64 ranks take longer by 1 % at the median, for bounds of 2,048 to 16,384 tokens: from nothing
-where most packs are one sample, to 6.5 % with one pack of 8,192 tokens a rank (run/dev/measure_packing.py, --plain).
+where most packs are one sample, to 6.5 % with one pack of 8,192 tokens a rank (run/dev/measure.py packing --plain).
 """
 
 import bisect

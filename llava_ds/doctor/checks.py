@@ -12,10 +12,10 @@ from llava_ds.doctor.requirements import PROBLEM, WARNING, Finding, Requirements
 
 @dataclass(frozen=True)
 class Check:
-    """A check by its name in the output. needs_imports: it imports packages that may be broken."""
+    """A check by its name in the output, and its findings. needs_imports: it imports packages that may be broken."""
 
     name: str
-    function: Callable[[Requirements], list[Finding]]
+    function: Callable[[Requirements], Iterator[Finding]]
     needs_imports: bool = True
 
 
@@ -49,7 +49,7 @@ def examine(required: Requirements, checks: tuple[Check, ...] = CHECKS) -> Itera
             continue
         try:
             with contextlib.redirect_stdout(sys.stderr):  # libraries print when they are imported
-                findings = check.function(required)
+                findings = list(check.function(required))
         except Exception as error:  # a check that fails is a finding about the machine
             remedy = f"look at {check.function.__module__}.{check.function.__name__}"
             findings = [Finding(PROBLEM, f"the check itself failed: {type(error).__name__}: {error}", remedy)]

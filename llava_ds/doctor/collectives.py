@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llava_ds.doctor.requirements import OK, PROBLEM, Finding, Requirements
@@ -28,29 +28,28 @@ REMEDIES = {
 }
 
 
-def check_collective(required: Requirements) -> list[Finding]:
+def check_collective(required: Requirements) -> Iterator[Finding]:
     """Two CPU ranks, and one rank on every GPU, through the deepspeed launcher."""
     import torch
 
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
-    findings = [] if num_gpus > 1 else [try_collective("gloo", 2)]
-    return findings + ([try_collective("nccl", num_gpus)] if num_gpus else [])
+    if num_gpus < 2:
+        yield try_collective("gloo", 2)
+    if num_gpus:
+        yield try_collective("nccl", num_gpus)
 
 
 def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> Finding:
     """Start ranks, end them after a time limit, and report what they print."""
+    ranks = ["--num_accelerators", str(num_ranks)] if backend == "gloo" else []
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--log_level", "error"]
-    if backend == "gloo":
-        command += ["--num_accelerators", str(num_ranks)]
-    command += ["--master_port", str(free_port()), "--module", "llava_ds.doctor.collectives"]
+    command += [*ranks, "--master_port", str(free_port()), "--module", "llava_ds.doctor.collectives"]
     started = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in started}
     package = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
-    environment["DEEPSPEED_TIMEOUT"] = "2"
-    environment["OMP_NUM_THREADS"] = "1"
-    if backend == "gloo":
-        environment["DS_ACCELERATOR"] = "cpu"
+    environment |= {"DEEPSPEED_TIMEOUT": "2", "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu"} if backend == "gloo" else {}
     what = f"{num_ranks} rank{'s' if num_ranks > 1 else ''} over {backend}"
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -96,58 +95,41 @@ def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, flo
     whole = torch.cat([part + each for each in range(world_size)])  # what rank r holds is part + r
     total = world_size * (world_size - 1) / 2  # of all ranks' numbers
 
-    def all_reduce():
-        out = part + rank
-        dist.all_reduce(out)
-        return out, part * world_size + total
+    own = part + rank
 
-    def all_gather():
-        out = torch.empty_like(whole)
-        dist.all_gather_into_tensor(out, part + rank)
-        return out, whole
+    def into(out: torch.Tensor, collective: Callable, *given: object) -> torch.Tensor:
+        collective(out, *given)
+        return out
 
-    def reduce_scatter():
+    def send() -> torch.Tensor:  # of a pipeline's stages, each to the next
         out = torch.empty_like(part)
-        dist.reduce_scatter_tensor(out, whole * 1)
-        return out, (part + rank) * world_size
-
-    def broadcast():
-        out = part + rank
-        dist.broadcast(out, src=0)
-        return out, part
-
-    def all_to_all():  # of ranks that share samples
-        out = torch.empty_like(whole)
-        dist.all_to_all_single(out, (part + rank).repeat(world_size))
-        return out, whole
-
-    def send():  # of a pipeline's stages, each to the next
-        out = torch.empty_like(part)
-        sent = dist.P2POp(dist.isend, part + rank, (rank + 1) % world_size)
+        sent = dist.P2POp(dist.isend, own, (rank + 1) % world_size)
         received = dist.P2POp(dist.irecv, out, (rank - 1) % world_size)
         for work in dist.batch_isend_irecv([sent, received]):
             work.wait()
-        return out, part + (rank - 1) % world_size
+        return out
 
-    collectives: dict[str, Callable] = {
-        "all_reduce": all_reduce,
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "broadcast": broadcast,
-        "all_to_all": all_to_all,
-        **({"send": send} if world_size > 1 else {}),
+    empty = torch.empty_like
+    collectives: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {  # with the numbers that are right
+        "all_reduce": (lambda: into(own.clone(), dist.all_reduce), part * world_size + total),
+        "all_gather": (lambda: into(empty(whole), dist.all_gather_into_tensor, own), whole),
+        "reduce_scatter": (lambda: into(empty(part), dist.reduce_scatter_tensor, whole.clone()), own * world_size),
+        "broadcast": (lambda: into(own.clone(), dist.broadcast, 0), part),
+        # of ranks that share samples
+        "all_to_all": (lambda: into(empty(whole), dist.all_to_all_single, own.repeat(world_size)), whole),
+        **({"send": (send, part + (rank - 1) % world_size)} if world_size > 1 else {}),
     }
-    return {name: _best_of_three(name, collective, rank, device) for name, collective in collectives.items()}
+    return {name: _best_of_three(name, *collective, rank, device) for name, collective in collectives.items()}
 
 
-def _best_of_three(name: str, collective: Callable, rank: int, device) -> float:
+def _best_of_three(name: str, collective: Callable, expected, rank: int, device) -> float:
     import torch
 
     best = float("inf")
     for _ in range(3):
         torch.distributed.barrier()
         started = time.perf_counter()
-        out, expected = collective()
+        out = collective()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - started)

@@ -6,17 +6,10 @@ import resource
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from llava_ds.doctor.requirements import (
-    OK,
-    PROBLEM,
-    WARNING,
-    Finding,
-    Requirements,
-    nearest_folder,
-    output_of,
-)
+from llava_ds.doctor.requirements import OK, PROBLEM, WARNING, Finding, Requirements, nearest_folder, output_of
 from llava_ds.files.writing import can_be_made
 from llava_ds.runtime.launchers import is_loopback_name
 
@@ -28,47 +21,38 @@ ENOUGH_FILES = 4096
 BUSY_PART = 0.1  # of a GPU's memory that other processes may use without a warning
 
 
-def check_devices(required: Requirements) -> list[Finding]:
+def check_devices(required: Requirements) -> Iterator[Finding]:
     import torch
 
-    driver = output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    findings = []
+    seen = (output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") or "").splitlines()
     if not torch.cuda.is_available():
-        findings.append(Finding(OK, f"no GPU that torch can use: ranks train on the CPU ({os.cpu_count()} cores)"))
-        if driver and torch.version.cuda is None:
-            found = f"this machine has GPUs ({driver.splitlines()[0]}), but torch is a build for CPU"
-            findings.append(Finding(WARNING, found, "install torch's CUDA build to use them"))
-        elif driver:
-            found = f"this machine has GPUs ({driver.splitlines()[0]}), but torch does not see them"
+        yield Finding(OK, f"no GPU that torch can use: ranks train on the CPU ({os.cpu_count()} cores)")
+        if seen and torch.version.cuda is None:
+            found = f"this machine has GPUs ({seen[0]}), but torch is a build for CPU"
+            yield Finding(WARNING, found, "install torch's CUDA build to use them")
+        elif seen:
+            found = f"this machine has GPUs ({seen[0]}), but torch does not see them"
             remedy = f"a driver for CUDA {torch.version.cuda} or newer, and CUDA_VISIBLE_DEVICES unset or naming them"
-            findings.append(Finding(WARNING, found, remedy))
-        return findings
-    if os.environ.get("DS_ACCELERATOR", "cuda") != "cuda":
-        found = f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR']}: the GPUs are not used"
-        findings.append(Finding(WARNING, found, "unset DS_ACCELERATOR"))
+            yield Finding(WARNING, found, remedy)
+        return
+    if (accelerator := os.environ.get("DS_ACCELERATOR", "cuda")) != "cuda":
+        yield Finding(WARNING, f"DS_ACCELERATOR is {accelerator}: the GPUs are not used", "unset DS_ACCELERATOR")
     names = set()
     for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        free, total = torch.cuda.mem_get_info(i)
-        names.add(properties.name)
-        capability = f"{properties.major}.{properties.minor}"
-        bf16 = properties.major >= 8
-        found = f"GPU {i}: {properties.name}, {total / GIB:.0f} GiB, compute capability {capability}"
-        findings.append(Finding(OK, f"{found}, {'bf16' if bf16 else 'no bf16'}"))
+        gpu, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
+        names.add(gpu.name)
+        found = f"GPU {i}: {gpu.name}, {total / GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        yield Finding(OK, f"{found}, {'bf16' if gpu.major >= 8 else 'no bf16'}")
         if 1 - free / total > BUSY_PART:
             found = f"GPU {i}: others hold {(total - free) / GIB:.0f} of {total / GIB:.0f} GiB"
-            findings.append(Finding(WARNING, found, "nvidia-smi names the processes; choose with CUDA_VISIBLE_DEVICES"))
+            yield Finding(WARNING, found, "nvidia-smi names the processes; choose with CUDA_VISIBLE_DEVICES")
     if len(names) > 1:
-        findings.append(
-            Finding(WARNING, "the GPUs differ: all wait for the slowest", "choose with CUDA_VISIBLE_DEVICES")
-        )
-    seen = (driver or "").splitlines()
+        yield Finding(WARNING, "the GPUs differ: all wait for the slowest", "choose with CUDA_VISIBLE_DEVICES")
     if seen:
-        findings.append(Finding(OK, f"driver {seen[0].rpartition(', ')[2]}, torch for CUDA {torch.version.cuda}"))
-    return findings
+        yield Finding(OK, f"driver {seen[0].rpartition(', ')[2]}, torch for CUDA {torch.version.cuda}")
 
 
-def check_memory(required: Requirements) -> list[Finding]:
+def check_memory(required: Requirements) -> Iterator[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
@@ -78,23 +62,20 @@ def check_memory(required: Requirements) -> list[Finding]:
         total, available = limit, min(available, limit - (_read_number("/sys/fs/cgroup/memory.current") or 0))
     found = f"{available / GIB:.0f} of {total / GIB:.0f} GiB available"
     if available < ENOUGH_MEMORY_BYTES:
-        return [Finding(WARNING, found, "end other processes, or raise the container's limit")]
-    return [Finding(OK, found)]
+        yield Finding(WARNING, found, "end other processes, or raise the container's limit")
+    else:
+        yield Finding(OK, found)
 
 
-def check_limits(required: Requirements) -> list[Finding]:
+def check_limits(required: Requirements) -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked = _locked_limit()
-    unlimited = resource.RLIM_INFINITY
-    findings = [
-        Finding(OK, f"{files} open files, {'any' if locked is None else f'{locked // 1024} KiB of'} locked memory")
-    ]
+    locked, unlimited = _locked_limit(), resource.RLIM_INFINITY
+    yield Finding(OK, f"{files} open files, {'any' if locked is None else f'{locked // 1024} KiB of'} locked memory")
     if files != unlimited and files < ENOUGH_FILES:
         found = f"{files} open files: every tensor from a loader worker takes one"
-        findings.append(Finding(WARNING, found, f"ulimit -n {ENOUGH_FILES if most == unlimited else min(most, 65536)}"))
+        yield Finding(WARNING, found, f"ulimit -n {ENOUGH_FILES if most == unlimited else min(most, 65536)}")
     if locked is not None and _has_rdma():
-        findings.append(_little_locked(locked, "InfiniBand"))
-    return findings
+        yield _little_locked(locked, "InfiniBand")
 
 
 def _has_rdma() -> bool:
@@ -112,102 +93,93 @@ def _little_locked(locked: int, why: str) -> Finding:
     return Finding(WARNING, found, "ulimit -l unlimited (docker run --ulimit memlock=-1)")
 
 
-def check_shared_memory(required: Requirements, folder: Path = Path("/dev/shm")) -> list[Finding]:
+def check_shared_memory(required: Requirements, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         found = f"{folder} is missing or can't be written to: processes have no way to share images"
-        return [Finding(PROBLEM, found, f"mount a tmpfs at {folder}")]
+        yield Finding(PROBLEM, found, f"mount a tmpfs at {folder}")
+        return
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.2f} GiB free in {folder}"
     if free < ENOUGH_SHARED_BYTES:
         remedy = "docker run --shm-size=16g or --ipc=host; --dataloader_num_workers 0 needs none for images"
-        return [Finding(WARNING, f"{found}: loader workers or NCCL may die with a bus error", remedy)]
-    return [Finding(OK, found)]
+        yield Finding(WARNING, f"{found}: loader workers or NCCL may die with a bus error", remedy)
+    else:
+        yield Finding(OK, found)
 
 
-def check_disks(required: Requirements) -> list[Finding]:
-    findings = []
+def check_disks(required: Requirements) -> Iterator[Finding]:
     for flag, folder in (("--output_dir", required.output_dir), ("--cache_dir", required.cache_dir)):
         if not can_be_made(str(folder)):
-            findings.append(Finding(PROBLEM, f"{flag} {folder} can't be written to", "name another folder"))
+            yield Finding(PROBLEM, f"{flag} {folder} can't be written to", "name another folder")
             continue
         free = shutil.disk_usage(nearest_folder(folder)).free
-        found = f"{flag} {folder}: {free / GIB:.1f} GiB free"
-        if free < ENOUGH_DISK_BYTES:
-            level = PROBLEM if free < LEAST_DISK_BYTES else WARNING
-            remedy = "name a folder on another disk"
-            if flag == "--output_dir":
-                found += "; a checkpoint takes up to 12 bytes per trained parameter"
-                remedy += ", or keep fewer checkpoints (--save_total_limit)"
-            findings.append(Finding(level, found, remedy))
-        else:
-            findings.append(Finding(OK, found))
-    return findings
+        found, remedy = f"{flag} {folder}: {free / GIB:.1f} GiB free", "name a folder on another disk"
+        if free >= ENOUGH_DISK_BYTES:
+            yield Finding(OK, found)
+            continue
+        if flag == "--output_dir":
+            found += "; a checkpoint takes up to 12 bytes per trained parameter"
+            remedy += ", or keep fewer checkpoints (--save_total_limit)"
+        yield Finding(PROBLEM if free < LEAST_DISK_BYTES else WARNING, found, remedy)
 
 
-def check_nvme(required: Requirements) -> list[Finding]:
+def check_nvme(required: Requirements) -> Iterator[Finding]:
     """Check the folders that the JSON offloads to, in which DeepSpeed bypasses the page cache."""
     if required.config_problems:
-        return [Finding(WARNING, "not checked, because the configuration can't be used")]
-    findings = []
-    for text, key in required.nvme_paths.items():
-        folder = Path(text)
-        if not _opens_directly(nearest_folder(folder)):
+        yield Finding(WARNING, "not checked, because the configuration can't be used")
+        return
+    for folder, key in required.nvme_paths.items():
+        nearest = nearest_folder(Path(folder))
+        if not _opens_directly(nearest):
             found = f"{key} {folder}: its file system refuses O_DIRECT, which DeepSpeed's reading and writing needs"
-            findings.append(Finding(PROBLEM, found, "name a folder on a local disk (ext4, xfs)"))
-        else:
-            free = shutil.disk_usage(nearest_folder(folder)).free
-            level = WARNING if free < ENOUGH_DISK_BYTES else OK
-            remedy = "" if level == OK else "name a folder on a larger disk"
-            findings.append(Finding(level, f"{key} {folder}: {free / GIB:.1f} GiB free", remedy))
-    locked = _locked_limit()
-    if required.nvme_paths and locked is not None:
-        findings.append(_little_locked(locked, "offload to NVMe"))
-    return findings or [Finding(OK, "nothing is offloaded to it")]
+            yield Finding(PROBLEM, found, "name a folder on a local disk (ext4, xfs)")
+            continue
+        free = shutil.disk_usage(nearest).free
+        level, remedy = (WARNING, "name a folder on a larger disk") if free < ENOUGH_DISK_BYTES else (OK, "")
+        yield Finding(level, f"{key} {folder}: {free / GIB:.1f} GiB free", remedy)
+    if not required.nvme_paths:
+        yield Finding(OK, "nothing is offloaded to it")
+    elif (locked := _locked_limit()) is not None:
+        yield _little_locked(locked, "offload to NVMe")
 
 
-def check_network(required: Requirements) -> list[Finding]:
+def check_network(required: Requirements) -> Iterator[Finding]:
     """Check the names, interfaces and variables by which ranks of several machines connect."""
     host, present = socket.gethostname(), [name for _, name in socket.if_nameindex()]
-    findings = [Finding(OK, f"{host}, interfaces {', '.join(present)}")]
+    listed = ", ".join(present)
+    yield Finding(OK, f"{host}, interfaces {listed}")
     if is_loopback_name(host) and len(present) > 1:
         found = f"{host} resolves to no address that other machines reach: with several, gloo gets the way to rank 0"
-        remedy = f"give {host} its address in /etc/hosts, or set GLOO_SOCKET_IFNAME ({', '.join(present)})"
-        findings.append(Finding(WARNING, found, remedy))
-    gloo = os.environ.get("GLOO_SOCKET_IFNAME")
-    if gloo is not None and not set(gloo.split(",")) <= set(present):
-        findings.append(_no_such_interface("GLOO_SOCKET_IFNAME", gloo, present))
-    nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
+        yield Finding(WARNING, found, f"give {host} its address in /etc/hosts, or set GLOO_SOCKET_IFNAME ({listed})")
+    gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
     # NCCL takes beginnings of names; = before them takes whole names, ^ leaves them out.
-    wanted = nccl.removeprefix("=").split(",")
-    exact = nccl.startswith("=")
-    if nccl and not nccl.startswith("^"):
-        fits = [name for name in present if any(name == w if exact else name.startswith(w) for w in wanted)]
-        if not fits:
-            findings.append(_no_such_interface("NCCL_SOCKET_IFNAME", nccl, present))
+    exact, wanted = nccl.startswith("="), nccl.removeprefix("=").split(",")
+    fits = [name for name in present if (name in wanted if exact else name.startswith(tuple(wanted)))]
+    for variable, value, exists in (
+        ("GLOO_SOCKET_IFNAME", gloo, set(gloo.split(",")) <= set(present)),
+        ("NCCL_SOCKET_IFNAME", nccl, fits or nccl.startswith("^")),
+    ):
+        if value and not exists:
+            found = f"{variable} is {value}, and there is no such interface"
+            yield Finding(PROBLEM, found, f"name one of {listed}, or unset it")
     timeout = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     if not timeout.isdecimal() or int(timeout) == 0:
         found = f"DEEPSPEED_TIMEOUT is {timeout!r}: DeepSpeed takes whole minutes"
-        findings.append(Finding(PROBLEM, found, "export DEEPSPEED_TIMEOUT=30"))
-    return findings
+        yield Finding(PROBLEM, found, "export DEEPSPEED_TIMEOUT=30")
 
 
-def _no_such_interface(variable: str, value: str, present: list[str]) -> Finding:
-    found = f"{variable} is {value}, and there is no such interface"
-    return Finding(PROBLEM, found, f"name one of {', '.join(present)}, or unset it")
-
-
-def check_backends(required: Requirements) -> list[Finding]:
+def check_backends(required: Requirements) -> Iterator[Finding]:
     """Check the backends of collectives: gloo on CPUs and for waits, NCCL on GPUs."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        return [Finding(PROBLEM, "this torch has no gloo", "install a build of torch with distributed and gloo")]
-    if not torch.cuda.is_available():
-        return [Finding(OK, "gloo")]
-    if not torch.distributed.is_nccl_available():
-        return [Finding(PROBLEM, "this torch has no NCCL", "install torch's CUDA build for Linux")]
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    return [Finding(OK, f"gloo, NCCL {version}")]
+        yield Finding(PROBLEM, "this torch has no gloo", "install a build of torch with distributed and gloo")
+    elif not torch.cuda.is_available():
+        yield Finding(OK, "gloo")
+    elif not torch.distributed.is_nccl_available():
+        yield Finding(PROBLEM, "this torch has no NCCL", "install torch's CUDA build for Linux")
+    else:
+        yield Finding(OK, f"gloo, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
 
 
 def _opens_directly(folder: Path) -> bool:

@@ -29,6 +29,9 @@ class Requirements:
     """The run's folders and DeepSpeed JSON (None without one), and what they require.
 
     Properties that depend on the JSON import torch and DeepSpeed: only checks with needs_imports may use them.
+    config: the JSON as training would resolve it, None without one, or if training would refuse it; config_problems:
+    why it would; ops: the compiled operators of DeepSpeed that training would load, and the JSON's keys that need them;
+    nvme_paths: the folders that are offloaded to, and the JSON's keys that name them.
     """
 
     output_dir: Path
@@ -44,36 +47,26 @@ class Requirements:
 
     @property
     def config(self) -> dict | None:
-        """The JSON as training would resolve it; None without one, or if training would refuse it."""
         return self._resolved[0]
 
     @property
     def config_problems(self) -> list[Finding]:
-        """The problems for which training would refuse the JSON."""
         return self._resolved[1]
 
     @cached_property
     def ops(self) -> dict[str, str]:
-        """The compiled operators of DeepSpeed that training would load, and the JSON's keys that need them."""
-        config = self.config
-        if config is None:
-            return {}
         from llava_ds.engine.ds_config.optimizer import kernels_of
 
-        return kernels_of(config)
+        return {} if self.config is None else kernels_of(self.config)
 
     @cached_property
     def nvme_paths(self) -> dict[str, str]:
-        """The folders that are offloaded to, and the JSON's keys that name them."""
-        config = self.config
-        if config is None:
-            return {}
         from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 
         return {
-            str(config["zero_optimization"][part]["nvme_path"]): f"zero_optimization.{part}.nvme_path"
+            str(self.config["zero_optimization"][part]["nvme_path"]): f"zero_optimization.{part}.nvme_path"
             for part in OFFLOADED
-            if offload_device(config, part) == "nvme"
+            if self.config is not None and offload_device(self.config, part) == "nvme"
         }
 
     @cached_property
@@ -88,18 +81,11 @@ class Requirements:
         except ConfigError as error:
             return None, [Finding(PROBLEM, str(error), "correct the file; those in ds_configs/ are whole")]
         args, _ = parse_arguments(["--output_dir", str(self.output_dir)], to_train=False)
+        machine = {"dp": _meant_ranks(raw), "device_type": self.device_type, "is_local": True}
         try:
-            resolved = resolve_ds_config(
-                raw,
-                args,
-                dp=_meant_ranks(raw),
-                hidden_size=HIDDEN_SIZE,
-                device_type=self.device_type,
-                is_local=True,
-            )
+            return resolve_ds_config(raw, args, hidden_size=HIDDEN_SIZE, **machine).config, []
         except ConfigError as error:
             return None, [_refused(line) for line in str(error).splitlines()]
-        return resolved.config, []
 
 
 def _meant_ranks(raw: dict) -> int:
@@ -136,6 +122,4 @@ def output_of(*command: str, timeout_s: float = 20.0) -> str | None:
 def nearest_folder(path: Path) -> Path:
     """The folder itself, or the nearest one above it that exists."""
     path = path.expanduser().absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(folder for folder in (path, *path.parents) if folder.exists())

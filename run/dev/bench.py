@@ -1,7 +1,7 @@
 """Measure the speed of training beside transformers' Trainer, in one run: python run/dev/bench.py
 
 About an hour on two idle cores; --quick takes a few minutes at toy sizes, whose ratios say little. Writes bench.json
-with all measurements, steps.png and table.md into --output_dir.
+with all measurements and table.md into --output_dir.
 """
 
 import sys
@@ -26,22 +26,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from benchmark import comparison, preset, workload
-from benchmark.comparison import OURS, PADDED, RECOMPUTED, Spread
+from benchmark import comparison, preset
+from benchmark.comparison import PADDED, RECOMPUTED
 from benchmark.decoding_speed import measure_decoding
 from benchmark.loss_cost import measure_output_loss
-from benchmark.ready_workload import ReadyShape
-from benchmark.table import Row, markdown, plot_steps
-from benchmark.training import LOOP_OVERHEAD, Case, launch, run_case, sides_of, work_of_steps, write_case
+from benchmark.table import Row, Spread, markdown
+from benchmark.training import ROOT, TRAIN, Case, launch, run_case, sides_of, work_of_steps, write_case
 from benchmark.workload import Shape
 
 from llava_ds.config.bounds import Count, number
 from llava_ds.constants import ConfigError
 from llava_ds.runtime.ranks import quiet_libraries
-from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
-ROOT = Path(__file__).parents[2]
-TRAIN = ROOT / "run" / "train.py"
 RANKS = 2
 WARM_UP = 1  # step
 
@@ -55,12 +51,12 @@ SMALL_VOCABULARY = Shape(
 LARGE_VOCABULARY = replace(SMALL_VOCABULARY, name="large vocabulary", vocab=16_384)
 # The frozen tower computes 0.27 and 0.73 of what the language model does for the token of an image, as in Qwen2.5-VL-3B
 # (0.30) and SmolVLM2-2.2B (0.76), and the output layer has about the part that it has there.
-QWEN2_5_VL = ReadyShape(
-    "Qwen2.5-VL", "qwen2_5_vl", hidden=256, intermediate=1408, layers=10, heads=8, key_heads=2, vocab=5_120,
+QWEN2_5_VL = Shape(
+    "Qwen2.5-VL", family="qwen2_5_vl", hidden=256, intermediate=1408, layers=10, heads=8, key_heads=2, vocab=5_120,
     tower_hidden=160, tower_mlp=432, tower_layers=8, tower_heads=4,
 )  # fmt: skip
-SMOLVLM = ReadyShape(
-    "SmolVLM", "smolvlm", hidden=256, intermediate=1024, layers=10, heads=8, key_heads=8, vocab=2_560,
+SMOLVLM = Shape(
+    "SmolVLM", family="smolvlm", hidden=256, intermediate=1024, layers=10, heads=8, key_heads=8, vocab=2_560,
     tower_hidden=192, tower_mlp=720, tower_layers=6, tower_heads=4,
 )  # fmt: skip
 QUICK = {
@@ -84,11 +80,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Part:
-    """The result of one part of the bench: table rows, everything for the JSON, seconds of steps for the plot."""
+    """The result of one part of the bench: table rows, and everything for the JSON."""
 
     rows: list[Row]
     measured: object
-    steps: dict[str, dict[str, list[list[float]]]]
 
 
 def main(argv: list[str]) -> None:
@@ -112,9 +107,6 @@ def main(argv: list[str]) -> None:
     }
     (folder / "bench.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     (folder / "table.md").write_text(markdown(rows) + "\n", encoding="utf-8")
-    cases = {title: sides for part in parts.values() for title, sides in part.steps.items()}
-    if cases:
-        plot_steps(cases, folder / "steps.png")
     print(markdown(rows))
     print(f"all measurements: {folder / 'bench.json'}")
 
@@ -155,7 +147,7 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
         raise ConfigError(
             "transformers' Trainer needs accelerate: install the extra llava_ds[bench], or leave stages out"
         )
-    rows, measured, steps = [], {}, {}
+    rows, measured = [], {}
     of_cpu = stage == "ready"
     shapes, quick = (SMALL_VOCABULARY, LARGE_VOCABULARY), QUICK
     if stage == "ready":
@@ -163,13 +155,13 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
     for shape in shapes:
         case = case_of(stage, replace(shape, **quick) if own.quick else shape, own)
         case_folder = folder / shape.name.replace(" ", "-")
-        flags = write_case(case, case_folder, write_tokenizer, RANKS)
+        flags = write_case(case, case_folder, RANKS)
         work = work_of_steps(flags, RANKS)
         padded = sum(w.padded_tokens for w in work)
         share = case.shape.output_share(padded / (case.num_batches(RANKS) * case.batch_size))
         title = f"{stage}, {shape.name}, output layer {share:.0%}"
         print(f"{title}: {sum(w.tokens for w in work) / padded:.2f} of the padded tokens are useful", flush=True)
-        runs = run_case(case, flags, case_folder, TRAIN, RANKS, own.rounds)
+        runs = run_case(case, flags, case_folder, RANKS, own.rounds)
         differences = comparison.refuse_different(runs, title)
         for side, least in zip((PADDED, RECOMPUTED), TARGETS[stage, shape.name]):
             values = Spread.of(comparison.ratios(runs, side, WARM_UP, of_cpu))
@@ -186,23 +178,20 @@ def compare_training(stage: str, own: argparse.Namespace, folder: Path) -> Part:
             "largest_differences": differences,
             "runs": [asdict(run) for run in runs],
         }
-        steps[title] = {
-            side: [run.step_time_s[WARM_UP:] for run in runs if run.side == side] for side in sides_of(case)
-        }
-    return Part(rows, measured, steps)
+    return Part(rows, measured)
 
 
 def measure_loop(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """Measure the cost of run/train.py's loop beside the bare engine, in stage 2."""
     shape = replace(SMALL_VOCABULARY, **QUICK) if own.quick else SMALL_VOCABULARY
     case = replace(case_of("stage2", shape, own), accumulation=1, num_steps=3)
-    flags = write_case(case, folder, write_tokenizer, RANKS)
+    flags = write_case(case, folder, RANKS)
     report, more = folder / "loop.json", ["--tokens_per_micro_batch", "4096", "--output_dir", str(folder / "output")]
-    launch(RANKS, [str(LOOP_OVERHEAD), str(report), str(TRAIN), *flags, *more], folder / "log.txt")
+    launch(RANKS, "loop", report, [str(TRAIN), *flags, *more], folder / "log.txt")
     measured = json.loads(report.read_text())
     values = Spread(measured["overhead"], measured["overhead_least"], measured["overhead_most"])
     what = "time of the loop beyond the bare engine's (at most 2 % is asked)"
-    return Part([Row(what, values, "{:.2%}")], measured, {})
+    return Part([Row(what, values, "{:.2%}")], measured)
 
 
 def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
@@ -216,7 +205,7 @@ def measure_loss(name: str, own: argparse.Namespace, folder: Path) -> Part:
         rows.append(Row(f"{what}: times faster", Spread.of([full / ours for full, ours in pairs]), asked=6.0))
         rows.append(Row(f"{what}: times less memory", Spread.of([found["times_less_memory"]]), asked=6.0))
         measured.append(found)
-    return Part(rows, measured, {})
+    return Part(rows, measured)
 
 
 def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
@@ -230,24 +219,23 @@ def measure_loader(name: str, own: argparse.Namespace, folder: Path) -> Part:
             rows.append(Row(f"images/s and core, {ratio}: {label}", columns[f"{way}_per_s"], "{:.0f}"))
         rows.append(Row(f"{ratio}: --fast_image_decoding over LLaVA's path", columns["fast_over_llava"], asked=2.5))
         rows.append(Row(f"{ratio}: its largest error, of 255 (at most 2 is asked)", columns["max_error"], "{:.0f}"))
-    return Part(rows, measured, {})
+    return Part(rows, measured)
 
 
 def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
     """LLaVA-1.5-7B on one GPU, both stages; without a GPU a toy."""
     lines = [] if torch.cuda.is_available() else list(preset.NOT_MEASURED)
     print(*lines, sep="\n")
-    rows, measured, steps = [], {"notes": lines}, {}
+    rows, measured = [], {"notes": lines}
     for stage in preset.STAGES:
         num_steps = preset.WARM_UP + own.rounds + 1
-        result = preset.run_stage(stage, folder, TRAIN, write_tokenizer, num_steps, own.train_flags.split())
-        rows += result.rows(stage.asked)
-        measured[stage.name] = asdict(result)
-        steps[f"{stage.name} on {result.device}"] = {OURS: [result.step_time_s]}
-    return Part(rows, measured, steps)
+        found = preset.run_stage(stage, folder, num_steps, own.train_flags.split())
+        rows += preset.rows_of(found, stage.asked)
+        measured[stage.name] = found
+    return Part(rows, measured)
 
 
-def case_of(stage: str, shape: Shape | ReadyShape, own: argparse.Namespace) -> Case:
+def case_of(stage: str, shape: Shape, own: argparse.Namespace) -> Case:
     """LLaVA-1.5's 128 samples a step in stage 2 and 256 in stage 1, which on eight ranks are 16 and 32 for each."""
     captions = stage == "stage1"
     return Case(
@@ -260,10 +248,6 @@ def case_of(stage: str, shape: Shape | ReadyShape, own: argparse.Namespace) -> C
         tokens_per_micro_batch=4096,
         grouped=own.grouped and not captions,
     )
-
-
-def write_tokenizer(folder: Path, max_vocab_size: int) -> None:
-    save_tokenizer(train_tokenizer(workload.tokenizer_texts(), max_vocab_size), folder)
 
 
 def machine() -> dict[str, object]:

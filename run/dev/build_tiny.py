@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+from tiny_model.build_clip import build_clip
+from tiny_model.build_llama import build_llama
 
 from llava_ds.config.bounds import Bounds, Seed, number
 from llava_ds.tiny import WEIGHTS_PATH
-from llava_ds.tiny.build_clip import build_clip
-from llava_ds.tiny.build_llama import build_llama
 
 Threads = Annotated[int, Bounds(1, 4096)]
 

@@ -1,6 +1,6 @@
-"""Compare preference optimisation and GRPO with TRL's: run/dev/compare_trl.py equal|speed|fixture --trl_python PYTHON
+"""Compare preference optimisation and GRPO with TRL's: run/dev/compare_trl.py equal|fixture --trl_python PYTHON
 
-equal: the same model and data give the same losses, step by step. speed: seconds of the same steps, in turns.
+equal: the same model and data give the same losses, step by step.
 fixture: writes what TRL's formulas give to tests/train/trl_losses.json, by which make test notices a drift of ours.
 TRL runs in an environment of its own, whose interpreter is PYTHON: make compare-trl makes one.
 """
@@ -21,9 +21,7 @@ from pathlib import Path
 from benchmark.trl_equal import equal_pairs, equal_policies
 from benchmark.trl_formulas import write_fixture
 from benchmark.trl_runs import Sides
-from benchmark.trl_speed import CASES, compare_speed
 
-from llava_ds.config.bounds import Count, number
 from llava_ds.constants import ConfigError
 
 FIXTURE = Path(__file__).parents[2] / "tests" / "train" / "trl_losses.json"
@@ -36,18 +34,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("what", choices=list(COMMANDS))
     parser.add_argument("--trl_python", required=True, help="interpreter of the environment that has TRL")
     parser.add_argument("--model_path", default="output/tiny-finetune", help="an exported LLaVA; default: %(default)s")
-    parser.add_argument("--rounds", type=number(Count), default=5, help="of speed: runs of each side")
-    parser.add_argument("--only", help=f"of speed: some of {', '.join(CASES)}, with commas")
     parser.add_argument("--output_dir", type=new_folder, default="output/compare-trl", help="default: %(default)s")
     own = parser.parse_args(argv)
     model, folder = Path(own.model_path).resolve(), Path(own.output_dir).resolve()
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model_path {model}: there is no config.json in it, run make finetune or name another")
     folder.mkdir(parents=True, exist_ok=True)
-    COMMANDS[own.what](Sides(own.trl_python, model, folder), own)
+    COMMANDS[own.what](Sides(own.trl_python, model, folder))
 
 
-def equal(sides: Sides, own: argparse.Namespace) -> None:
+def equal(sides: Sides) -> None:
     """Compare losses step by step, print the largest differences, and refuse those above LIMIT."""
     rows: dict[str, dict[str, float]] = {}
     for part in (partial(equal_pairs, sides, False), partial(equal_pairs, sides, True), partial(equal_policies, sides)):
@@ -61,21 +57,7 @@ def equal(sides: Sides, own: argparse.Namespace) -> None:
         raise ConfigError(f"the losses of {', '.join(wrong)} differ by {LIMIT:g} or more")
 
 
-def speed(sides: Sides, own: argparse.Namespace) -> None:
-    """Time the same steps on both sides, in turns."""
-    names = own.only.split(",") if own.only else list(CASES)
-    if unknown := [name for name in names if name not in CASES]:
-        raise ConfigError(f"--only names {', '.join(unknown)}: give some of {', '.join(CASES)}")
-    measured = {name: compare_speed(sides, name, own.rounds) for name in names}
-    (sides.folder / "speed.json").write_text(json.dumps({"versions": sides.versions, **measured}, indent=1))
-
-
-def fixture(sides: Sides, own: argparse.Namespace) -> None:
-    """Write the fixture of the test."""
-    write_fixture(sides, FIXTURE)
-
-
-COMMANDS = {"equal": equal, "speed": speed, "fixture": fixture}
+COMMANDS = {"equal": equal, "fixture": partial(write_fixture, path=FIXTURE)}
 
 if __name__ == "__main__":
     exit_with(partial(main, sys.argv[1:]), "run/dev/compare_trl.py")

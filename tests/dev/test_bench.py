@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmark import comparison, workload
-from benchmark.comparison import OURS, PADDED, Run, Spread
+from benchmark.comparison import OURS, PADDED, Run
 from benchmark.hf_trainer import PaddingCollator
+from benchmark.measured_run import draw, idle_of
 from benchmark.preset import LLAVA_7B, TOY
-from benchmark.profiled import draw, idle_of
-from benchmark.table import Row, markdown, plot_steps
+from benchmark.table import Row, Spread, markdown
 from launching import ROOT, environment
 
 from llava_ds.constants import ConfigError
@@ -56,11 +56,6 @@ def test_the_table_says_median_spread_and_what_is_asked():
     rows = [Row("stage 2", Spread.of([2.0, 1.5, 9.0]), asked=1.8), Row("tokens/s", Spread.of([1234.4]), "{:,.0f}")]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown(rows).splitlines()]
     assert lines[2:] == [["stage 2", "2.00×", "1.50× to 9.00×", "1.80×"], ["tokens/s", "1,234", "", ""]]
-
-
-def test_the_plot_is_drawn(tmp_path):
-    plot_steps({"stage 2": {OURS: [[1.0, 1.1], [1.0]], PADDED: [[2.0]]}}, tmp_path / "steps.png")
-    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_shapes_are_those_of_the_models_they_stand_for():
@@ -138,7 +133,6 @@ def test_quick_runs_end_to_end(tmp_path):
         assert len(case["runs"]) == 3
         assert max(case["largest_differences"].values()) < comparison.LARGEST_DIFFERENCE
     assert (tmp_path / "table.md").read_text().count("speed-up over") == 4
-    assert (tmp_path / "steps.png").exists()
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from benchmark import trl_data, trl_equal, trl_speed
+from benchmark import trl_data, trl_equal
 
 IMAGE_ID = 9
 
@@ -43,13 +43,3 @@ def test_rollouts_get_their_questions_and_transformers_ids(tmp_path):
     [[group]] = trl_data.rollouts_for_trl([[{"id": "q0", "prompt_ids": [1, -200, 5]}]], records, tmp_path, IMAGE_ID)
     assert group["prompt_ids"] == [1, IMAGE_ID, 5] and group["question"] == "What?"
     assert group["image"] == str(tmp_path / "images" / "0.png")
-
-
-def test_the_first_step_and_our_last_are_not_counted():
-    seconds = [100.0, *[1.0] * (trl_speed.STEPS - 1), 50.0]
-    ours = {"cpu_s": seconds, "reference": {"cpu_s": 11.0}}
-    trl = {"cpu_s": [9.0, *[2.0] * (trl_speed.STEPS - 1)]}
-    found = trl_speed.times({trl_speed.OURS: [ours], trl_speed.TRL: [trl]}, "cpu_s")
-    assert found["ratio"]["median"] == 2.0
-    with_reference = trl_speed.STEPS - 1 + 11 * (trl_speed.STEPS - 1) / (trl_speed.STEPS + 1)
-    assert found["with reference"] == [with_reference]

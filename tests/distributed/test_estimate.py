@@ -14,7 +14,7 @@ from llava_ds.planning.auto import Data, Devices, planned_run
 from llava_ds.planning.fit import Run
 from llava_ds.planning.shapes import shape_of_folders
 
-MEASURE = ROOT / "run" / "dev" / "measure_memory.py"
+MEASURE = ROOT / "tests" / "workers" / "memory_of_ranks.py"
 LLAMA = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
 CLIP = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
 # A vocabulary that outweighs the layers, tied, and widths that no number of ranks divides.

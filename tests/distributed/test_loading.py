@@ -10,7 +10,7 @@ import toys
 from launching import ROOT, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 
-MEASURE = ROOT / "run" / "dev" / "measure_loading.py"
+MEASURE = ROOT / "tests" / "workers" / "loading_memory.py"
 SHARDS = 4
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "vocab_size": 6000}
 

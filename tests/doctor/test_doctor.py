@@ -122,11 +122,13 @@ def test_what_training_refuses_is_a_problem(with_json, monkeypatch, text, found,
     required = with_json(text)
     problem = only(software.check_configuration(required), PROBLEM)
     assert found in problem.found and remedy in problem.remedy
-    assert machine.check_nvme(required)[0].level == WARNING and required.ops == {}
+    assert next(machine.check_nvme(required)).level == WARNING and required.ops == {}
 
 
 def test_every_line_of_a_refusal_is_a_problem_of_its_own(with_json):
-    findings = software.check_configuration(with_json({"zero_optimization": {"stage": 9}, "optimizer": {"type": "x"}}))
+    findings = list(
+        software.check_configuration(with_json({"zero_optimization": {"stage": 9}, "optimizer": {"type": "x"}}))
+    )
     assert len(findings) == 2 and all(each.level == PROBLEM and each.remedy for each in findings)
 
 
@@ -154,7 +156,7 @@ def test_without_a_json_there_is_nothing_to_refuse(required):
 
 
 def test_python_and_packages(required, monkeypatch):
-    assert [finding.level for finding in software.check_python(required) + software.check_packages(required)] == [
+    assert [finding.level for finding in [*software.check_python(required), *software.check_packages(required)]] == [
         OK,
         OK,
     ]
@@ -275,7 +277,7 @@ def test_gpus(required, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: ((40 - 30 * i) * 2**30, 40 * 2**30))
     monkeypatch.setattr(machine, "output_of", lambda *command: "A100, 550.54\nV100, 550.54")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    findings = machine.check_devices(required)
+    findings = list(machine.check_devices(required))
     assert "GPU 0: A100, 40 GiB, compute capability 8.0, bf16" in [finding.found for finding in findings]
     assert findings[-1].found.startswith("driver 550.54")
     warnings = " ".join(finding.found for finding in findings if finding.level == WARNING)
@@ -291,16 +293,16 @@ def test_memory_and_its_limits(required, with_json, monkeypatch):
     limits = {resource.RLIMIT_NOFILE: (1024, 1 << 20), resource.RLIMIT_MEMLOCK: (8 << 20, 8 << 20)}
     monkeypatch.setattr(resource, "getrlimit", limits.get)
     monkeypatch.setattr(machine, "_has_rdma", lambda: True)
-    findings = machine.check_limits(required)
+    findings = list(machine.check_limits(required))
     assert [finding.remedy.split(" (")[0] for finding in findings] == ["", "ulimit -n 65536", "ulimit -l unlimited"]
     monkeypatch.setattr(machine, "_has_rdma", lambda: False)
-    assert len(machine.check_limits(required)) == 2
-    pinned = machine.check_nvme(with_json(NVME))[-1]
+    assert len(list(machine.check_limits(required))) == 2
+    pinned = list(machine.check_nvme(with_json(NVME)))[-1]
     assert "offload to NVMe pins more" in pinned.found and "ulimit -l unlimited" in pinned.remedy
 
 
 def test_shared_memory_and_disks(required, monkeypatch, tmp_path):
-    assert "--dataloader_num_workers 0" not in machine.check_disks(required)[0].remedy
+    assert "--dataloader_num_workers 0" not in next(machine.check_disks(required)).remedy
     only(machine.check_shared_memory(required, tmp_path / "shm"), PROBLEM)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20))
@@ -309,14 +311,14 @@ def test_shared_memory_and_disks(required, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2 << 30))
     assert [finding.level for finding in machine.check_disks(required)] == [WARNING, WARNING]
     monkeypatch.setattr(machine, "can_be_made", lambda path: False)
-    assert "can't be written to" in machine.check_disks(required)[0].found
+    assert "can't be written to" in next(machine.check_disks(required)).found
 
 
 def test_the_folder_that_is_offloaded_to(required, with_json, monkeypatch, tmp_path):
     assert [finding.level for finding in machine.check_nvme(required)] == [OK]
     section = {"device": "nvme", "nvme_path": str(tmp_path)}
     here = with_json({"zero_optimization": {"stage": 3, "offload_param": section}})
-    assert f"offload_param.nvme_path {tmp_path}: " in machine.check_nvme(here)[0].found
+    assert f"offload_param.nvme_path {tmp_path}: " in next(machine.check_nvme(here)).found
     monkeypatch.setattr(machine, "_opens_directly", lambda folder: False)
     assert "O_DIRECT" in only(machine.check_nvme(here), PROBLEM).found
 
@@ -340,7 +342,7 @@ def test_the_network(required, monkeypatch):
 
 
 def test_backends(required, monkeypatch):
-    assert machine.check_backends(required)[0].found.startswith("gloo")
+    assert next(machine.check_backends(required)).found.startswith("gloo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert "no NCCL" in only(machine.check_backends(required), PROBLEM).found
@@ -386,7 +388,7 @@ def test_which_ranks_are_tried(required, monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     for num_gpus in (0, 1, 8):
         monkeypatch.setattr(torch.cuda, "device_count", lambda n=num_gpus: n)
-        collective.check_collective(required)
+        list(collective.check_collective(required))
     assert tried == [("gloo", 2), ("gloo", 2), ("nccl", 1), ("nccl", 8)]
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmark.loss_cost import PeakBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPVisionConfig, LlamaConfig, Qwen2Config
 
 from llava_ds.batch import Batch, Placing
@@ -303,24 +302,6 @@ def test_a_pixel_shuffle_keeps_squares_of_patches():
     found = kept(args, torch.float32, 0, 64, 300) - kept(args, torch.float32, 0, 64, 20)
     assert added == 280 * 4 * (9 * 48 + 2 * 64 + 48)
     assert found == added + 280 * (4 * 64 + 2 * 8)  # not counted: each feature once more, and its two places
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes of tensors made within it that are alive together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        made = [result] if isinstance(result, torch.Tensor) else []
-        for storage in (tensor.untyped_storage() for tensor in made if not function.is_view):
-            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return result
 
 
 @pytest.mark.parametrize("num_supervised", [300, 4000])  # in one chunk, and in several

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-
-from llava_ds.tiny.build_clip import ClipRecipe, build_clip
-from llava_ds.tiny.build_llama import LlamaRecipe, build_llama
+from tiny_model.build_clip import ClipRecipe, build_clip
+from tiny_model.build_llama import LlamaRecipe, build_llama
 
 SMALL = {"num_steps": 3, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2}
 

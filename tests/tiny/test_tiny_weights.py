@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from tiny_model.build_clip import normalise, pictures_of
+from tiny_model.build_llama import Encoder, accuracy_by_kind
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPVisionModel, LlamaForCausalLM
 
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH, WEIGHTS_PATH
-from llava_ds.tiny.build_clip import normalise, pictures_of
-from llava_ds.tiny.build_llama import Encoder, accuracy_by_kind
 from llava_ds.tiny.scenes import draw_scene, sample_scene
 
 TEXTS = [

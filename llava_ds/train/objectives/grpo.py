@@ -12,8 +12,6 @@ from llava_ds.model.heads import SUMMED, LogProbs
 from llava_ds.train.objectives.dpo import sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
-POLICY_LOSS_TYPES = ("dapo", "grpo", "dr_grpo")
-
 
 class Drawn(NamedTuple):
     """Numbers of a micro-batch of answers that a model gave to prompts: Batch.extra["drawn"].

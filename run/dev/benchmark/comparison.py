@@ -2,11 +2,8 @@
 
 import json
 import math
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
-
-from benchmark.cpu_times import read_cpu_times
 
 from llava_ds.constants import ConfigError
 from llava_ds.files.jsonl import read_metrics
@@ -53,7 +50,9 @@ def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
         values["peak_memory_bytes"] = max(row["peak_memory_bytes"] for row in rows)
     else:
         values = json.loads(written.read_text())
-    return Run(side, number, **values, **json.loads(peak_file.read_text()), cpu_time_s=read_cpu_times(peak_file.parent))
+    ranks = [json.loads(file.read_text()) for file in sorted(peak_file.parent.glob("cpu-*.json"))]
+    values["cpu_time_s"] = [sum(steps) for steps in zip(*ranks, strict=True)]
+    return Run(side, number, **values, **json.loads(peak_file.read_text()))
 
 
 def largest_difference(runs: list[Run]) -> dict[str, float]:
@@ -86,19 +85,6 @@ def refuse_different(runs: list[Run], what: str) -> dict[str, float]:
                 "compared"
             )
     return found
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median of some values, the least and the most."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        return cls(statistics.median(values), min(values), max(values))
 
 
 def ratios(runs: list[Run], other: str, warm_up: int, of_cpu: bool = False) -> list[float]:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from benchmark.cpu_times import CpuTimes
+from benchmark.measured_run import CpuTimes
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
@@ -38,6 +38,12 @@ from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import first_rank_first, quiet_libraries
 from llava_ds.tracking.progress import peak_memory_bytes
+
+# Flags that the Trainer has by the same names.
+SAME = (
+    "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "learning_rate",
+    "weight_decay", "warmup_steps", "lr_scheduler_type", "max_grad_norm", "seed", "bf16",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
@@ -78,20 +84,9 @@ def main(argv: list[str]) -> None:
 
 def training_arguments(args: Arguments, recompute: bool, on_cpu: bool) -> TrainingArguments:
     """The same recipe in the Trainer's words; what it does best otherwise is left as it is."""
-    training = args.training
     return TrainingArguments(
-        output_dir=training.output_dir,
-        deepspeed=training.deepspeed_config,
-        per_device_train_batch_size=training.per_device_train_batch_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        max_steps=training.max_steps,
-        learning_rate=training.learning_rate,
-        weight_decay=training.weight_decay,
-        warmup_steps=training.warmup_steps,
-        lr_scheduler_type=training.lr_scheduler_type,
-        max_grad_norm=training.max_grad_norm,
-        seed=training.seed,
-        bf16=training.bf16,
+        **{name: getattr(args.training, name) for name in SAME},
+        deepspeed=args.training.deepspeed_config,
         gradient_checkpointing=recompute,  # not the reentrant kind, by default
         train_sampling_strategy="sequential",  # the samples come in order
         remove_unused_columns=False,

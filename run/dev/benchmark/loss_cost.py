@@ -4,7 +4,6 @@
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,21 +37,26 @@ def measure_output_loss(
     labels = torch.full((num_tokens,), IGNORE_INDEX)
     labels[positions] = targets = torch.randint(vocabulary, positions.shape)  # (S,)
     add_loss(layer)
+    losses = {
+        "ours": lambda states: layer(states.index_select(0, positions), targets=targets)[0],
+        "full": lambda states: F.cross_entropy(layer(states), labels, ignore_index=IGNORE_INDEX, reduction="sum"),
+    }
 
-    def full(states: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(layer(states), labels, ignore_index=IGNORE_INDEX, reduction="sum")
-
-    def ours(states: torch.Tensor) -> torch.Tensor:
-        return layer(states.index_select(0, positions), targets=targets)[0]
-
-    def run_once(loss_of: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    def run_once(name: str) -> tuple[float, torch.Tensor]:
         layer.weight.grad = None
         states = hidden.clone().requires_grad_()
-        loss = loss_of(states)
+        loss = losses[name](states)
         loss.backward()
         return loss.item(), states.grad
 
-    found = _compare({"ours": partial(run_once, ours), "full": partial(run_once, full)}, repeats)
+    (our_loss, our_gradient), (full_loss, full_gradient) = (run_once(name) for name in losses)  # warms up
+    memory = {name: peak_bytes(lambda name=name: run_once(name)) for name in losses}
+    times: dict[str, list[float]] = {name: [] for name in losses}
+    for name in [*losses] * repeats:
+        started = time.perf_counter()
+        run_once(name)
+        times[name].append(time.perf_counter() - started)
+    seconds = {name: statistics.median(found) for name, found in times.items()}
     return {
         "num_tokens": num_tokens,
         "num_supervised": len(positions),
@@ -61,23 +65,6 @@ def measure_output_loss(
         "output_layer_trains": trains,
         "dtype": "float32",
         "threads": torch.get_num_threads(),
-        **found,
-    }
-
-
-def _compare(ways: dict[str, Callable[[], tuple[float, torch.Tensor]]], repeats: int) -> dict[str, object]:
-    """Seconds, bytes and results of the two ways; each returns loss and gradient."""
-    values = {name: way() for name, way in ways.items()}  # warms up
-    memory = {name: _peak_bytes(way) for name, way in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            started = time.perf_counter()
-            way()
-            times[name].append(time.perf_counter() - started)
-    seconds = {name: statistics.median(found) for name, found in times.items()}
-    (our_loss, our_gradient), (full_loss, full_gradient) = values["ours"], values["full"]
-    return {
         "seconds": seconds,
         "all_seconds": times,
         "peak_bytes": memory,
@@ -88,14 +75,15 @@ def _compare(ways: dict[str, Callable[[], tuple[float, torch.Tensor]]], repeats:
     }
 
 
-def _peak_bytes(run: Callable[[], object]) -> int:
-    with _Storages() as storages:
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The bytes of PeakBytes, of a function."""
+    with PeakBytes() as found:
         run()
-    return storages.peak
+    return found.peak
 
 
-class _Storages(TorchDispatchMode):
-    """The most bytes at a time of what operations return; buffers within an operation are not seen."""
+class PeakBytes(TorchDispatchMode):
+    """The most bytes at a time of what operations within it return; buffers within an operation are not seen."""
 
     def __init__(self) -> None:
         super().__init__()

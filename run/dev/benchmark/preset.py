@@ -2,22 +2,19 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from benchmark import workload
-from benchmark.comparison import Spread
 from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
-from benchmark.table import Row
-from benchmark.training import HERE, ROOT, SEED, data_flags, estimated_bytes, launch, work_of_steps
+from benchmark.table import Row, Spread
+from benchmark.training import ROOT, SEED, TRAIN, data_flags, estimated_bytes, launch, work_of_steps, write_tokenizer
 from benchmark.workload import Shape
 
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.gpus import gpu_named
 
-PROFILED = HERE / "profiled.py"
 WARM_UP = 2  # steps; the last one is profiled and not timed either
 H200_FLOPS = gpu_named("h200").half * 1e12  # dense bfloat16, of H100 and H200 alike
 
@@ -50,65 +47,14 @@ STAGES = (
     Stage("stage 1", captions=True, samples=256, zero_stage=2, tokens_per_micro_batch=8192, asked=0.50),
     Stage("stage 2", captions=False, samples=128, zero_stage=3, tokens_per_micro_batch=4096, asked=0.465),
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A stage's run, without warm-up and the profiled step.
-
-    estimated_bytes: of run/estimate.py's formula for a GPU, with the same data; mfu: of H200_FLOPS, absent without a
-    GPU; of_gemm: of the products measured in the same process; idle_share: of the profiled step, absent without a GPU.
-    """
-
-    stage: str
-    device: str
-    step_time_s: list[float]
-    data_wait_s: list[float]
-    loss: list[float]
-    tokens_per_s: list[float]
-    useful_flops: list[float]
-    peak_memory_bytes: int
-    estimated_bytes: int
-    gemm_flops: float
-    mfu: list[float] | None
-    of_gemm: list[float]
-    idle_share: float | None
-
-    def rows(self, asked: float) -> list[Row]:
-        """For the table."""
-        label = f"{self.stage} on {self.device}"
-        rows = [
-            Row(f"{label}: tokens/s", Spread.of(self.tokens_per_s), "{:,.0f}"),
-            Row(
-                f"{label}: of products measured, {self.gemm_flops / 1e12:.3g} TFLOP/s",
-                Spread.of(self.of_gemm),
-                "{:.1%}",
-            ),
-            Row(f"{label}: peak memory", Spread.of([self.peak_memory_bytes / 1e9]), "{:.1f} GB"),
-            Row(f"{label}: peak memory as estimated", Spread.of([self.estimated_bytes / 1e9]), "{:.1f} GB"),
-        ]
-        if self.mfu is not None:
-            rows.append(Row(f"{label}: MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s", Spread.of(self.mfu), "{:.1%}", asked))
-        if self.idle_share is not None:
-            rows.append(Row(f"{label}: GPU idle (at most 2 % is asked)", Spread.of([self.idle_share]), "{:.2%}"))
-        return rows
-
-
 NOT_MEASURED = (
     "there is no GPU: a toy took the same way on the CPU, and its figures say nothing about LLaVA-1.5-7B",
     "not measured: tokens/s, memory and MFU at 7B, and the GPU's idle time",
 )
 
 
-def run_stage(
-    stage: Stage,
-    folder: Path,
-    train: Path,
-    write_tokenizer: Callable[[Path, int], None],
-    num_steps: int,
-    more_flags: list[str],
-) -> Measured:
-    """Run one stage, on the GPU if there is one. more_flags: of run/train.py, which win."""
+def run_stage(stage: Stage, folder: Path, num_steps: int, more_flags: list[str]) -> dict[str, object]:
+    """Run one stage, on the GPU if there is one, and measure it. more_flags: of run/train.py, which win."""
     on_cuda = torch.cuda.is_available()
     shape = LLAVA_7B if on_cuda else TOY
     if not on_cuda:
@@ -132,35 +78,56 @@ def run_stage(
         "dataloader_num_workers": 8 if on_cuda else 0,
     }
     written = [token for name, value in flags.items() for token in (f"--{name}", str(value))] + more_flags
-    report_file = own / "profile.json"
-    command = [str(PROFILED), str(report_file), str(train), *written]
-    launch(1, command, own / "log.txt", on_cpu=not on_cuda)
+    launch(1, "profiled", own / "profile.json", [str(TRAIN), *written], own / "log.txt", on_cpu=not on_cuda)
+    report = json.loads((own / "profile.json").read_text())
     useful = [work.useful_flops for work in work_of_steps(written, num_ranks=1)]
-    return read_measured(stage, own / "output", report_file, useful, estimated_bytes(written, num_ranks=1))
+    return {
+        "stage": stage.name,
+        **read_measured(report, read_metrics(own / "output" / "metrics.jsonl"), useful),
+        "estimated_bytes": estimated_bytes(written, num_ranks=1),
+    }
 
 
-def read_measured(
-    stage: Stage, output_dir: Path, report_file: Path, useful_flops: list[float], estimated: int
-) -> Measured:
-    """Read the files of a run, its timed steps only."""
-    report = json.loads(report_file.read_text())
-    rows = read_metrics(output_dir / "metrics.jsonl")
-    timed = slice(WARM_UP, len(rows) - 1)
+def read_measured(report: dict, rows: list[dict], useful_flops: list[float]) -> dict[str, object]:
+    """The figures of a run, its timed steps only.
+
+    mfu: of H200_FLOPS, absent without a GPU; of_gemm: of the products measured in the same process; idle_share: of the
+    profiled step, absent without a GPU.
+    """
+    timed, on_cuda = slice(WARM_UP, len(rows) - 1), torch.cuda.is_available()
     useful, seconds = useful_flops[timed], report["step_time_s"][timed]
     speed = [flops / s for flops, s in zip(useful, seconds)]
-    on_cuda = torch.cuda.is_available()
-    return Measured(
-        stage=stage.name,
-        device=torch.cuda.get_device_name() if on_cuda else "a CPU core",
-        step_time_s=seconds,
-        data_wait_s=[row["data_wait_s"] for row in rows[timed]],
-        loss=[row["loss"] for row in rows[timed]],
-        tokens_per_s=[row["tokens"] / s for row, s in zip(rows[timed], seconds)],
-        useful_flops=useful,
-        peak_memory_bytes=max(row["peak_memory_bytes"] for row in rows),
-        estimated_bytes=estimated,
-        gemm_flops=report["gemm_flops_per_rank"],
-        mfu=[s / H200_FLOPS for s in speed] if on_cuda else None,
-        of_gemm=[s / report["gemm_flops_per_rank"] for s in speed],
-        idle_share=report["idle_share"],
-    )
+    return {
+        "device": torch.cuda.get_device_name() if on_cuda else "a CPU core",
+        "step_time_s": seconds,
+        **{name: [row[name] for row in rows[timed]] for name in ("data_wait_s", "loss")},
+        "tokens_per_s": [row["tokens"] / s for row, s in zip(rows[timed], seconds)],
+        "useful_flops": useful,
+        "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
+        "gemm_flops": report["gemm_flops_per_rank"],
+        "mfu": [s / H200_FLOPS for s in speed] if on_cuda else None,
+        "of_gemm": [s / report["gemm_flops_per_rank"] for s in speed],
+        "idle_share": report["idle_share"],
+    }
+
+
+def rows_of(found: dict[str, object], asked: float) -> list[Row]:
+    """A stage's figures for the table."""
+    what = {
+        "tokens/s": (found["tokens_per_s"], "{:,.0f}", None),
+        f"of products measured, {found['gemm_flops'] / 1e12:.3g} TFLOP/s": (found["of_gemm"], "{:.1%}", None),
+        "peak memory": ([found["peak_memory_bytes"] / 1e9], "{:.1f} GB", None),
+        "peak memory as estimated": ([found["estimated_bytes"] / 1e9], "{:.1f} GB", None),
+        f"MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s": (found["mfu"], "{:.1%}", asked),
+        "GPU idle (at most 2 % is asked)": (
+            None if found["idle_share"] is None else [found["idle_share"]],
+            "{:.2%}",
+            None,
+        ),
+    }
+    label = f"{found['stage']} on {found['device']}"
+    return [
+        Row(f"{label}: {name}", Spread.of(values), form, least)
+        for name, (values, form, least) in what.items()
+        if values is not None
+    ]

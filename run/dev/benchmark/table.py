@@ -1,9 +1,20 @@
-"""Results as a person reads them: a table in markdown, and a plot."""
+"""Results as a person reads them: a table in markdown."""
 
+import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmark.comparison import Spread
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of some values, the least and the most."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
@@ -29,24 +40,3 @@ def markdown(rows: list[Row]) -> str:
     written = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths))} |" for cells in lines]
     rule = f"| {' | '.join('-' * width for width in widths)} |"
     return "\n".join([written[0], rule, *written[1:]])
-
-
-def plot_steps(cases: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Seconds per optimizer step: a chart per case, a dot per step of every run, a line at each side's median."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(cases), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(cases), squeeze=False)
-    for axis, (name, sides) in zip(axes[0], cases.items()):
-        for place, times in enumerate(sides.values()):
-            values = [t for run in times for t in run]
-            shift = [place + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
-            axis.plot(shift, values, ".", markersize=4)
-            axis.hlines(Spread.of(values).median, place - 0.3, place + 0.3, colors="black")
-        axis.set_xticks(range(len(sides)), [side.replace(", ", ",\n") for side in sides], fontsize=8)
-        axis.set_ylim(bottom=0)
-        axis.set_title(name, fontsize=9)
-        axis.set_ylabel("seconds per optimizer step")
-    figure.savefig(path, dpi=120)

@@ -4,14 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark import ready_workload, workload
+from benchmark import workload
 from benchmark.comparison import OURS, PADDED, RECOMPUTED, SIDES, Run, read_run, turns
 from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
-from benchmark.ready_workload import ReadyShape
 from benchmark.workload import Shape
 
 from llava_ds.config.parsing import parse_arguments
@@ -28,12 +26,11 @@ from llava_ds.planning.auto import Data, Devices, largest_share, planned_run
 from llava_ds.planning.shapes import shape_of
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
+from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-BESIDE_PEAK, HF_TRAINER, LOOP_OVERHEAD = (
-    HERE / f"{name}.py" for name in ("beside_peak", "hf_trainer", "loop_overhead")
-)
+TRAIN = ROOT / "run" / "train.py"
 
 OWN_COMPOSITION = ("version", "tune_mm_mlp_adapter", "image_aspect_ratio")  # flags that a ready model has no use for
 SEED = 20  # with it the few steps have about the padded share of the whole mix
@@ -44,7 +41,7 @@ class Case:
     """The training of both sides. captions: stage 1, the projector alone, with ZeRO-2; else stage 2, with ZeRO-3."""
 
     name: str
-    shape: Shape | ReadyShape
+    shape: Shape
     captions: bool
     batch_size: int  # per rank and padded micro-batch, LLaVA's own
     accumulation: int  # padded micro-batches of a rank in a step
@@ -85,24 +82,24 @@ def data_flags(model: Path, data: Path, cache: Path, captions: bool) -> dict[str
     }
 
 
-def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], None], num_ranks: int) -> list[str]:
-    """Write model and data; returns the flags that both sides train by.
+def write_tokenizer(folder: Path, max_vocab_size: int) -> None:
+    """Train and write a LLaVA's tokenizer."""
+    save_tokenizer(train_tokenizer(workload.tokenizer_texts(), max_vocab_size), folder)
 
-    write_tokenizer: to a folder, of at most so many ids.
-    """
+
+def write_case(case: Case, folder: Path, num_ranks: int) -> list[str]:
+    """Write model and data; returns the flags that both sides train by."""
     model, data = folder / "model", folder / "data"
     model.mkdir(parents=True, exist_ok=True)
     parts = PRETRAIN if case.captions else FINETUNE
     mix = length_mix(parts, case.num_batches(num_ranks) * case.batch_size, SEED)
     flags = data_flags(model, data, folder / "cache", case.captions)
-    if isinstance(case.shape, ReadyShape):
-        ready_workload.write_model(model, case.shape)
-        ready_workload.write_samples(data, case.shape, mix)
+    if case.shape.is_ready:
         flags = {name: value for name, value in flags.items() if name not in OWN_COMPOSITION}
     else:
         write_tokenizer(model, case.shape.vocab)
-        workload.write_model(model, case.shape)
-        workload.write_samples(data, case.shape, mix, captions=case.captions)
+    workload.write_model(model, case.shape)
+    workload.write_samples(data, case.shape, mix, captions=case.captions)
     stage = 2 if case.captions else 3
     flags |= {
         "deepspeed_config": ROOT / "ds_configs" / f"zero{stage}.json",
@@ -116,11 +113,16 @@ def write_case(case: Case, folder: Path, write_tokenizer: Callable[[Path, int], 
     return [token for name, value in flags.items() for token in (f"--{name}", str(value))]
 
 
-def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
-    """The work of every optimizer step, from the encoded data."""
+def opened(flags: list[str]) -> tuple:
+    """Arguments, the model's plan and the encoded data."""
     args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
     plan = plan_model(args.model, args.data.model_max_length)
-    dataset = open_data(args, plan.tokenizer, plan.tower.image_options(args))
+    return args, plan, open_data(args, plan.tokenizer, plan.tower.image_options(args))
+
+
+def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
+    """The work of every optimizer step, from the encoded data."""
+    args, plan, dataset = opened(flags)
     flops = model_flops(plan.text_config, plan.tower, args.model)
     training = args.training
     layout = training.gradient_accumulation_steps, training.per_device_train_batch_size
@@ -138,9 +140,7 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
 
 def estimated_bytes(flags: list[str], num_ranks: int) -> int:
     """The most memory of a GPU by run/estimate.py's formula, for these flags and their encoded data."""
-    args, _ = take_from_model(parse_arguments(flags, to_train=False)[0])
-    plan = plan_model(args.model, args.data.model_max_length)
-    dataset = open_data(args, plan.tokenizer, plan.tower.image_options(args))
+    args, plan, dataset = opened(flags)
     shape = shape_of(plan.text_config, plan.tower, args)
     raw = read_ds_config(args.training.deepspeed_config)
     machine = {"dp": num_ranks, "device_type": "cuda", "is_local": False}
@@ -150,8 +150,8 @@ def estimated_bytes(flags: list[str], num_ranks: int) -> int:
     return planned_run(shape, resolved, data, Devices(num_ranks, num_ranks)).estimate().total
 
 
-def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks: int, rounds: int) -> list[Run]:
-    """Run all sides, of a ready model without recomputation, round by round. train: the script run/train.py."""
+def run_case(case: Case, flags: list[str], folder: Path, num_ranks: int, rounds: int) -> list[Run]:
+    """Run all sides, of a ready model without recomputation, round by round."""
     runs = []
     for number, side in turns(sides_of(case), rounds):
         own = folder / f"{SIDES.index(side)}-{number}"
@@ -159,10 +159,10 @@ def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks:
         peak, steps = own / "peak.json", own / "steps.json"
         common = [*flags, "--output_dir", str(own / "output")]
         started = time.perf_counter()
-        script, more = HF_TRAINER, ["--steps_file", str(steps), *(["--recompute"] if side == RECOMPUTED else [])]
+        script, more = HERE / "hf_trainer.py", ["--steps_file", str(steps), *["--recompute"] * (side == RECOMPUTED)]
         if side == OURS:
-            script, more = train, ["--tokens_per_micro_batch", str(case.tokens_per_micro_batch)]
-        launch(num_ranks, [str(BESIDE_PEAK), str(peak), str(script), *common, *more], own / "log.txt")
+            script, more = TRAIN, ["--tokens_per_micro_batch", str(case.tokens_per_micro_batch)]
+        launch(num_ranks, "timed", peak, [str(script), *common, *more], own / "log.txt")
         run = read_run(side, number, own / "output" if side == OURS else steps, peak)
         runs.append(run)
         seconds = time.perf_counter() - started
@@ -172,13 +172,13 @@ def run_case(case: Case, flags: list[str], folder: Path, train: Path, num_ranks:
 
 def sides_of(case: Case) -> tuple[str, ...]:
     """The sides of a case."""
-    return (OURS, PADDED) if isinstance(case.shape, ReadyShape) else SIDES
+    return (OURS, PADDED) if case.shape.is_ready else SIDES
 
 
-def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -> None:
-    """Run a script through the deepspeed launcher, on CPU ranks of one thread each or on GPUs.
+def launch(num_ranks: int, how: str, report: Path, command: list[str], log: Path, on_cpu: bool = True) -> None:
+    """Run a script through the deepspeed launcher, on CPU ranks of one thread each or on GPUs, and measure it.
 
-    Raises ConfigError with the end of its log where it fails.
+    how, report: measured_run.py's. Raises ConfigError with the end of its log where it fails.
     """
     launcher = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "warning"]
     launcher += ["--num_accelerators", str(num_ranks), "--master_port", str(free_port())]
@@ -189,6 +189,7 @@ def launch(num_ranks: int, command: list[str], log: Path, on_cpu: bool = True) -
     # The scripts are started as scripts: their folder is not where they find llava_ds and each other.
     paths = [str(ROOT), str(HERE.parent), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    launcher += [str(HERE / "measured_run.py"), how, str(report)]
     with log.open("w") as file:
         done = subprocess.run([*launcher, *command], env=environment, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:

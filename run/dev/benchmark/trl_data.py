@@ -14,21 +14,18 @@ SEED = 22
 CAPTION_EVERY = 4  # pairs: one of so many asks for a description
 
 
-def drawn_questions(number: int, counts_only: bool = False) -> list[tuple[dict, object]]:
-    """(record, scene) of questions in the shares that conversations have them in, or of counting alone."""
+def drawn_questions(number: int) -> list[tuple[dict, object]]:
+    """(record, scene) of questions in the shares that conversations have them in."""
     rng = np.random.default_rng(SEED)
-    kinds = ["count"] * number if counts_only else rng.choice(KINDS, number, p=TURN_SHARES).tolist()
-    return question_records(rng, kinds, heldout=False)
+    return question_records(rng, rng.choice(KINDS, number, p=TURN_SHARES).tolist(), heldout=False)
 
 
-def write_questions(
-    folder: Path, number: int, counts_only: bool = False, caption_every: int | None = None
-) -> dict[str, dict]:
+def write_questions(folder: Path, number: int, caption_every: int) -> dict[str, dict]:
     """Write data.json and its images. caption_every: one of so many asks for a description. Returns records by id."""
     rng, records = np.random.default_rng(SEED), []
-    for i, (record, scene) in enumerate(drawn_questions(number, counts_only)):
+    for i, (record, scene) in enumerate(drawn_questions(number)):
         turns = record["conversations"]
-        if caption_every and i % caption_every == 0:
+        if i % caption_every == 0:
             turns = [
                 {"from": "human", "value": "<image>\nDescribe the picture."},
                 {"from": "gpt", "value": caption(scene, rng)},

@@ -1,7 +1,6 @@
 """Losses of run/train.py and of TRL's trainers on the same model, data and optimizer, compared step by step."""
 
 import json
-from pathlib import Path
 
 from benchmark import trl_data
 from benchmark.trl_runs import Sides
@@ -57,12 +56,9 @@ def equal_pairs(sides: Sides, has_images: bool) -> dict[str, dict[str, float]]:
     common = {**OPTIMIZER, "max_steps": STEPS, "objective": "dpo", **WHOLE, "train_batch_size": BATCH}
     cases = {name: case for name, case in PAIRS.items() if not has_images or case[1] == "dpo"}
     ours = sides.ours(
-        {
-            name: {"flags": {**sides.flags(data, name), **common, **flags}, "records_batches": True}
-            for name, (flags, _, _) in cases.items()
-        }
+        {name: {"flags": {**sides.flags(data, name), **common, **flags}} for name, (flags, _, _) in cases.items()}
     )
-    job = {"kind": "preferences", "data": data / "trl.json", "records_batches": True}
+    job = {"kind": "preferences", "data": data / "trl.json"}
     settings = {**OPTIMIZER, "max_steps": STEPS, "logging_steps": 1, "max_length": 1024}
     theirs = sides.trl(
         {
@@ -106,7 +102,8 @@ def equal_policies(sides: Sides) -> dict[str, dict[str, float]]:
     jobs = {}
     for i, (name, flags) in enumerate(POLICIES.items()):
         rollouts = sides.folder / f"rollouts-{i}.json"
-        write_rollouts(sides, rollouts, ours[name]["rollouts"], records, data)
+        drawn = trl_data.rollouts_for_trl(ours[name]["rollouts"], records, data, sides.image_id)
+        rollouts.write_text(json.dumps(drawn))
         steps = POLICY_STEPS * flags.get("num_iterations", 1)
         settings = {**OPTIMIZER, "learning_rate": POLICY_RATE, "max_steps": steps, "logging_steps": 1, **POLICY_BATCH}
         settings |= {"max_completion_length": MOST_TOKENS, **flags}
@@ -118,11 +115,6 @@ def equal_policies(sides: Sides) -> dict[str, dict[str, float]]:
         means = [{"loss": sum(row["loss"] for row in rows) / times} for rows in steps]
         found[f"grpo: {name}"] = differences(ours[name]["log"], means, ("loss",))
     return found
-
-
-def write_rollouts(sides: Sides, path: Path, steps: list, records: dict[str, dict], data: Path) -> None:
-    """Write recorded rollouts as trl_side.py reads them."""
-    path.write_text(json.dumps(trl_data.rollouts_for_trl(steps, records, data, sides.image_id)))
 
 
 def differences(ours: list[dict], theirs: list[dict], names: tuple[str, ...]) -> dict[str, float]:

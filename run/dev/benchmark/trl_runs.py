@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import ConfigError
@@ -18,12 +17,11 @@ ROOT = PARTS.parents[2]
 @dataclass
 class Sides:
     """Both sides. trl_python: the interpreter of TRL's environment; model: an exported LLaVA; folder: of all files;
-    core: the only one that both may use, None for any; versions: TRL's, known after its first run."""
+    versions: TRL's, known after its first run."""
 
     trl_python: str
     model: Path
     folder: Path
-    core: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
     def ours(self, jobs: dict[str, dict]) -> dict[str, dict]:
@@ -50,11 +48,8 @@ class Sides:
         listed.write_text(json.dumps(todo, default=str))
         kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         environ = {**kept, "OMP_NUM_THREADS": "1", **environ}
-        pin = None if self.core is None else partial(os.sched_setaffinity, 0, {self.core})
         with log.open("w") as file:
-            done = subprocess.run(
-                [*command, str(listed)], env=environ, stdout=file, stderr=subprocess.STDOUT, preexec_fn=pin
-            )
+            done = subprocess.run([*command, str(listed)], env=environ, stdout=file, stderr=subprocess.STDOUT)
         if done.returncode:
             raise ConfigError(f"{command[-1]} failed, its log is {log}:\n{log.read_text()[-3000:]}")
         return {name: json.loads(path.read_text()) for name, path in results.items()}

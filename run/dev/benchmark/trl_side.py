@@ -1,26 +1,24 @@
 # P prompts of a step, G answers to each, B pairs or answers of a batch, L tokens of its longest row
 """TRL's side of run/dev/compare_trl.py, which starts it by the interpreter of TRL's environment: trl_side.py JOBS.json
 
-JOBS.json is a list of jobs. Each names a model folder, its data, settings of TRL's trainer, and the file that gets what
-was measured. Nothing of llava_ds is imported here.
+JOBS.json is a list of jobs. Each names a model folder, its data, settings of TRL's trainer, and the file that gets
+losses and batches. Nothing of llava_ds is imported here.
 """
 
-import itertools
 import json
 import sys
 import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import torch
-from transformers import AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration, TrainerCallback
+from transformers import AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-# fp32 on one process, at a constant rate; activation checkpointing, TRL's default, would only make it slower.
+# fp32 on one process, at a constant rate.
 COMMON = {
     "bf16": False,
     "gradient_checkpointing": False,
@@ -32,51 +30,6 @@ COMMON = {
     "disable_tqdm": True,
     "logging_first_step": False,
 }
-
-
-class Clock(TrainerCallback):
-    """Seconds of every step, of the wall and of this process's CPU time, less those of what is left out."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, float]] = []
-        self.left_out = [0.0, 0.0]
-
-    def on_step_end(self, args, state, control, **_) -> None:
-        """Note the time."""
-        now = time.perf_counter(), time.process_time()
-        self.marks.append(tuple(at - less for at, less in zip(now, self.left_out)))
-
-    on_train_begin = on_step_end
-
-    def leave_out(self, work):
-        """Return the function work, whose time is not counted."""
-
-        def timed(*args, **kwargs):
-            began = time.perf_counter(), time.process_time()
-            done = work(*args, **kwargs)
-            ended = time.perf_counter(), time.process_time()
-            self.left_out = [so_far + b - a for so_far, a, b in zip(self.left_out, began, ended)]
-            return done
-
-        return timed
-
-    def seconds(self) -> dict[str, list[float]]:
-        """By kind, a value for every step."""
-        walls, cpus = zip(*self.marks)
-        steps = {"wall_s": walls, "cpu_s": cpus}
-        return {name: [b - a for a, b in itertools.pairwise(marks)] for name, marks in steps.items()}
-
-
-class TowerCount:
-    """Tiles that go through a model's vision tower."""
-
-    def __init__(self, model) -> None:
-        self.tiles = 0
-        model.model.vision_tower.register_forward_pre_hook(self._add, with_kwargs=True)
-
-    def _add(self, module, args, kwargs) -> None:
-        pixels = args[0] if args else kwargs["pixel_values"]
-        self.tiles += len(pixels)
 
 
 def load(folder: str) -> LlavaForConditionalGeneration:
@@ -107,22 +60,16 @@ def preferences(job: dict) -> dict[str, object]:
         """Notes the rows of every batch that the loss is asked for."""
 
         def compute_loss(self, model, inputs, *args, **kwargs):
-            if job["records_batches"]:
-                taken.append(rows_of(inputs))
+            taken.append(rows_of(inputs))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    model, clock = load(job["model"]), Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = config_class(folder, **COMMON, train_sampling_strategy="sequential", **job["settings"])
         trainer = Recorded(
-            model=model, args=config, train_dataset=with_images(rows), processing_class=processor, callbacks=[clock]
+            model=load(job["model"]), args=config, train_dataset=with_images(rows), processing_class=processor
         )
-        counts = {"policy": TowerCount(trainer.model)}
-        if getattr(trainer, "ref_model", None) is not None:
-            counts["reference"] = TowerCount(trainer.ref_model)
         trainer.train()
-    tiles = {name: count.tiles for name, count in counts.items()}
-    return {"log": logged(trainer), "batches": taken, "tiles": tiles, **clock.seconds()}
+    return {"log": logged(trainer), "batches": taken}
 
 
 def rows_of(inputs: dict) -> list[list]:
@@ -168,7 +115,7 @@ class Replay:
         return [reward for group in self.steps[self.at] for reward in group["rewards"]]
 
 
-def policy_trainer(job: dict, folder: str, steps: list[list[dict]], clock: Clock) -> GRPOTrainer:
+def policy_trainer(job: dict, folder: str, steps: list[list[dict]]) -> GRPOTrainer:
     """GRPOTrainer over rollouts that are given, in their order."""
     groups = [group for step in steps for group in step]
     rows = [{"prompt": [{"role": "user", "content": group["question"]}]} for group in groups]
@@ -180,26 +127,20 @@ def policy_trainer(job: dict, folder: str, steps: list[list[dict]], clock: Clock
     settings = {"max_completion_length": most, "shuffle_dataset": False, **job["settings"]}
     return GRPOTrainer(
         model=load(job["model"]),
-        reward_funcs=clock.leave_out(replay.rewards),
+        reward_funcs=replay.rewards,
         args=GRPOConfig(folder, **COMMON, num_generations=len(groups[0]["answers"]), **settings),
         train_dataset=with_images(rows),
         processing_class=AutoProcessor.from_pretrained(job["model"]),
-        callbacks=[clock],
-        rollout_func=clock.leave_out(replay.answers),
+        rollout_func=replay.answers,
     )
 
 
 def policy(job: dict) -> dict[str, object]:
-    """Train by GRPOTrainer on rollouts that are given. Their time is not counted."""
-    clock = Clock()
+    """Train by GRPOTrainer on rollouts that are given."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = policy_trainer(job, folder, json.loads(Path(job["data"]).read_text()), clock)
-        counts = {"policy": TowerCount(trainer.model)}
-        if trainer.ref_model is not None:
-            counts["reference"] = TowerCount(trainer.ref_model)
+        trainer = policy_trainer(job, folder, json.loads(Path(job["data"]).read_text()))
         trainer.train()
-    tiles = {name: count.tiles for name, count in counts.items()}
-    return {"log": logged(trainer), "tiles": tiles, **clock.seconds()}
+    return {"log": logged(trainer)}
 
 
 def outputs_of(rows: torch.Tensor, length: int):
@@ -251,7 +192,7 @@ def policy_formulas(job: dict) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder:
             answers = sum(len(group["answers"]) for group in given["groups"])
             whole = {"per_device_train_batch_size": answers, **settings}
-            trainer = policy_trainer({**job, "settings": whole}, folder, [given["groups"]], Clock())
+            trainer = policy_trainer({**job, "settings": whole}, folder, [given["groups"]])
             trainer.model.train()
             trainer.current_gradient_accumulation_steps = 1
             rows = [trainer.train_dataset[i] for i in range(len(given["groups"]))]

@@ -1,4 +1,4 @@
-"""Model and data for both sides of a comparison: a shape, random weights, and samples of LLaVA's lengths, scaled."""
+"""Models and data for both sides of a comparison: a shape, random weights, and samples of LLaVA's lengths, scaled."""
 
 import json
 import random
@@ -9,17 +9,44 @@ import numpy as np
 import torch
 from benchmark.length_mix import IMAGE_TOKENS, LengthMix
 from PIL import Image
-from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    CLIPImageProcessorPil,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 WORDS = [f"{a}{b}" for a in "bdfglmnp" for b in "aeiou"]  # of one token each
 DIFFERENT_IMAGES = 256  # they cost the same to read again
 MARKS = 11  # tokens of the template around a question: <s>, [INST], [/INST] and a line's end
 IMAGE_TOKEN_INDEX = 3  # in transformers' folder: the id of a byte that no text has
 
+# A ready model's samples are a ninth of what they are at full size: an image has a ninth of its features, which are a
+# third of the image's sides, and texts are scaled alike.
+SHRINK = 3  # of the sides of images
+READY_MARKS = 9
+# Sizes of photographs as in COCO, Visual Genome, OCR-VQA's covers and TextCaps, and their parts in LLaVA-1.5's mix.
+PHOTOGRAPHS = {(640, 480): 0.45, (480, 640): 0.2, (500, 375): 0.15, (350, 500): 0.1, (1024, 768): 0.1}
+ENDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ 'IMAGE' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A LLaVA: a Llama over a CLIP tower. patches: along a side of the image."""
+    """A LLaVA, a Llama over a CLIP tower, or a ready model.
+
+    family: of llava_ds/model/families; tower_mlp: width of the tower's MLPs, by default four times its width.
+    key_heads: by default as many as heads. Of a LLaVA patches: along a side of the image.
+    """
 
     name: str
     hidden: int
@@ -30,56 +57,57 @@ class Shape:
     tower_hidden: int
     tower_layers: int
     tower_heads: int
-    patches: int
-    patch_size: int
+    patches: int = 0
+    patch_size: int = 0
+    family: str = "llava"
+    key_heads: int = 0
+    tower_mlp: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """True for a ready model."""
+        return self.family != "llava"
 
     @property
     def features(self) -> int:
-        """Image tokens of an image."""
+        """Image tokens of a LLaVA's image."""
         return self.patches**2
 
     @property
     def image_size(self) -> int:
-        """Pixels of a side."""
+        """Pixels of a side of a LLaVA's image."""
         return self.patches * self.patch_size
 
     @property
     def scale(self) -> float:
         """By how much samples are shorter than LLaVA-1.5's, whose images have IMAGE_TOKENS."""
-        return self.features / IMAGE_TOKENS
+        return 1 / SHRINK**2 if self.is_ready else self.features / IMAGE_TOKENS
 
     def output_share(self, padded_length: float) -> float:
         """The output layer's part of the FLOPs, where every token of batches of that length gets logits."""
-        layers = self.layers * (4 * self.hidden**2 + 3 * self.hidden * self.intermediate)
-        attention = self.layers * 2 * self.hidden * padded_length  # of a token with all others, forward, halved
+        projections = 2 * self.hidden**2 * (1 + (self.key_heads or self.heads) / self.heads)
+        attention = 2 * self.hidden * padded_length  # of a token with all others, forward, halved
+        layers = self.layers * (projections + 3 * self.hidden * self.intermediate + attention)
         output = self.vocab * self.hidden
-        return output / (layers + attention + output)
+        return output / (layers + output)
+
+    def text(self, **more: object) -> dict[str, object]:
+        """The language model's configuration."""
+        return {
+            "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.key_heads or self.heads,
+            "vocab_size": self.vocab, "max_position_embeddings": 4096, **more,
+        }  # fmt: skip
 
     def config(self, **more: object) -> LlavaConfig:
-        """transformers' configuration of it, LLaVA-1.5's in all but the sizes."""
+        """transformers' configuration of a LLaVA, LLaVA-1.5's in all but the sizes."""
+        text = {"model_type": "llama", "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
         return LlavaConfig(
-            text_config={
-                "model_type": "llama",
-                "hidden_size": self.hidden,
-                "intermediate_size": self.intermediate,
-                "num_hidden_layers": self.layers,
-                "num_attention_heads": self.heads,
-                "num_key_value_heads": self.heads,
-                "vocab_size": self.vocab,
-                "max_position_embeddings": 4096,
-                "rms_norm_eps": 1e-5,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-                "use_cache": False,
-            },
+            text_config=self.text(**text),
             vision_config={
-                "model_type": "clip_vision_model",
-                "hidden_size": self.tower_hidden,
-                "intermediate_size": 4 * self.tower_hidden,
-                "num_hidden_layers": self.tower_layers,
-                "num_attention_heads": self.tower_heads,
-                "image_size": self.image_size,
-                "patch_size": self.patch_size,
+                "model_type": "clip_vision_model", "hidden_size": self.tower_hidden,
+                "intermediate_size": 4 * self.tower_hidden, "num_hidden_layers": self.tower_layers,
+                "num_attention_heads": self.tower_heads, "image_size": self.image_size, "patch_size": self.patch_size,
             },
             image_token_index=IMAGE_TOKEN_INDEX,
             projector_hidden_act="gelu",
@@ -87,7 +115,59 @@ class Shape:
             vision_feature_select_strategy="default",
             tie_word_embeddings=False,
             **more,
-        )
+        )  # fmt: skip
+
+
+def _qwen2_5_vl(shape: Shape, tokenizer: PreTrainedTokenizerFast, text: dict[str, object]) -> AutoConfig:
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
+    ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
+    width = shape.hidden // shape.heads
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [width // 8, width * 3 // 16, width * 3 // 16]}
+    every = shape.tower_layers // 4 or 1  # as published, every eighth of 32 sees the whole image
+    vision = {
+        "depth": shape.tower_layers, "hidden_size": shape.tower_hidden, "intermediate_size": shape.tower_mlp,
+        "num_heads": shape.tower_heads, "patch_size": 14, "out_hidden_size": shape.hidden, "window_size": 56,
+        "fullatt_block_indexes": list(range(every - 1, shape.tower_layers, every)),
+    }  # fmt: skip
+    texts = {**text, "rope_parameters": rope}
+    return AutoConfig.for_model("qwen2_5_vl", text_config=texts, vision_config=vision, **ids, tie_word_embeddings=False)
+
+
+def _smolvlm(shape: Shape, tokenizer: PreTrainedTokenizerFast, text: dict[str, object]) -> AutoConfig:
+    vision = {
+        "hidden_size": shape.tower_hidden, "intermediate_size": shape.tower_mlp, "image_size": 72, "patch_size": 8,
+        "num_hidden_layers": shape.tower_layers, "num_attention_heads": shape.tower_heads,
+    }  # fmt: skip
+    return AutoConfig.for_model(
+        "smolvlm",
+        text_config={"model_type": "llama", **text},
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=3,  # 9 features of a tile, where SmolVLM2-2.2B has 81
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+    )
+
+
+# Of a family: its special tokens, what its template writes for an image, its image processor, its configuration.
+READY = {
+    "qwen2_5_vl": (
+        ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda: Qwen2VLImageProcessorPil(
+            size={"shortest_edge": 4 * 28**2, "longest_edge": 1280 * 28**2 // SHRINK**2},
+            patch_size=14, merge_size=2, temporal_patch_size=2,
+        ),
+        _qwen2_5_vl,
+    ),
+    "smolvlm": (
+        ["<fake_token_around_image>", "<image>", "<global-img>",
+         *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5))],
+        "<image>",
+        lambda: SmolVLMImageProcessorPil(size={"longest_edge": 4 * 72}, max_image_size={"longest_edge": 72}),
+        _smolvlm,
+    ),
+}  # fmt: skip
 
 
 def tokenizer_texts() -> list[str]:
@@ -95,15 +175,25 @@ def tokenizer_texts() -> list[str]:
     return [f"[INST] {a} {b} [/INST] {b}" for a in WORDS for b in WORDS]
 
 
-def write_model(folder: Path, shape: Shape, seed: int = 0) -> None:
-    """A folder in transformers' format with random weights, for both sides; the tokenizer's files are the caller's."""
-    torch.manual_seed(seed)
-    LlavaForConditionalGeneration(shape.config()).save_pretrained(folder)
-    write_processor(folder, shape)
+def write_model(folder: Path, shape: Shape) -> None:
+    """A folder as published, with random weights, for both sides; a LLaVA's tokenizer is the caller's."""
+    torch.manual_seed(0)
+    if not shape.is_ready:
+        LlavaForConditionalGeneration(shape.config()).save_pretrained(folder)
+        write_processor(folder, shape)
+        return
+    tokens, placeholder, processor, config_of = READY[shape.family]
+    tokenizer = _tokenizer(tokens, min(shape.vocab, 512))
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", placeholder)
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("eos", "pad")}
+    config = config_of(shape, tokenizer, shape.text(bos_token_id=None, **ids))
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor().save_pretrained(folder)
 
 
 def write_hollow_model(folder: Path, shape: Shape) -> None:
-    """The same folder in bfloat16, all zeros, which take no room on the disk: the weights are drawn on the device."""
+    """A LLaVA's folder in bfloat16, all zeros, which take no room on the disk: the weights are drawn on the device."""
     shape.config(dtype="bfloat16").save_pretrained(folder)
     with torch.device("meta"):
         tensors = LlavaForConditionalGeneration(shape.config()).state_dict()
@@ -127,24 +217,40 @@ def write_processor(folder: Path, shape: Shape) -> None:
     )
 
 
-def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool, seed: int = 0) -> None:
+def _tokenizer(tokens: list[str], size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*ENDS, *tokens], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(tokenizer_texts(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=ENDS[0], eos_token=ENDS[2], extra_special_tokens=[ENDS[1], *tokens]
+    )
+
+
+def write_samples(folder: Path, shape: Shape, mix: LengthMix, *, captions: bool = False) -> None:
     """data.json and images/: records of about the given lengths, scaled like the features of an image.
 
     captions: for the plain template, the caption alone; else questions and answers for mistral_instruct, which has no
     system message: at these lengths it would be half of a sample.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     for index in range(min(DIFFERENT_IMAGES, len(mix.tokens))):
-        pixels = rng.integers(0, 256, (shape.image_size, shape.image_size, 3), dtype=np.uint8)
+        width = height = shape.image_size
+        if shape.is_ready:
+            sides = list(PHOTOGRAPHS)[rng.choice(len(PHOTOGRAPHS), p=list(PHOTOGRAPHS.values()))]
+            width, height = (side // SHRINK for side in sides)
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "images" / f"{index}.png", compress_level=0)
-    records = records_of(mix, shape.scale, None if captions else MARKS, seed)
-    (folder / "data.json").write_text(json.dumps(records), encoding="utf-8")
+    marks = None if captions else READY_MARKS if shape.is_ready else MARKS
+    (folder / "data.json").write_text(json.dumps(records_of(mix, shape.scale, marks)), encoding="utf-8")
 
 
-def records_of(mix: LengthMix, scale: float, marks: int | None, seed: int) -> list[dict[str, object]]:
+def records_of(mix: LengthMix, scale: float, marks: int | None) -> list[dict[str, object]]:
     """Records of the mix's lengths, scaled. marks: tokens of the template around a question; None for captions."""
-    records, words = [], random.Random(seed)
+    records, words = [], random.Random(0)
     text = mix.tokens - mix.images * IMAGE_TOKENS
     for index, (written, targets, has_image) in enumerate(zip(text, mix.targets, mix.images)):
         answer = max(1, round(targets * scale) - 1)  # the end marker is one
@@ -153,10 +259,8 @@ def records_of(mix: LengthMix, scale: float, marks: int | None, seed: int) -> li
         if has_image:
             human = f"<image>\n{human}"
             record["image"] = f"{index % DIFFERENT_IMAGES}.png"
-        record["conversations"] = [
-            {"from": "human", "value": human},
-            {"from": "gpt", "value": _words(words, answer)},
-        ]
+        turns = {"human": human, "gpt": _words(words, answer)}
+        record["conversations"] = [{"from": name, "value": value} for name, value in turns.items()]
         records.append(record)
     return records
 

@@ -10,14 +10,8 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from llava_ds.tiny.build_tokenizer import MAX_LENGTH_TOKENS, save_tokenizer, train_tokenizer
-from llava_ds.tiny.muon import Optimizers
-from llava_ds.tiny.questions import KINDS, all_questions, caption
-from llava_ds.tiny.scenes import sample_scene
-from llava_ds.tiny.texts import (
+from tiny_model.muon import Optimizers
+from tiny_model.texts import (
     NOTHING,
     STYLES,
     SYSTEM,
@@ -28,7 +22,13 @@ from llava_ds.tiny.texts import (
     plain_document,
     quiz_document,
 )
-from llava_ds.tiny.weights_io import save_half
+from tiny_model.weights_half import save_half
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llava_ds.tiny.build_tokenizer import MAX_LENGTH_TOKENS, save_tokenizer, train_tokenizer
+from llava_ds.tiny.questions import KINDS, all_questions, caption
+from llava_ds.tiny.scenes import sample_scene
 
 WORDS_PER_POSITION = 4
 EMBEDDING_STD = 0.3

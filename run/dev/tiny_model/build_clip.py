@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from tiny_model.muon import Optimizers
+from tiny_model.weights_half import save_half
 from torch import nn
 from tqdm import tqdm
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from llava_ds.tiny.muon import Optimizers
 from llava_ds.tiny.scenes import COLOURS, PLACES, SHAPES, draw_scene, sample_scene
-from llava_ds.tiny.weights_io import save_half
 
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)  # CLIP's
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -19,7 +19,7 @@ from llava_ds.engine.pipeline import forward_and_backward
 from llava_ds.model.stages import stage_of
 from llava_ds.train import loop
 
-TRAIN = Path(__file__).parents[1] / "train.py"
+TRAIN = Path(__file__).parents[2] / "run" / "train.py"
 
 
 class _MeasuredError(Exception):
@@ -46,7 +46,8 @@ def main() -> None:
 
 
 def _run_steps(found: dict[str, int]):
-    def run_steps(engine, windows, *_):
+    def run_steps(runner, windows, *_):
+        engine = runner.engine
         engine.train()
         for step in range(2):
             _run_backward(engine, next(windows).batches)

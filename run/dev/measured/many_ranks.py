@@ -1,21 +1,9 @@
-"""Measure the parts of a run that don't compute, at hundreds of ranks, on one machine and without a model.
+"""The parts of a run that don't compute, at hundreds of ranks, on one machine and without a model."""
 
-    python run/dev/measure_ranks.py --ranks 64 128 256 512 --samples 1000000 10000000 --processes 8 16 32
-
-For each number of --processes: real processes meet over gloo, with torch's store and three groups, and count their
-open files. For each number of --ranks, in one process: heartbeats, through one real socket a rank; and a checkpoint, of
-which every rank writes, hashes, commits and verifies its files in a thread, with exchanges between threads instead of
-gloo's. For each number of --samples: the order of an epoch and the layout of steps, at the largest number of ranks.
-Prints a table a part, and how each figure grows, as an exponent: 1.0 is proportional, 0.0 constant.
-"""
-
-import argparse
 import contextlib
 import json
-import math
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -23,10 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
+from benchmark.length_mix import FINETUNE, length_mix
+from measured.timing import Row, anonymous_bytes, in_a_process, largest_anonymous, show
 
 from llava_ds.checkpoint import commit, resume
 from llava_ds.checkpoint.run_identity import RunIdentity
@@ -35,7 +26,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.data.mapped_arrays import Mapped, mapped
 from llava_ds.data.sample_order import SampleOrder
-from llava_ds.data.step_plan import Packing
+from llava_ds.data.step_plan import Packing, StepPlan, largest_share
 from llava_ds.engine.process_group import prepare_connections
 from llava_ds.files.writing import write_file
 from llava_ds.runtime import heartbeat
@@ -45,11 +36,42 @@ from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.ranks import Ranks
 
 RANKS_PER_MACHINE = 8
-TOKENS = 8192  # of a micro-batch
-SAMPLES_PER_RANK = 4  # of an optimizer step
 FILE_BYTES = 200_000  # of the states that a rank writes: what is measured is the number of files
 STEPS = 20  # whose layout is timed
-Row = dict[str, float]
+MIXED = 1 << 20  # lengths drawn, and repeated in another order for larger data
+RANKS = (64, 128, 256, 512)
+
+
+def meeting(processes: tuple = (8, 16, 32)) -> None:
+    """Start-up of real processes over gloo, with torch's store and three groups, and their open files."""
+    for lazy, how in ((False, "each to each"), (True, "as above 64 ranks")):
+        show(f"Processes that meet, connected {how}", [measure_meeting(each, lazy) for each in processes])
+
+
+def heartbeats(ranks: tuple = RANKS) -> None:
+    """Heartbeats of all ranks in one process, through one real socket a rank."""
+    show("Heartbeats, all in one burst", [measure_heartbeats(each) for each in ranks])
+
+
+def checkpoint(ranks: tuple = RANKS) -> None:
+    """A checkpoint of which every rank, a thread here, writes, hashes, commits and verifies its files."""
+    show("A checkpoint, every rank a thread", [measure_checkpoint(each) for each in ranks])
+
+
+def planning(
+    samples: tuple = (1_000_000, 10_000_000, 100_000_000),
+    ranks: int = 512,
+    per_rank: int = 4,
+    tokens: int = 8192,
+    order: str = "modality",
+) -> None:
+    """The index of a data set, the order of an epoch and the layout of steps, of LLaVA-1.5's mix of lengths.
+
+    Ranks of one machine open the index in turn; the first one makes the order, the others map it. --tokens 0: by count.
+    private: memory that is not of a file.
+    """
+    rows = [measure_planning(each, ranks, per_rank, tokens, order) for each in samples]
+    show(f"Planning, on each of {ranks} ranks of {per_rank} samples, {order}", rows)
 
 
 def rank_of(rank: int, world_size: int) -> Ranks:
@@ -230,41 +252,31 @@ def measure_checkpoint(world_size: int) -> Row:
     }
 
 
-def in_a_process(act: Callable[..., Row], *args: object) -> Row:
-    """The function's row, from a process of its own: what another one has read or made counts not to its memory."""
-    context = get_context("fork")
-    answers = context.Queue()
-    process = context.Process(target=lambda: answers.put(act(*args)))
-    process.start()
-    found = answers.get(timeout=3600)
-    process.join()
-    return found
-
-
-def synthetic(folder: Path, num_samples: int) -> Mapped:
-    """The lengths of synthetic samples, and LLaVA's measure of them, negative without images, in mapped files."""
+def write_index(folder: Path, num_samples: int) -> Mapped:
+    """Write or map an index of synthetic samples; a sixth has no images, as in LLaVA-1.5's mix."""
 
     def make() -> Mapped:
-        generator = np.random.default_rng(0)
-        lengths = generator.integers(32, 2048, num_samples, dtype=np.int32)
-        words = lengths.copy()
-        words[::10] *= -1
-        return Mapped({"lengths": lengths, "words": words}, {})
+        rng = np.random.default_rng(0)
+        mix = length_mix(FINETUNE, min(num_samples, MIXED), seed=0).tokens.astype(np.int32)
+        lengths = np.concatenate([rng.permutation(mix) for _ in range(-(-num_samples // len(mix)))])[:num_samples]
+        signs = np.where(rng.random(num_samples, np.float32) < 1 / 6, -1, 1).astype(np.int32)
+        return Mapped({"lengths": lengths, "num_targets": lengths // 6 + 1, "words": lengths // 2 * signs}, {})
 
-    found = mapped(folder, make)
-    return Mapped({name: np.asarray(array) for name, array in found.arrays.items()}, {})
+    return mapped(folder, make)
 
 
-def plan(folder: Path, num_samples: int, world_size: int) -> Row:
-    """Make or map the order of an epoch by modality, and lay out its first steps, as a rank does."""
-    found = synthetic(folder, num_samples).arrays
-    packing = Packing(world_size, SAMPLES_PER_RANK, 1, TOKENS, pair_cost=1e-5)
-    order = SampleOrder(
-        num_samples, packing.batch_size, 0, "modality", found["words"], SAMPLES_PER_RANK, 1, folder=folder
-    )
+def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, heaviest: bool) -> Row:
+    """Open the index, make or map the order of an epoch, and lay out its first steps. heaviest: what rank 0 seeks."""
     before, began, used = anonymous_bytes(), time.perf_counter(), time.thread_time()
+    arrays = {name: np.asarray(array) for name, array in write_index(folder, num_samples).arrays.items()}
+    opened = time.perf_counter() - began
+    by = arrays["words" if how.startswith("modality") else "lengths"]
+    order = SampleOrder(num_samples, packing.batch_size, 0, how, by, packing.micro_batch_size, 1, folder=folder)
+    own = {name: arrays[name] for name in ("lengths", "num_targets")}
+    dataset = SimpleNamespace(**own, wait_for=lambda _: None, is_streamed=False)
+    plan = StepPlan(dataset, order, packing, order.steps_per_epoch)
     with largest_anonymous() as largest:
-        steps = packing.steps(order, found["lengths"], 0)
+        steps = plan.after(0)
         next(steps)
     first, cpu = time.perf_counter() - began, time.thread_time() - used
     each = []
@@ -273,81 +285,32 @@ def plan(folder: Path, num_samples: int, world_size: int) -> Row:
             began = time.process_time()
             next(steps)
             each.append(time.process_time() - began)
-    return {"first": first, "cpu": cpu, "step": float(np.median(each)), "private": largest[0] - before}
+    row = {"open": opened, "first": first, "cpu": cpu, "step": float(np.median(each)), "private": largest[0] - before}
+    if heaviest:
+        began = time.perf_counter()
+        largest_share(order, arrays["lengths"], packing.dp)
+        plan.heaviest(0)
+        row["heaviest"] = time.perf_counter() - began
+    return row
 
 
-def measure_planning(num_samples: int, world_size: int) -> Row:
-    """Plan on the first rank of a machine, which makes the order, and on another one, which maps it."""
+def measure_planning(num_samples: int, world_size: int, per_rank: int, tokens: int, how: str) -> Row:
+    """Plan on the first rank of a machine, and on another one."""
+    packing = Packing(world_size, per_rank, 1, tokens or None, pair_cost=2e-5)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "index")
-        in_a_process(lambda: len(synthetic(folder, num_samples).arrays))
-        maker, other = (in_a_process(plan, folder, num_samples, world_size) for _ in range(2))
+        in_a_process(lambda: len(write_index(folder, num_samples).arrays))
+        maker, other = (in_a_process(plan_as_rank, folder, num_samples, packing, how, first) for first in (True, False))
         mapped_bytes = sum(file.stat().st_size for file in Path(parent).rglob("*.npy"))
     return {
         "samples": num_samples,
+        "ms to open the index": 1e3 * other["open"],
         "s to the first step, first rank": maker["first"],
         "CPU s to it, first rank": maker["cpu"],
         "s to it, other ranks": other["first"],
         "CPU ms per step": 1e3 * other["step"],
+        "s for the largest step and the heaviest micro-batch, rank 0": maker["heaviest"],
         "private MB, first rank while it sorts": maker["private"] / 1e6,
         "private MB, other ranks": other["private"] / 1e6,
         "mapped bytes per sample, once per machine": mapped_bytes / num_samples,
     }
-
-
-@contextlib.contextmanager
-def largest_anonymous() -> Iterator[list[int]]:
-    """The largest memory of this process that no other shares, looked at every few milliseconds."""
-    largest, over = [anonymous_bytes()], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.005):
-            largest[0] = max(largest[0], anonymous_bytes())
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield largest
-    finally:
-        over.set()
-        thread.join()
-
-
-def anonymous_bytes() -> int:
-    """The memory of this process that no other shares."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-def show(title: str, rows: list[Row]) -> None:
-    """Print a table, and the exponent of each column's growth from the first row to the last."""
-    names = list(rows[0])
-    print(f"\n{title}\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}")
-    for row in rows:
-        print(
-            "| " + " | ".join(f"{row[name]:,.4g}" if row[name] < 1e4 else f"{row[name]:,.0f}" for name in names) + " |"
-        )
-    first, last = rows[0], rows[-1]
-    factor = math.log(last[names[0]] / first[names[0]]) if len(rows) > 1 else 0.0
-    if factor:
-        grown = {name: math.log(last[name] / first[name]) / factor for name in names[1:] if first[name] and last[name]}
-        print("| *growth* | " + " | ".join(f"{grown[name]:.1f}" if name in grown else "" for name in names[1:]) + " |")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256, 512])
-    parser.add_argument("--samples", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
-    parser.add_argument("--processes", type=int, nargs="+", default=[8, 16, 32])
-    args = parser.parse_args()
-    for lazy, how in ((False, "each to each"), (True, "as above 64 ranks")):
-        show(f"Processes that meet, connected {how}", [measure_meeting(each, lazy) for each in args.processes])
-    show("Heartbeats, all in one burst", [measure_heartbeats(each) for each in args.ranks])
-    show("A checkpoint, every rank a thread", [measure_checkpoint(each) for each in args.ranks])
-    ranks = max(args.ranks)
-    show(f"Planning, on each of {ranks} ranks", [measure_planning(each, ranks) for each in args.samples])
-
-
-if __name__ == "__main__":
-    main()

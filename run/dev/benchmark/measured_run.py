@@ -1,0 +1,218 @@
+"""Run a script and measure it in the same process: measured_run.py HOW FILE.json SCRIPT FLAGS
+
+Started by the deepspeed launcher; rank 0 writes FILE.json. HOW:
+  timed      run/train.py or hf_trainer.py as it is, after all ranks at once have measured matrix products, as they
+             compute in training; processor time of each step, of every rank, into cpu-RANK.json beside FILE.json
+  profiled   run/train.py without its export, its weights drawn on the device, the last step under torch.profiler
+  loop       run/train.py without its export: its loop beside a bare one over the same engine and batches, in turns
+
+With profiled the model's folder may hold zeros, so that 14 GB of random weights need not lie on a disk; products of
+zeros, which a GPU computes faster, are not timed.
+"""
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from llava_ds.batch import Batch
+from llava_ds.data.loader import Window
+from llava_ds.tracking.peak import gemm_peak
+from llava_ds.train import loop, plan, session
+from llava_ds.train.state import TrainState
+
+STEPS, ROUNDS = 2, 5  # of loop: steps of a round, rounds
+
+
+def main() -> None:
+    # The launcher puts --local_rank first; the environment says it, too.
+    how, *words = (token for token in sys.argv[1:] if not token.startswith("--local_rank="))
+    report_file, script, *flags = words
+    report: dict[str, object] = {}
+    if how == "timed":
+        report["gemm_flops_per_rank"] = gemm_peak(torch.device("cpu"), torch.float32, 0.6)
+        write(report, report_file)
+        loop.run_steps = with_ticks(loop.run_steps, Path(report_file).parent)
+        sys.argv, sys.path[0] = [script, *flags], str(Path(script).parent)
+        runpy.run_path(script, run_name="__main__")
+        return
+    if how == "profiled":
+        report.update(idle_share=None, kernel_seconds=None)
+        session.build_model = drawn(session.build_model)
+    loop.run_steps = {"profiled": profiled, "loop": beside_bare}[how](loop.run_steps, report)
+    spec = importlib.util.spec_from_file_location("script", script)
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+    # Neither is timed, and 7B takes minutes.
+    plan.try_export = session.try_export = lambda *_, **more: "nothing is exported"
+    session.export_model = lambda *_: None
+    train.main(flags)
+    write(report, report_file)
+    torch.distributed.destroy_process_group()
+
+
+def write(report: dict[str, object], file: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        Path(file).write_text(json.dumps(report), encoding="utf-8")
+
+
+class CpuTimes:
+    """Processor time of a rank's steps, of all threads: steadier than seconds where others work, too."""
+
+    def __init__(self) -> None:
+        self._ticks: list[float] = []
+
+    def tick(self) -> None:
+        """Note that training begins, or that a step ends."""
+        self._ticks.append(time.process_time())
+
+    def write(self, folder: Path) -> None:
+        steps = [after - before for before, after in itertools.pairwise(self._ticks)]
+        (folder / f"cpu-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(steps), encoding="utf-8")
+
+
+def with_ticks(run_steps: Callable[..., None], folder: Path) -> Callable[..., None]:
+    """The training loop whose steps' processor time is written."""
+
+    def run(*before: object) -> None:
+        *before, after_step = before
+        times = CpuTimes()
+
+        def after(result) -> object:
+            found = after_step(result)
+            times.tick()
+            return found
+
+        times.tick()
+        run_steps(*before, after)
+        times.write(folder)
+
+    return run
+
+
+def drawn(build_model: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """build_model, then random weights."""
+
+    def build(*args: object, **more: object) -> nn.Module:
+        model = build_model(*args, **more)
+        draw(model)
+        return model
+
+    return build
+
+
+@torch.no_grad()
+def draw(model: nn.Module, std: float = 0.02) -> None:
+    """Fill a model, or this rank's partitions of it, with random matrices, zero biases and ones."""
+    for name, parameter in model.named_parameters():
+        held = getattr(parameter, "ds_tensor", parameter)  # under ZeRO-3 the parameter itself is an empty shell
+        if len(getattr(parameter, "ds_shape", parameter.shape)) > 1:
+            held.normal_(0.0, std)
+        else:
+            held.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def profiled(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
+    """The training loop, after a measurement of matrix products. Into the report go the seconds of every step, and on
+    CUDA what a profile of the last one says."""
+
+    def run(runner, windows, state, num_steps, objective, mesh, after_step) -> None:
+        engine = runner.engine
+        on_cuda = engine.device.type == "cuda"
+        report["gemm_flops_per_rank"] = gemm_peak(engine.device, next(engine.module.parameters()).dtype)
+        with contextlib.ExitStack() as stack:
+            profilers, ends = [], [time.perf_counter()]
+
+            def after(result) -> float:
+                _wait()  # else the time of what is queued would be the next step's
+                ends.append(time.perf_counter())
+                if on_cuda and result.step == num_steps - 1:
+                    activities = [torch.profiler.ProfilerActivity.CUDA]
+                    profilers.append(stack.enter_context(torch.profiler.profile(activities=activities)))
+                return after_step(result)
+
+            run_steps(runner, windows, state, num_steps, objective, mesh, after)
+        report["step_time_s"] = [end - start for start, end in itertools.pairwise(ends)]
+        if profilers:
+            report.update(idle_of(profilers[0].events()))
+
+    return run
+
+
+def idle_of(events: Iterable) -> dict[str, float]:
+    """From the first kernel's start to the last one's end: the share of the time in which none runs, and their seconds.
+
+    events: torch.profiler's.
+    """
+    cuda = torch.autograd.DeviceType.CUDA
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type == cuda)
+    if not spans:
+        return {}
+    busy, until = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return {"idle_share": 1 - busy / (until - spans[0][0]), "kernel_seconds": busy / 1e6}
+
+
+def beside_bare(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:
+    """The training loop for its last step, after a measurement on the windows before that, which are repeated.
+
+    Into the report go seconds a step of our loop and of a bare one, and their ratio less 1: medians of alternating
+    rounds. Loading data, logging and saving are on neither side. The engine trains meanwhile.
+    """
+
+    def run(runner, windows, state, num_steps, objective, mesh, after_step) -> None:
+        repeated: list[Window] = list(itertools.islice(windows, num_steps - 1))
+        batches = [batch for window in repeated for batch in window.batches]
+        per_step = len(batches) // len(repeated)
+
+        def ours() -> None:
+            run_steps(runner, itertools.cycle(repeated), TrainState(), STEPS, objective, mesh, lambda result: 0.0)
+
+        def bare() -> None:
+            _bare(runner.engine, itertools.islice(itertools.cycle(batches), STEPS * per_step), per_step)
+
+        times: dict[str, list[float]] = {"bare": [], "loop": []}
+        ways = {"loop": ours, "bare": bare}
+        for turn in range(ROUNDS + 1):
+            for name in list(ways)[:: -1 if turn % 2 else 1]:
+                _wait()
+                started = time.perf_counter()
+                ways[name]()
+                _wait()
+                if turn:  # the first is warm-up
+                    times[name].append((time.perf_counter() - started) / STEPS)
+        report.update({f"{name}_step_s": statistics.median(each) for name, each in times.items()})
+        ratios = [ours / theirs - 1 for ours, theirs in zip(times["loop"], times["bare"])]
+        report.update(overhead=statistics.median(ratios), overhead_least=min(ratios), overhead_most=max(ratios))
+        state.step = num_steps - 1
+        run_steps(runner, windows, state, num_steps, objective, mesh, after_step)
+
+    return run
+
+
+def _bare(runner.engine, batches: Iterator[Batch], per_step: int) -> None:
+    for index, batch in enumerate(batches):
+        engine.set_gradient_accumulation_boundary((index + 1) % per_step == 0)
+        engine.backward(engine(batch))
+        engine.step()
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
