@@ -202,7 +202,7 @@ def beside_bare(run_steps: Callable[..., None], report: dict[str, object]) -> Ca
     return run
 
 
-def _bare(runner.engine, batches: Iterator[Batch], per_step: int) -> None:
+def _bare(engine, batches: Iterator[Batch], per_step: int) -> None:
     for index, batch in enumerate(batches):
         engine.set_gradient_accumulation_boundary((index + 1) % per_step == 0)
         engine.backward(engine(batch))
