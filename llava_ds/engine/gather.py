@@ -8,7 +8,6 @@ import torch
 from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
 from torch import nn
 
-from llava_ds.engine.tensor_parallel import whole
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
@@ -20,8 +19,7 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> It
     """
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            tensor = whole(parameter)
-            tensor = on_host(tensor) if ranks.is_first else None
+            tensor = on_host(parameter) if ranks.is_first else None
         if ranks.is_first:
             yield name, tensor
 

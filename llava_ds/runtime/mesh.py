@@ -95,12 +95,6 @@ class Mesh:
         """This rank's place among those with the same samples."""
         return (self.pp_rank * self.sp + self.sp_rank) * self.tp + self.tp_rank
 
-    @property
-    def model_group(self) -> Group:
-        """The ranks that together hold the whole model, but for ZeRO: those of tp or of pp, of which only one is above
-        1; None for a rank that has all of it."""
-        return self.pp_group if self.pp > 1 else self.tp_group
-
 
 ALONE = Mesh(1, 0)  # of a process that trains or reads a model on its own
 

@@ -24,7 +24,7 @@ class Engine:
     """Counts steps; its module has the last stage of two."""
 
     def __init__(self) -> None:
-        stage = Stage(1, 2, None, WIDTH, 1, torch.float32, {})
+        stage = Stage(1, 2, None, WIDTH, 1, torch.float32)
         self.module, self.device = SimpleNamespace(stage=stage), torch.device("cpu")
         self.boundaries, self.steps = [], 0
 
