@@ -17,11 +17,11 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 319,
-    "imported lines": 54343,
-    "feature words": 1709,
+    "imported lines": 54296,
+    "feature words": 1671,
     "kernel files": 108,
-    "kernel lines": 16175,
-    "all lines": 67641,
+    "kernel lines": 16167,
+    "all lines": 67594,
 }
 
 # What one reads to understand training.

@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.engine.pipeline import OwnedByStages
-from llava_ds.engine.placement import place, placement_of
+from llava_ds.engine.placement import placement_of
 from llava_ds.model import lora, quantize
 from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
@@ -40,9 +40,8 @@ def build_model(
     """
     with return_freed_memory():
         model = _construct(plan, args, ds_config, dtype, ranks, mesh)
-        elsewhere = _elsewhere(model)
         for name, part in model.named_children():
-            _fill(name, part, plan, args, seed, ranks, elsewhere.get(name, {}))
+            _fill(name, part, plan, args, seed, ranks, _elsewhere(model, name))
         if args.lora_enable:
             lora.add_lora(model, plan.lora, args, seed)
         if args.lora_weight_path is not None:
@@ -73,7 +72,7 @@ def _construct(
     if mesh.pp > 1:
         flops = flops_of_model(model, plan.text_config, plan.tower, args)
         counts = flops.layers_of_stages(plan.text_config.num_hidden_layers, plan.images.num_tokens, mesh.pp)
-        place(model, OwnedByStages.of(model, counts, mesh))
+        model.placement = OwnedByStages.of(model, counts, mesh)
         keep_stage(model, counts, mesh.pp_rank, mesh.pp_group)
         print_first(f"layers of the pipeline's stages: {', '.join(map(str, counts))}")
     if plan.whole_last_layer is None and is_last(model):
@@ -122,14 +121,10 @@ def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
     return (first.detach().requires_grad_(), *inputs[1:])
 
 
-def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of the parameters that only other ranks have, by part and name."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for share, parameter in placement_of(model).shares(model):
-        if parameter is None:
-            part, _, rest = share.name.partition(".")
-            found.setdefault(part, {})[rest] = share.shape
-    return found
+def _elsewhere(model: LlavaModel, part: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a part's parameters that only other ranks have, by name in the part."""
+    shares = (share for share, parameter in placement_of(model).shares(model) if parameter is None)
+    return {s.name.removeprefix(f"{part}."): s.shape for s in shares if s.name.startswith(f"{part}.")}
 
 
 def _fill(

@@ -13,7 +13,7 @@ import torch
 from deepspeed.utils import groups
 from torch import nn
 
-from llava_ds.engine.placement import Placement, Share, place
+from llava_ds.engine.placement import Placement, Share
 from llava_ds.model.upcycling import expert_layers, expert_of
 from llava_ds.runtime.mesh import Mesh
 
@@ -26,15 +26,14 @@ class SharedExperts(Placement):
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
         """Yield all parameters; where this rank has an expert, those of all ranks in its place."""
-        for name, parameter in model.named_parameters():
-            share, parts = Share(name, tuple(parameter.shape), parameter.dtype), expert_of(name)
-            if parts is None:
+        for share, parameter in super().shares(model):
+            if (parts := expert_of(share.name)) is None:
                 yield share, parameter
                 continue
             before, local, after = parts
             for index in range(self.size):
-                in_model = f"{before}{index * self.number + local}{after}"
-                yield share._replace(name=in_model, owner=index), parameter if index == self.index else None
+                name = f"{before}{index * self.number + local}{after}"
+                yield share._replace(name=name, owner=index), parameter if index == self.index else None
 
 
 def share_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -62,7 +61,7 @@ def share_experts(model: nn.Module, mesh: Mesh) -> None:
         if mesh.ep > 1:
             BufferSize(mesh.ep_group).watch(layer.deepspeed_moe)
     if mesh.ep > 1:
-        place(model, SharedExperts("ep", mesh.ep, mesh.ep_rank, mesh.ep_group, in_data=True, number=number))
+        model.placement = SharedExperts("ep", mesh.ep, mesh.ep_rank, mesh.ep_group, in_data=True, number=number)
 
 
 class BufferSize:

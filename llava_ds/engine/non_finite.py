@@ -129,7 +129,7 @@ class _Norm(NamedTuple):
         return [g for g, p in zip(gradients, parameters) if p in self.counted]
 
     def over(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm of all ranks, from that of what each counts."""
+        """Return the norm over all ranks, from that of what each counts."""
         if self.group is None:
             return norm
         squares = norm.square()

@@ -1,20 +1,22 @@
-"""Where the parameters of the whole model lie: on every rank, on one of several, or cut into slices.
+"""Where the parameters of the whole model lie (on every rank, on one, or in slices), and how rank 0 gets them whole.
 
-ZeRO's shards are no part of it: engine/pieces.py describes them, of whatever a rank has.
+ZeRO's shards are no part of it: engine/pieces.py describes those of what a rank has.
 """
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
 from torch import nn
 
-from llava_ds.engine.gather import on_host
 from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
 
 # A part of a parameter laid flat: the numbers from begin to end of every period; () for all.
 Slice = tuple[int, int, int] | tuple[()]
@@ -48,7 +50,8 @@ class Placement:
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
         """Yield all parameters of the whole model, on all ranks in one order, each with what this rank has of it."""
         for name, parameter in model.named_parameters():
-            yield Share(name, held_shape(parameter), parameter.dtype), parameter
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 may have partitioned it
+            yield Share(name, tuple(shape), parameter.dtype), parameter
 
     def held(self, model: nn.Module) -> dict[nn.Parameter, Share]:
         """Map this rank's parameters to their shares."""
@@ -84,19 +87,9 @@ class Placement:
 WHOLE = Placement()
 
 
-def place(model: nn.Module, placement: Placement) -> None:
-    """Note where a model's parameters lie."""
-    model.placement = placement
-
-
 def placement_of(model: Any) -> Placement:
-    """Return the placement of a model's parameters. model: an engine's, or the engine."""
+    """Return the placement that a model was given, as an attribute. model: an engine's, or the engine."""
     return getattr(getattr(model, "module", model), "placement", WHOLE)
-
-
-def held_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter that ZeRO may have partitioned."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def slice_of(shape: tuple[int, ...], dim: int, index: int, size: int) -> Slice:
@@ -109,3 +102,39 @@ def slice_of(shape: tuple[int, ...], dim: int, index: int, size: int) -> Slice:
 def cut_dim(shape: tuple[int, ...], part: Slice) -> int:
     """Return the dimension along which a slice was cut. shape: of the slice."""
     return next(dim for dim in range(len(shape)) if math.prod(shape[dim:]) == part[1] - part[0])
+
+
+def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on CPU) on rank 0, nothing elsewhere; every rank has to run through it.
+
+    Only one parameter is whole at a time, so memory stays at the model's share plus what rank 0 holds on to.
+    """
+    for name, parameter in parameters:
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            tensor = on_host(parameter) if ranks.is_first else None
+        if ranks.is_first:
+            yield name, tensor
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU of a weight that was gathered, which waits for the ranks that it comes from."""
+    with waiting("a gathered weight"):
+        return tensor.detach().to("cpu", copy=True)
+
+
+@contextlib.contextmanager
+def full_precision_gathers(module: nn.Module) -> Iterator[None]:
+    """Let ZeRO-3 gather float32 weights in float32 even under torch's autocast.
+
+    DeepSpeed 0.19.8 marks each parameter with the lower precision that it is gathered in; the marks are removed and
+    put back.
+    """
+    lowered = [(p, get_comm_dtype(p)) for p in module.parameters() if has_comm_dtype(p)]
+    for p, _ in lowered:
+        delattr(p, PARAM_COMM_DTYPE_ATTR_NAME)
+        assert get_comm_dtype(p) == p.dtype, "DeepSpeed keeps the precision of gathers elsewhere than in 0.19.8"
+    try:
+        yield
+    finally:
+        for p, dtype in lowered:
+            setattr(p, PARAM_COMM_DTYPE_ATTR_NAME, dtype)

@@ -116,17 +116,6 @@ def _step_schedule(engine, done: dict) -> None:
             engine.lr_scheduler.step()
 
 
-def _trained_names(engine) -> set[str]:
-    """Names of the parameters that train, on whichever ranks."""
-    placement = placement_of(engine)
-    held = placement.held(engine.module).items()
-    names = {share.name for p, share in held if p.requires_grad and math.prod(share.shape)}
-    everyone = [names] * placement.size
-    if placement.group is not None:
-        torch.distributed.all_gather_object(everyone, names, group=placement.group)
-    return set.union(*everyone)
-
-
 def _refuse(live: Layout, saved: Layout) -> None:
     for name in (live.optimizer, saved.optimizer):
         if name in WHOLE:
@@ -143,7 +132,13 @@ def _refuse(live: Layout, saved: Layout) -> None:
 
 def _check_trained(engine, held: set[str]) -> None:
     """Raise ConfigError if other parameters train than a checkpoint has."""
-    trained = _trained_names(engine)
+    placement = placement_of(engine)
+    shares = placement.held(engine.module).items()
+    trained = {share.name for p, share in shares if p.requires_grad and math.prod(share.shape)}
+    if placement.group is not None:
+        everyone = [trained] * placement.size
+        torch.distributed.all_gather_object(everyone, trained, group=placement.group)
+        trained = set.union(*everyone)
     if trained != held:
         name = min(trained ^ held)
         raise ConfigError(

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from llava_ds.engine.placement import Placement, Share, held_shape, place, slice_of
+from llava_ds.engine.placement import Placement, Share, slice_of
 from llava_ds.model.open.names import LANGUAGE_MODEL
 from llava_ds.runtime.mesh import Mesh
 
@@ -30,13 +30,11 @@ class CutMatrices(Placement):
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter]]:
         """Yield all parameters, each with this rank's part of it."""
-        for name, parameter in model.named_parameters():
-            shape, dim = list(held_shape(parameter)), dim_of(name)
-            if dim is None:
-                yield Share(name, tuple(shape), parameter.dtype), parameter
-                continue
-            shape[dim] *= self.size
-            yield Share(name, tuple(shape), parameter.dtype, slice_of(shape, dim, self.index, self.size)), parameter
+        for share, parameter in super().shares(model):
+            if (dim := dim_of(share.name)) is not None:
+                shape = tuple(n * self.size if i == dim else n for i, n in enumerate(share.shape))
+                share = share._replace(shape=shape, slice=slice_of(shape, dim, self.index, self.size))
+            yield share, parameter
 
 
 def problems(config: PreTrainedConfig, tp: int) -> list[str]:
@@ -121,4 +119,4 @@ def place_matrices(engine, mesh: Mesh) -> None:
     other = [s.name for p, s in held if bool(s.slice) != getattr(p, "tensor_model_parallel", False)]
     assert not other, f"DeepSpeed cuts others: {other[:3]}"
     assert any(share.slice for _, share in held), "DeepSpeed cut nothing"
-    place(engine.module, placement)
+    engine.module.placement = placement

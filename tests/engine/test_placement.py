@@ -10,7 +10,7 @@ from torch import nn
 
 from llava_ds.engine.expert_parallel import SharedExperts
 from llava_ds.engine.pipeline import OwnedByStages
-from llava_ds.engine.placement import WHOLE, Placement, Share, cut_dim, place, placement_of, slice_of
+from llava_ds.engine.placement import WHOLE, Placement, Share, cut_dim, placement_of, slice_of
 from llava_ds.engine.tensor_parallel import CutMatrices
 
 ROOT = Path(__file__).parents[2]
@@ -24,10 +24,10 @@ SHAPES = {
     "projector.weight": (6, 5),
 }
 # Files that read, write or compare parameters, whoever has them.
-NEUTRAL = [f"engine/{name}" for name in ("pieces", "checkpoint_files", "checkpoint_writer", "reshard", "gather")]
+NEUTRAL = [f"engine/{name}" for name in ("pieces", "checkpoint_files", "checkpoint_writer", "reshard")]
 NEUTRAL += ["engine/non_finite", "engine/averages", "engine/placement", "export/tensors", "model/loading"]
 NEUTRAL += ["train/replicas", "train/reference", "checkpoint/training_state", "checkpoint/base_weights"]
-AXES = r"engine\.(tensor_parallel|expert_parallel|pipeline)|model\.(stages|upcycling|expert_layer|mixture)"
+AXES = r"engine\.(tensor_parallel|expert_parallel|pipeline)|model\.(stages|upcycling|mixture|families\.upcycled)"
 
 
 def module_of(shapes: dict[str, tuple[int, ...]]) -> nn.Module:
@@ -103,8 +103,8 @@ def test_a_model_is_whole_until_it_is_placed_and_an_engine_is_asked_for_its_mode
     model, engine = module_of(SHAPES), nn.Module()
     engine.module = model
     assert placement_of(model) is placement_of(engine) is WHOLE
-    place(model, placement := CutMatrices("tp", 2, 1))
-    assert placement_of(model) is placement_of(engine) is placement
+    model.placement = CutMatrices("tp", 2, 1)
+    assert placement_of(model) is placement_of(engine) is model.placement
 
 
 @pytest.mark.parametrize("file", NEUTRAL)

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from llava_ds.constants import DataError
 from llava_ds.engine import non_finite
 from llava_ds.engine.non_finite import _norm
-from llava_ds.engine.placement import Placement, place
+from llava_ds.engine.placement import Placement
 from llava_ds.model import loading
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import replicas
@@ -69,7 +69,7 @@ def divided(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     torch.nn.init.normal_(model[1].weight)
     torch.nn.init.normal_(model[1].bias)
-    place(model, Divided(size=2, index=seed % 2))
+    model.placement = Divided(size=2, index=seed % 2)
     return model
 
 
