@@ -12,6 +12,7 @@ from torch import nn
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.pieces import REPLICATED, layout_of, masters
+from llava_ds.engine.placement import placement_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
 
@@ -49,16 +50,14 @@ def take_averages(engine, mesh: Mesh) -> None:
 
     Raises RuntimeError where no step was averaged.
     """
-    names = {name: p for p, name in engine.param_names.items()}
-    for name, values in _averages(engine, mesh):
-        parameter = names[name]
+    for parameter, values in _averages(engine, mesh):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
             parameter.copy_(values.view_as(parameter))
 
 
-def _averages(engine, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and average, laid flat, of what ranks with this one's parts of matrices have of each parameter that trains,
-    one at a time. All ranks run through it together."""
+def _averages(engine, mesh: Mesh) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield each parameter that trains, as this rank has it but for ZeRO, and its average, laid flat. All ranks run
+    through it together."""
     layout, states = layout_of(engine), engine.basic_optimizer.state
     own: dict[str, list[tuple[torch.Tensor, object]]] = {}
     for master, slot in zip(masters(engine), layout.slots):
@@ -66,18 +65,14 @@ def _averages(engine, mesh: Mesh) -> Iterator[tuple[str, torch.Tensor]]:
             if STATE not in states.get(master, {}):
                 raise RuntimeError(f"{type(engine.basic_optimizer).__name__} has no average of {piece.name}")
             own.setdefault(piece.name, []).append((states[master][STATE].view(-1), piece))
-    for parameter, name in engine.param_names.items():
+    for parameter, share in placement_of(engine).held(engine.module).items():
         if not parameter.requires_grad:
             continue
-        whole = torch.zeros(_numel(parameter), device=engine.device)
-        for values, piece in own.get(name, []):
+        whole = torch.zeros(getattr(parameter, "ds_numel", parameter.numel()), device=engine.device)
+        for values, piece in own.get(share.name, []):
             part = values[piece.offset : piece.offset + piece.length]
             whole[piece.start : piece.start + piece.length] = part.to(whole.device)
         if layout.kind not in REPLICATED:
             with waiting("averaged weights"):
                 whole = sum_over(mesh.data_group, whole)
-        yield name, whole
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())
+        yield parameter, whole

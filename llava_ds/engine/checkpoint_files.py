@@ -14,8 +14,7 @@ import torch
 from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
 from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
-from llava_ds.engine.tensor_parallel import dim_of
-from llava_ds.model.upcycling import expert_of
+from llava_ds.engine.placement import Slice, cut_dim
 
 ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
 LORA_START = "lora_start.pt"  # beside it: LoRA's matrices as they began, where they began as parts of the weights
@@ -84,14 +83,14 @@ def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
 
 def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) -> dict:
     """Read the file with the masters of a rank: its own, or the common one where every rank has all of them, but for
-    experts, which lie in files of their own."""
+    parameters of layers that DeepSpeed saves in files of their own."""
     dp_rank, mp_rank = _place(layout, rank, world_size)
     if layout.kind not in REPLICATED:
         return optimizer_states(engine_dir, dp_rank, mp_rank)
     states = model_states(engine_dir, mp_rank)
     own = engine_dir / f"expp_rank_{rank % layout.ep}_mp_rank_00_optim_states.pt"
     if own.is_file():
-        states = {**states, "module": {**states["module"], **_experts(engine_dir)}, **read_states(own)}
+        states = {**states, "module": {**states["module"], **_own_files(engine_dir)}, **read_states(own)}
     return states
 
 
@@ -117,32 +116,37 @@ def saved_optimizer(layout: Layout, states: dict) -> dict:
     return held if layout.kind == PLAIN else held[WRAPPERS[layout.kind].saved_optimizer]
 
 
+def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layout]]:
+    """Yield the ranks, each with its layout, that saved more than copies of what ranks before them did."""
+    first = read_layout(checkpoint, 0)
+    for rank in range(world_size):
+        if first.kind not in REPLICATED or _place(first, rank, world_size)[0] < first.ep:
+            yield rank, read_layout(checkpoint, rank)
+
+
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
     """Yield every saved piece that has numbers of a rank's own. live: the rank's layout.
 
-    What ranks that share matrices or experts all hold is yielded as the first of them saved it.
+    What several ranks hold is yielded as the first of them saved it.
     Raises DataError for files that can't be read, or that do not hold what their layout says.
     """
     own: dict[str, list[Piece]] = {}
     for slot in live.slots:
         for piece in slot:
             own.setdefault(piece.name, []).append(piece)
-    first = read_layout(checkpoint, 0)
-    is_whole = first.kind in REPLICATED
-    for rank in range(world_size):
-        dp_rank, _ = _place(first, rank, world_size)
-        if is_whole and dp_rank >= first.ep:
-            continue  # a copy
-        layout = read_layout(checkpoint, rank)
-        copied = rank % first.tp > 0 or (is_whole and dp_rank > 0)  # what is whole here lies in another file, too
+    before: set[str] = set()  # what ranks before this one saved whole
+    for rank, layout in saved_layouts(checkpoint, world_size):
+        is_first = rank % layout.tp == 0  # of those that have slices, and the same of everything else
         wanted = [
             [
                 p
                 for p in slot
-                if (p.slice or expert_of(p.name) or not copied) and any(map(p.overlap, own.get(p.name, [])))
+                if (p.slice or (is_first and p.name not in before)) and any(map(p.overlap, own.get(p.name, [])))
             ]
             for slot in layout.slots
         ]
+        if layout.kind in REPLICATED:
+            before |= layout.names
         if not any(wanted):
             continue  # its file is not opened
         states = rank_states(layout, checkpoint / ENGINE, rank, world_size)
@@ -179,19 +183,23 @@ def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
         layout = read_layout(checkpoint, 0)
         tp, pp = layout.tp, layout.pp
     found = [_trained_by(engine_dir, mp_rank) for mp_rank in range(tp * pp)]
-    if pp > 1:
+    if tp == 1:
         return [weight for weights, _ in found for weight in weights], found[0][1]
-    return [_joined(parts) for parts in zip(*(weights for weights, _ in found))], found[0][1]
+    world_size = len(list(checkpoint.glob("layout-*.json")))
+    layouts = (read_layout(checkpoint, rank) for rank in range(0, world_size, tp))
+    slices = {piece.name: piece.slice for layout in layouts for slot in layout.slots for piece in slot}
+    joined = [_joined(parts, slices.get(parts[0].name, ())) for parts in zip(*(weights for weights, _ in found))]
+    return joined, found[0][1]
 
 
-def _joined(parts: tuple[SavedWeight, ...]) -> SavedWeight:
-    """A weight from what every rank that shared the matrices had of it."""
+def _joined(parts: tuple[SavedWeight, ...], part: Slice) -> SavedWeight:
+    """A weight from the slices of it that ranks had; part: the first one's, () where every rank had all of it."""
     first = parts[0]
-    dim, shape = dim_of(first.name), list(first.shape)
-    if len(parts) == 1 or dim is None:
+    if not part:
         return first
+    dim, shape = cut_dim(first.shape, part), list(first.shape)
     shape[dim] *= len(parts)
-    return SavedWeight(first.name, tuple(shape), lambda: torch.cat([part.read() for part in parts], dim))
+    return SavedWeight(first.name, tuple(shape), lambda: torch.cat([each.read() for each in parts], dim))
 
 
 def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torch.dtype]:
@@ -202,7 +210,7 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
         raise DataError(f"{engine_dir} holds no model states of DeepSpeed: is it a checkpoint of run/train.py?")
     try:
         first = read_states(files[0])
-        module = {**first["module"], **_experts(engine_dir)}
+        module = {**first["module"], **_own_files(engine_dir)}
         shared = first["shared_params"] or {}  # None at stage 0
         dtype = next(iter(module.values())).dtype
         if files[0].name.startswith("zero_pp_rank_"):
@@ -214,9 +222,10 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
         raise DataError(f"{engine_dir} does not hold what DeepSpeed saves ({text}): take another checkpoint") from error
 
 
-def _experts(engine_dir: Path) -> dict[str, torch.Tensor]:
-    """The experts' weights at stages 0 to 2, by their names in the whole model, frozen ones among them."""
-    files = sorted(engine_dir.glob("layer_*_expert_*_model_states.pt"))
+def _own_files(engine_dir: Path) -> dict[str, torch.Tensor]:
+    """Parameters in files of their own, frozen ones among them, by their names in the whole model: those of which every
+    rank has others."""
+    files = sorted(engine_dir.glob("layer_*_model_states.pt"))
     return {name: tensor for file in files for name, tensor in read_states(file).items()}
 
 

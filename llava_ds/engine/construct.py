@@ -10,6 +10,8 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.ds_config.parallel import for_engine
+from llava_ds.engine.pipeline import OwnedByStages
+from llava_ds.engine.placement import placement_of
 from llava_ds.model import lora, quantize
 from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
@@ -17,7 +19,7 @@ from llava_ds.model.loading import load_weights, return_freed_memory
 from llava_ds.model.open.merged_adapters import adapter_file
 from llava_ds.model.open.weights import WeightFiles, unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
-from llava_ds.model.stages import is_last, keep_stage, stage_of
+from llava_ds.model.stages import is_last, keep_stage
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
 
@@ -38,9 +40,8 @@ def build_model(
     """
     with return_freed_memory():
         model = _construct(plan, args, ds_config, dtype, ranks, mesh)
-        elsewhere = _elsewhere(model)
         for name, part in model.named_children():
-            _fill(name, part, plan, args, seed, ranks, elsewhere.get(name, {}))
+            _fill(name, part, plan, args, seed, ranks, _elsewhere(model, name))
         if args.lora_enable:
             lora.add_lora(model, plan.lora, args, seed)
         if args.lora_weight_path is not None:
@@ -71,6 +72,7 @@ def _construct(
     if mesh.pp > 1:
         flops = flops_of_model(model, plan.text_config, plan.tower, args)
         counts = flops.layers_of_stages(plan.text_config.num_hidden_layers, plan.images.num_tokens, mesh.pp)
+        model.placement = OwnedByStages.of(model, counts, mesh)
         keep_stage(model, counts, mesh.pp_rank, mesh.pp_group)
         print_first(f"layers of the pipeline's stages: {', '.join(map(str, counts))}")
     if plan.whole_last_layer is None and is_last(model):
@@ -119,15 +121,10 @@ def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
     return (first.detach().requires_grad_(), *inputs[1:])
 
 
-def _elsewhere(model: LlavaModel) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of the parameters that other stages of a pipeline have, by part and name."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    stage = stage_of(model)
-    for name, place in stage.places.items() if stage is not None else ():
-        if place.stage != stage.index:
-            part, _, rest = name.partition(".")
-            found.setdefault(part, {})[rest] = place.shape
-    return found
+def _elsewhere(model: LlavaModel, part: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a part's parameters that only other ranks have, by name in the part."""
+    shares = (share for share, parameter in placement_of(model).shares(model) if parameter is None)
+    return {s.name.removeprefix(f"{part}."): s.shape for s in shares if s.name.startswith(f"{part}.")}
 
 
 def _fill(
@@ -140,7 +137,7 @@ def _fill(
     elsewhere: dict[str, tuple[int, ...]],
 ) -> None:
     """Load a part's weights, or initialise them at random, and print which. elsewhere: shapes of its parameters that
-    other stages have."""
+    other ranks have."""
     opened = open_part(name, plan)
     if opened is None:
         print_first(plan.fresh_note(name))

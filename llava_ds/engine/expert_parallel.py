@@ -6,35 +6,38 @@ engine, its hooks and DeepSpeed's files of this rank go. Everything that leaves 
 checkpoint layouts, export, comparisons. Source: deepspeed.moe, 0.19.8.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from deepspeed.utils import groups
 from torch import nn
 
-from llava_ds.model.upcycling import expert_layers
-from llava_ds.model.upcycling import expert_of as parts_of
+from llava_ds.engine.placement import Placement, Share
+from llava_ds.model.upcycling import expert_layers, expert_of
 from llava_ds.runtime.mesh import Mesh
 
-_PART = "llava_ds_experts"  # attribute of an expert's parameter
 
+@dataclass(frozen=True)
+class SharedExperts(Placement):
+    """Every rank has some experts of each layer (number), and all of everything else."""
 
-class ExpertPart(NamedTuple):
-    """The place of a rank's experts: index, of ep ranks; number: of experts that a rank has."""
+    number: int = 1
 
-    index: int
-    ep: int
-    number: int
-    group: torch.distributed.ProcessGroup | None
-
-    def name(self, name: str, index: int | None = None) -> str:
-        """The name in the whole model of what is called so on this rank, or on that of another index."""
-        before, local, after = parts_of(name)
-        return f"{before}{(self.index if index is None else index) * self.number + local}{after}"
+    def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
+        """Yield all parameters; where this rank has an expert, those of all ranks in its place."""
+        for share, parameter in super().shares(model):
+            if (parts := expert_of(share.name)) is None:
+                yield share, parameter
+                continue
+            before, local, after = parts
+            for index in range(self.size):
+                name = f"{before}{index * self.number + local}{after}"
+                yield share._replace(name=name, owner=index), parameter if index == self.index else None
 
 
 def share_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Keep this rank's experts of every layer, and mark their parameters. All ranks call it together.
+    """Keep this rank's experts of every layer, and note where the others are. All ranks call it together.
 
     Also makes DeepSpeed's groups, which would print that they are missing. Does nothing for a model without experts.
     """
@@ -55,9 +58,10 @@ def share_experts(model: nn.Module, mesh: Mesh) -> None:
         layer.expert_group_name = layer.deepspeed_moe.ep_group_name = name
         for parameter in own.parameters():
             parameter.group_name = name
-            setattr(parameter, _PART, ExpertPart(mesh.ep_rank, mesh.ep, number, mesh.ep_group))
         if mesh.ep > 1:
             BufferSize(mesh.ep_group).watch(layer.deepspeed_moe)
+    if mesh.ep > 1:
+        model.placement = SharedExperts("ep", mesh.ep, mesh.ep_rank, mesh.ep_group, in_data=True, number=number)
 
 
 class BufferSize:
@@ -91,26 +95,6 @@ class BufferSize:
         assert self._rows in (0, rows), f"DeepSpeed exchanges {rows} rows for an expert, not the agreed {self._rows}"
 
 
-def expert_part(parameter: torch.Tensor) -> ExpertPart | None:
-    """The place of an expert's parameter; None for one that every rank has."""
-    return getattr(parameter, _PART, None)
-
-
 def expert_group(parameter: torch.Tensor) -> str | None:
     """The name by which DeepSpeed finds the ranks with copies of an expert's parameter; None for any other."""
     return getattr(parameter, "group_name", None)  # as DeepSpeed's layer marks them
-
-
-def names_in_model(names: dict[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-    """A rank's names of its parameters, as the whole model has them."""
-    return {p: name if (part := expert_part(p)) is None else part.name(name) for p, name in names.items()}
-
-
-def from_owner(parameter: torch.Tensor, index: int) -> torch.Tensor:
-    """What the rank of an index has in the place of this one's expert. All ranks call it together, for each in turn."""
-    part = expert_part(parameter)
-    if part is None or part.ep == 1:
-        return parameter.detach()
-    found = parameter.detach().contiguous() if index == part.index else torch.empty_like(parameter)
-    torch.distributed.broadcast(found, group=part.group, group_src=index)
-    return found

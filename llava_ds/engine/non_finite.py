@@ -13,6 +13,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from deepspeed.runtime import bf16_optimizer
@@ -21,9 +22,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from llava_ds.engine.expert_parallel import expert_part
-from llava_ds.engine.tensor_parallel import part_of
-from llava_ds.runtime.mesh import Group, Mesh
+from llava_ds.engine.placement import Placement
+from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.waiting import waiting
 
 SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
@@ -31,10 +31,10 @@ NORM_NUMBERS = 2**24  # of a gradient, in float64 at a time
 CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divide by it
 
 
-def guard_steps(engine, mesh: Mesh) -> None:
+def guard_steps(engine, placement: Placement) -> None:
     """Skip non-finite steps on the device, where the optimizer is torch's fused Adam beside its weights.
 
-    All other optimizers keep DeepSpeed's own check. mesh: on which the engine trains.
+    All other optimizers keep DeepSpeed's own check. placement: of the engine's parameters.
     """
     optimizer, adam = engine.optimizer, engine.basic_optimizer
     if not _is_fused_adam(adam) or engine.zero_cpu_offload() or _scales_loss(engine):
@@ -65,14 +65,16 @@ def guard_steps(engine, mesh: Mesh) -> None:
         getattr(engine, SKIPPED).add_(invalid)
         return norm
 
+    of_all = _Norm(placement.counted(engine.module), placement.group)
+    beside_zero = _Norm(None, None) if placement.in_data else of_all
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
-        _guard_zero(optimizer, judge, mesh)
+        _guard_zero(optimizer, judge, beside_zero)
     elif isinstance(optimizer, BF16_Optimizer):
-        _guard_bf16(optimizer, judge, mesh)
+        _guard_bf16(optimizer, judge, beside_zero, of_all)
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
-        _guard_unfused(optimizer, judge, mesh)
+        _guard_unfused(optimizer, judge, of_all)
     else:
-        _guard_plain(engine, judge, mesh)
+        _guard_plain(engine, judge, of_all)
     step = optimizer.step
 
     @functools.wraps(step)
@@ -113,7 +115,33 @@ def _scales_loss(engine) -> bool:
     return engine.fp16_enabled() or scaler is not None
 
 
-def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
+class _Norm(NamedTuple):
+    """The L2 norm over the ranks of a group (None: this one alone). counted: parameters whose gradients this rank adds
+    to it (None: all)."""
+
+    counted: set[torch.Tensor] | None
+    group: Group
+
+    def own(self, gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those gradients that this rank counts."""
+        if self.counted is None:
+            return gradients
+        return [g for g, p in zip(gradients, parameters) if p in self.counted]
+
+    def over(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm over all ranks, from that of what each counts."""
+        if self.group is None:
+            return norm
+        squares = norm.square()
+        torch.distributed.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+    def of(self, gradients: list[torch.Tensor], parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return the norm of all ranks, at stage 0."""
+        return self.over(_norm(self.own(gradients, parameters), device)).float()
+
+
+def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
     """Stages 1 to 3: each rank holds its part of every gradient."""
     is_stage_3 = hasattr(optimizer, "sub_group_to_group_id")
     parameters = optimizer.fp16_groups if is_stage_3 else optimizer.params_in_partition
@@ -122,10 +150,10 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
         parts: list[torch.Tensor] = []
         for i, params in enumerate(parameters):  # between a rank's parts of their gradients may be padding
             own = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
-            parts += _counted_here(own, params, mesh)
+            parts += norm.own(own, params)
         squares = _norm(parts, optimizer.device).square()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
-        return judge(_over(mesh.model_group, squares.sqrt()).float())
+        return judge(norm.over(squares.sqrt()).float())
 
     if is_stage_3:  # which combines a list of norms
         optimizer._get_norm_groups = lambda: [total_norm()]
@@ -134,20 +162,22 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
     step_with(optimizer, sys.modules[type(optimizer).__module__], is_invalid_grad_norm=lambda norm: False)
 
 
-def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
+def _guard_bf16(
+    optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm_of_copies: _Norm, norm_of_own: _Norm
+) -> None:
     """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up.
 
-    DeepSpeed asks for the norm of those that _counted_here would count, and then for that with a rank's experts.
+    DeepSpeed asks for the norm of those that a rank counts, and then for that with experts, of which ranks have others.
     """
     device = optimizer.fp32_groups_flat_partition[0].device
 
     def norm_of(input_tensors, **_) -> torch.Tensor:
-        norm = _over(mesh.model_group, _norm(input_tensors, device))
+        norm = norm_of_copies.over(_norm(input_tensors, device))
         return norm if optimizer.has_moe_layers else judge(norm.float())
 
     def with_experts(norm, expert_tensors, **_) -> torch.Tensor:
         experts = _norm([tensor for tensors in expert_tensors.values() for tensor in tensors], device)
-        return judge((norm.square() + _over(mesh.ep_group, experts).square()).sqrt().float())
+        return judge((norm.square() + norm_of_own.over(experts).square()).sqrt().float())
 
     step_with(
         optimizer,
@@ -161,7 +191,7 @@ def _guard_bf16(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: 
     )
 
 
-def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
+def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
     """Stage 0 in bf16, of fp32 copies: DeepSpeed's step but for what it reads, tensor by tensor, on the host."""
 
     def step(closure=None) -> None:
@@ -170,7 +200,7 @@ def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mes
         for weight, copy in zip(weights, copies):
             copy.grad = torch.zeros_like(copy) if weight.grad is None else weight.grad.to(copy.dtype)
         gradients = [copy.grad for copy in copies]
-        optimizer._global_grad_norm = judge(_norm_of_all(gradients, weights, copies[0].device, mesh))
+        optimizer._global_grad_norm = judge(norm.of(gradients, weights, copies[0].device))
         if optimizer.clip_grad > 0:
             _clip(gradients, optimizer.clip_grad, optimizer._global_grad_norm)
         optimizer.optimizer.step()
@@ -182,7 +212,7 @@ def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], mes
     optimizer.step = step
 
 
-def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Mesh) -> None:
+def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
     """Stage 0 in fp32: the engine's own clipping comes before the step, and is done within it instead."""
     adam, step = engine.optimizer, engine.optimizer.step
     engine.clip_fp32_gradients = lambda: None
@@ -191,8 +221,7 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], mesh: Me
     def guarded(*args, **kwargs):
         trained = [p for group in adam.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in trained]
-        norm = _norm_of_all(gradients, trained, engine.device, mesh)
-        adam._global_grad_norm = judge(norm)  # where the engine looks for it
+        adam._global_grad_norm = judge(norm.of(gradients, trained, engine.device))  # where the engine looks for it
         if engine.gradient_clipping() > 0:
             _clip(gradients, engine.gradient_clipping(), adam._global_grad_norm)
         return step(*args, **kwargs)
@@ -219,35 +248,6 @@ def _replaced(module, others: dict[str, Callable]) -> Iterator[None]:
         yield
     finally:
         vars(module).update(own)
-
-
-def _counted_here(gradients: list[torch.Tensor], parameters: list[torch.Tensor], mesh: Mesh) -> list[torch.Tensor]:
-    """Those of a rank's gradients that count over model_group: parts of cut matrices, and on the first rank all others,
-    which are the same on every rank that shares the matrices."""
-    if mesh.tp_rank == 0:
-        return gradients
-    return [g for g, p in zip(gradients, parameters) if part_of(p) is not None]
-
-
-def _norm_of_all(
-    gradients: list[torch.Tensor], parameters: list[torch.Tensor], device: torch.device, mesh: Mesh
-) -> torch.Tensor:
-    """The L2 norm at stage 0, where a rank holds all gradients but those of matrices, stages and experts that others
-    have."""
-    if mesh.ep_rank > 0:
-        gradients = [g for g, p in zip(gradients, parameters) if expert_part(p) is not None]
-    else:
-        gradients = _counted_here(gradients, parameters, mesh)
-    return _over(mesh.ep_group, _over(mesh.model_group, _norm(gradients, device))).float()
-
-
-def _over(group: Group, norm: torch.Tensor) -> torch.Tensor:
-    """The L2 norm over the ranks of a group (None: this one alone), from that of what each counts."""
-    if group is None:
-        return norm
-    squares = norm.square()
-    torch.distributed.all_reduce(squares, group=group)
-    return squares.sqrt()
 
 
 def _norm(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:

@@ -19,10 +19,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.expert_parallel import expert_part, names_in_model
-from llava_ds.engine.tensor_parallel import part_of
+from llava_ds.engine.placement import Share, Slice, placement_of
 from llava_ds.files.reading import read_json
-from llava_ds.model.stages import stage_of
 
 MAX_LAYOUT_BYTES = 256 << 20  # of a file, which has a line for every parameter
 
@@ -60,9 +58,6 @@ _KINDS = {
     BF16_Optimizer: BF16_ZERO,
     DeepSpeedZeroOptimizer_Stage3: ZERO_3,
 }
-
-# What tensor parallelism leaves of a parameter laid flat: the numbers from begin to end of every period; () for all.
-Slice = tuple[int, int, int] | tuple[()]
 
 
 class Block(NamedTuple):
@@ -150,8 +145,8 @@ class Layout:
 
     kind: one of those above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's weights;
     slots: the pieces in each tensor that the optimizer updates, in the order in which it numbers their states; fused:
-    torch's in one kernel, whose states lie on another device; tp: ranks that shared the matrices; pp: stages of the
-    pipeline; ep: ranks that shared the experts.
+    torch's in one kernel, whose states lie on another device; tp, pp, ep: ranks that had the model together, as
+    Placement has them.
     """
 
     kind: str
@@ -191,7 +186,8 @@ def masters(engine) -> list[torch.Tensor]:
 
 def layout_of(engine) -> Layout:
     """Describe what this rank of an engine holds."""
-    kind, names = kind_of(engine), names_in_model(engine.param_names)
+    kind, placement = kind_of(engine), placement_of(engine)
+    shares = placement.held(engine.module)
     parameters = masters(engine) if kind == PLAIN else getattr(engine.optimizer, WRAPPERS[kind].weights)
     if kind == UNFUSED:
         parameters = [p for group in parameters for p in group]
@@ -202,46 +198,37 @@ def layout_of(engine) -> Layout:
         type(engine.basic_optimizer).__name__,
         str(engine.get_data_types()[0]),
         str(masters(engine)[0].dtype),
-        tuple(tuple(pieces(slot, names)) for slot in slots),
+        tuple(tuple(pieces(slot, shares)) for slot in slots),
         any(group.get("fused") for group in engine.basic_optimizer.param_groups),
-        next((part.size for p in engine.param_names if (part := part_of(p)) is not None), 1),
-        1 if (stage := stage_of(engine)) is None else stage.size,
-        next((part.ep for p in engine.param_names if (part := expert_part(p)) is not None), 1),
+        **{placement.axis: placement.size},
     )
 
 
-def _slice(parameter: torch.Tensor) -> Slice:
-    part = part_of(parameter)
-    return () if part is None else part.slice_of()
-
-
-def _whole_parameters(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
+def _whole_parameters(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
     """Stage 0: parameters laid end to end."""
     pieces, offset = [], 0
     for p in parameters:
-        pieces.append(Piece(names[p], _slice(p), 0, p.numel(), offset))
+        pieces.append(Piece(shares[p].name, shares[p].slice, 0, p.numel(), offset))
         offset += p.numel()
     return pieces
 
 
-def _fragments(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
+def _fragments(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
     """Stages 1 and 2: a rank's part of a group's parameters laid end to end, as DeepSpeed links them."""
-    linked = [(names[p], _slice(p), p._hp_mapping) for p in parameters if p._hp_mapping is not None]
-    return [
-        Piece(name, part, to.lp_fragment_address.start, to.lp_fragment_address.numel, to.hp_fragment_address.start)
-        for name, part, to in linked
-    ]
+    linked = [(shares[p], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
+    addresses = ((share, to.lp_fragment_address, to.hp_fragment_address) for share, to in linked)
+    return [Piece(share.name, share.slice, low.start, low.numel, high.start) for share, low, high in addresses]
 
 
-def _partitions(parameters: list[torch.Tensor], names: dict) -> list[Piece]:
+def _partitions(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
     """Stage 3: a rank's part of every parameter of a sub-group; the last ranks' parts may be padding."""
     pieces, offset = [], 0
     for p in parameters:
-        share = p.partition_numel()
-        start = share * torch.distributed.get_rank(p.ds_process_group)
+        length = p.partition_numel()
+        start = length * torch.distributed.get_rank(p.ds_process_group)
         if start < p.ds_numel:
-            pieces.append(Piece(names[p], _slice(p), start, min(share, p.ds_numel - start), offset))
-        offset += share
+            pieces.append(Piece(shares[p].name, shares[p].slice, start, min(length, p.ds_numel - start), offset))
+        offset += length
     return pieces
 
 

@@ -10,7 +10,8 @@ Source of the order: arXiv 2104.04473, 2.2.1.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +22,30 @@ from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.engine.non_finite import step_with
+from llava_ds.engine.placement import Placement, Share
 from llava_ds.engine.runner import Forward
-from llava_ds.model.stages import HIDDEN, Stage, stage_of
+from llava_ds.model.stages import HIDDEN, Stage, stage_of, stage_of_parameters
 from llava_ds.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class OwnedByStages(Placement):
+    """Every parameter is on one stage of a pipeline. everything: the whole model's, in its order."""
+
+    everything: tuple[Share, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, counts: list[int], mesh: Mesh) -> "OwnedByStages":
+        """Describe a model that is still whole. counts: layers of each stage."""
+        stages = stage_of_parameters(model, counts)
+        shares = (Share(n, tuple(p.shape), p.dtype, owner=stages[n]) for n, p in model.named_parameters())
+        return cls("pp", mesh.pp, mesh.pp_rank, mesh.pp_group, everything=tuple(shares))
+
+    def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
+        """Yield all parameters, each with this stage's."""
+        own = dict(model.named_parameters())
+        for share in self.everything:
+            yield share, own.get(share.name)
 
 
 class ParallelUnit:

@@ -6,6 +6,7 @@ old files into memory and copies the numbers that it holds itself, by parameter 
 come over exactly, no rank holds more than its share, and nothing is sent between ranks but the finished bf16 weights.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,13 +19,12 @@ from llava_ds.engine.checkpoint_files import (
     SavedPiece,
     model_states,
     rank_states,
+    saved_layouts,
     saved_optimizer,
     saved_pieces,
 )
-from llava_ds.engine.expert_parallel import names_in_model
 from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
-from llava_ds.model.stages import stage_of
-from llava_ds.model.upcycling import expert_of
+from llava_ds.engine.placement import placement_of
 
 # Optimizers whose update of a weight depends on more than this weight's own gradients and states.
 WHOLE = {
@@ -55,7 +55,8 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
     """
     live, saved = layout_of(engine), read_layout(checkpoint, 0)
     common = model_states(checkpoint / ENGINE)
-    _refuse(engine, live, saved, _saved_names(checkpoint, world_size, saved))
+    _refuse(live, saved)
+    _check_trained(engine, {name for _, each in saved_layouts(checkpoint, world_size) for name in each.names})
     first = rank_states(saved, checkpoint / ENGINE, 0, world_size)
     if live.kind == ZERO_3:
         engine.optimizer.checkpoint_event_prologue()  # partitions what it has gathered
@@ -91,7 +92,7 @@ def _matching_groups(
 ) -> Iterator[tuple[dict, dict]]:
     """The groups of an engine's optimizer, each with the one that a checkpoint has of it.
 
-    Of a pipeline's stages each has groups of its own parameters alone: they are found by name.
+    Ranks with other layers than this one have groups of these alone: they are found by name.
     """
     groups, held = engine.basic_optimizer.param_groups, []
     for first in range(0, world_size, world_size // saved.pp):
@@ -115,29 +116,7 @@ def _step_schedule(engine, done: dict) -> None:
             engine.lr_scheduler.step()
 
 
-def _saved_names(checkpoint: Path, world_size: int, saved: Layout) -> set[str]:
-    """Names of all parameters that a checkpoint has, whichever ranks had them. saved: the first rank's layout."""
-    firsts = range(0, world_size, world_size // saved.pp)
-    if saved.kind in REPLICATED:
-        return {name for rank in firsts for name in read_layout(checkpoint, rank).names}
-    # Under ZeRO a rank may hold nothing of some.
-    groups = (model_states(checkpoint / ENGINE, part)["param_shapes"] for part in range(saved.pp))
-    return {name for part in groups for group in part for name in group}
-
-
-def _trained_names(engine) -> set[str]:
-    """Names of the parameters that train, on all stages of the pipeline."""
-    own = (p for p in engine.module.parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()))
-    in_model, stage = names_in_model(engine.param_names), stage_of(engine)
-    names = {in_model[p] for p in own}
-    if stage is None:
-        return names
-    everyone: list[set[str]] = [set()] * stage.size
-    torch.distributed.all_gather_object(everyone, names, group=stage.group)
-    return set.union(*everyone)
-
-
-def _refuse(engine, live: Layout, saved: Layout, held: set[str]) -> None:
+def _refuse(live: Layout, saved: Layout) -> None:
     for name in (live.optimizer, saved.optimizer):
         if name in WHOLE:
             raise ConfigError(
@@ -149,21 +128,23 @@ def _refuse(engine, live: Layout, saved: Layout, held: set[str]) -> None:
             f"the checkpoint holds states of {saved.optimizer}, which {live.optimizer} can't use: give the same "
             "optimizer"
         )
-    trained = _trained_names(engine)
-    if max(live.ep, saved.ep) > 1:  # of the experts, each side has names of its own
-        trained, held = ({_of_any_expert(name) for name in names} for names in (trained, held))
+
+
+def _check_trained(engine, held: set[str]) -> None:
+    """Raise ConfigError if other parameters train than a checkpoint has."""
+    placement = placement_of(engine)
+    shares = placement.held(engine.module).items()
+    trained = {share.name for p, share in shares if p.requires_grad and math.prod(share.shape)}
+    if placement.group is not None:
+        everyone = [trained] * placement.size
+        torch.distributed.all_gather_object(everyone, trained, group=placement.group)
+        trained = set.union(*everyone)
     if trained != held:
         name = min(trained ^ held)
         raise ConfigError(
             f"{len(trained ^ held)} parameters (like {name}) train now and did not when the checkpoint was saved, or "
             "the other way round: let the same parts train"
         )
-
-
-def _of_any_expert(name: str) -> str:
-    """A parameter's name; the same for all experts of a layer."""
-    parts = expert_of(name)
-    return name if parts is None else f"{parts[0]}*{parts[2]}"
 
 
 def fill(

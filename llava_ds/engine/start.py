@@ -17,8 +17,9 @@ from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.non_finite import guard_steps
 from llava_ds.engine.param_groups import num_elements
 from llava_ds.engine.pipeline import ParallelUnit, open_pipeline, sum_norm_over_stages
+from llava_ds.engine.placement import placement_of
 from llava_ds.engine.schedule import scheduler_factory
-from llava_ds.engine.tensor_parallel import mark_parts, num_divided
+from llava_ds.engine.tensor_parallel import num_divided, place_matrices
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.redact import redact
 
@@ -57,10 +58,10 @@ def start_engine(
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)
-    mark_parts(engine, mesh)
+    place_matrices(engine, mesh)
     open_pipeline(mesh, engine.device)
     sum_norm_over_stages(engine.optimizer, mesh)
-    guard_steps(engine, mesh)
+    guard_steps(engine, placement_of(engine))
     return engine
 
 

@@ -6,15 +6,15 @@ by columns (O, I / t), whose results all ranks add up. Everything else is whole 
 embeddings, output layer, norms. Source: arXiv 1909.08053; deepspeed.module_inject, 0.19.8.
 """
 
-import math
 import re
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
+from llava_ds.engine.placement import Placement, Share, slice_of
 from llava_ds.model.open.names import LANGUAGE_MODEL
 from llava_ds.runtime.mesh import Mesh
 
@@ -22,24 +22,19 @@ OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, biases to
 INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
 HEAD_NORMS = r"self_attn\.[qk]_norm"  # whole, but each rank has the gradient from its own heads
 _LAYER = r"(?:.*\.)?layers\.\d+\."
-_PART = "llava_ds_part"  # attribute of a parameter that is cut
 WORDS = "self_attn.[q|k|v|o]_proj and mlp.[gate|up|down]_proj"
 
 
-class Part(NamedTuple):
-    """How a parameter is cut: along which dimension, into equal parts of which rank i of a group has the i-th."""
+class CutMatrices(Placement):
+    """Every rank has an equal part of each matrix that is cut, and all of everything else."""
 
-    dim: int
-    shape: tuple[int, ...]  # of the whole
-    index: int
-    size: int
-    group: torch.distributed.ProcessGroup
-
-    def slice_of(self) -> tuple[int, int, int]:
-        """The numbers of the whole, laid flat, that this rank has: from begin to end of every period."""
-        period = math.prod(self.shape[self.dim :])
-        share = period // self.size
-        return self.index * share, (self.index + 1) * share, period
+    def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter]]:
+        """Yield all parameters, each with this rank's part of it."""
+        for share, parameter in super().shares(model):
+            if (dim := dim_of(share.name)) is not None:
+                shape = tuple(n * self.size if i == dim else n for i, n in enumerate(share.shape))
+                share = share._replace(shape=shape, slice=slice_of(shape, dim, self.index, self.size))
+            yield share, parameter
 
 
 def problems(config: PreTrainedConfig, tp: int) -> list[str]:
@@ -109,8 +104,8 @@ def num_divided(model: nn.Module, elements: dict[nn.Parameter, int], tp: int) ->
     return {p: number // tp if p in cut else number for p, number in elements.items()}
 
 
-def mark_parts(engine, mesh: Mesh) -> None:
-    """Note at every parameter that the engine has cut how, and drop its comparison of the first batches.
+def place_matrices(engine, mesh: Mesh) -> None:
+    """Note how the engine has cut the matrices, and drop its comparison of the first batches.
 
     DeepSpeed 0.19.8 pickles the batch of the first forward and sends it to the others, then compares objects that know
     no comparison. Here the ranks of a group plan alike, and agree on what they could decode (data/loader.py).
@@ -119,34 +114,9 @@ def mark_parts(engine, mesh: Mesh) -> None:
         return
     engine.first_dataloader_check.remove()
     assert engine.mpu.get_tensor_model_parallel_rank() == mesh.tp_rank, "DeepSpeed lays ranks out in another order"
-    num_cut = 0
-    for name, parameter in engine.module.named_parameters():
-        dim = dim_of(name)
-        assert (dim is not None) == getattr(parameter, "tensor_model_parallel", False), f"{name}: cut otherwise"
-        if dim is not None:
-            shape = list(getattr(parameter, "ds_shape", parameter.shape))
-            shape[dim] *= mesh.tp
-            setattr(parameter, _PART, Part(dim, tuple(shape), mesh.tp_rank, mesh.tp, mesh.tp_group))
-            num_cut += 1
-    assert num_cut, "DeepSpeed cut nothing"
-
-
-def part_of(parameter: torch.Tensor) -> Part | None:
-    """How a parameter is cut; None for one that is whole, but for ZeRO's shards."""
-    return getattr(parameter, _PART, None)
-
-
-def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a parameter that ZeRO may have partitioned and tensor parallelism cut."""
-    part = part_of(parameter)
-    return tuple(getattr(parameter, "ds_shape", parameter.shape)) if part is None else part.shape
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's numbers, put together where it is cut. ZeRO has to have gathered it. All of its group call it."""
-    part, own = part_of(parameter), parameter.detach()
-    if part is None:
-        return own
-    parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(part.size)]
-    torch.distributed.all_gather(parts, own.contiguous(), group=part.group)
-    return torch.cat(parts, part.dim)
+    placement = CutMatrices("tp", mesh.tp, mesh.tp_rank, mesh.tp_group)
+    held = placement.held(engine.module).items()
+    other = [s.name for p, s in held if bool(s.slice) != getattr(p, "tensor_model_parallel", False)]
+    assert not other, f"DeepSpeed cuts others: {other[:3]}"
+    assert any(share.slice for _, share in held), "DeepSpeed cut nothing"
+    engine.module.placement = placement

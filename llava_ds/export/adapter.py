@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments, trained_parts
-from llava_ds.engine.gather import gathered
+from llava_ds.engine.placement import gathered
 from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import Deadline, layer_by_layer

@@ -16,7 +16,7 @@ from llava_ds.config.arguments import Arguments, TrainingArguments
 from llava_ds.constants import DataError
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.engine.gather import full_precision_gathers
+from llava_ds.engine.placement import full_precision_gathers
 from llava_ds.engine.runner import Runner
 from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.bit_check import Written, check_written

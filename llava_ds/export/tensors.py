@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import deepspeed
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from llava_ds.engine.expert_parallel import expert_part, from_owner
-from llava_ds.engine.gather import on_host
-from llava_ds.engine.tensor_parallel import whole, whole_shape
+from llava_ds.engine.placement import placement_of
 from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.files.writing import write_tensors
 from llava_ds.model.families.language import EXPERTS, ExpertNames, embedding_name, is_tied_in_hf, names_in_hf
@@ -24,7 +20,6 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import divided, to_disk
 from llava_ds.model.open.weights import Weights
-from llava_ds.model.stages import Place, Stage, stage_of
 from llava_ds.model.value_head import FILE
 from llava_ds.runtime.ranks import Ranks
 
@@ -44,28 +39,16 @@ class Entry:
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """The parameters of a model that may be partitioned, by their names here; a tied one once, a critic's not.
+    """List the parameters of the whole model, whichever ranks have them; a tied one once, a critic's not.
 
     Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
-    whole at a time. Those of a pipeline's other stages come from there.
+    whole at a time.
     """
-    own, parameters, stage = {}, dict(model.named_parameters()), stage_of(model)
-    for name, p in parameters.items():
-        if name.startswith(formats.CRITIC):
-            continue
-        if (part := expert_part(p)) is None:
-            own[name] = Entry(name, whole_shape(p), partial(_gathered, p, ranks))
-            continue
-        for index in range(part.ep):
-            expert = part.name(name, index)
-            own[expert] = Entry(expert, tuple(p.shape), partial(_of_owner, p, index, ranks))
-    if stage is None:
-        return list(own.values())
+    placement = placement_of(model)
     return [
-        own[name]
-        if place.stage == stage.index == 0
-        else Entry(name, place.shape, partial(_sent, parameters.get(name), place, stage, ranks))
-        for name, place in stage.places.items()
+        Entry(share.name, share.shape, partial(placement.read, share, parameter, ranks))
+        for share, parameter in placement.shares(model)
+        if not share.name.startswith(formats.CRITIC)
     ]
 
 
@@ -88,28 +71,6 @@ def take_part(entries: Iterable[Entry]) -> None:
     """Do what the ranks beside the first have to while rank 0 reads the live entries."""
     for entry in entries:
         entry.read()
-
-
-def _gathered(parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor | None:
-    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        tensor = whole(parameter)
-        return on_host(tensor) if ranks.is_first else None
-
-
-def _sent(parameter: nn.Parameter | None, place: Place, stage: Stage, ranks: Ranks) -> torch.Tensor | None:
-    """A parameter of some stage on rank 0. parameter: None on stages that don't have it."""
-    if place.stage == 0:
-        return None
-    device = ranks.device
-    tensor = torch.empty(place.shape, dtype=place.dtype, device=device) if parameter is None else parameter.detach()
-    torch.distributed.broadcast(tensor, group=stage.group, group_src=place.stage)
-    return on_host(tensor) if ranks.is_first else None
-
-
-def _of_owner(parameter: nn.Parameter, index: int, ranks: Ranks) -> torch.Tensor | None:
-    """An expert's parameter, from the rank of rank 0's group that has it; experts are never partitioned."""
-    tensor = from_owner(parameter, index)
-    return on_host(tensor) if ranks.is_first else None
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:

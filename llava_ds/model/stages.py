@@ -8,7 +8,7 @@ language model's own forward goes through all layers by their numbers.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,26 +21,16 @@ from llava_ds.model import probe
 HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the stage before
 
 
-class Place(NamedTuple):
-    """Where a parameter of the whole model is: the stage that has it, its shape and its dtype."""
-
-    stage: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class Stage:
     """A rank's stage: the index-th of size. group: the ranks of one pipeline, in the order of their stages; width: D;
-    dtype: of what goes from one to the next; places: of all parameters of the whole model,
-    in its order."""
+    dtype: of what goes from one to the next."""
 
     index: int
     size: int
     group: torch.distributed.ProcessGroup
     width: int
     dtype: torch.dtype
-    places: dict[str, Place]
 
     @property
     def is_first(self) -> bool:
@@ -93,7 +83,7 @@ def layers_of_stages(first: float, layer: float, last: float, num_layers: int, s
 
 
 def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.distributed.ProcessGroup) -> None:
-    """Leave of a LlavaModel, still without its weights, what the index-th stage has, and note where the rest is.
+    """Leave of a LlavaModel, still without its weights, what the index-th stage has.
 
     counts: layers of each stage; group: the ranks of this rank's pipeline.
     """
@@ -101,8 +91,8 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
     layers, begin = trunk.layers, sum(counts[:index])
     assert all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)
     stages = stage_of_parameters(model, counts)
-    places = {name: Place(stages[name], tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
-    model.stage = Stage(index, len(counts), group, output.weight.shape[1], output.weight.dtype, places)
+    width, dtype = output.weight.shape[1], output.weight.dtype
+    model.stage = Stage(index, len(counts), group, width, dtype)
     for n in range(len(layers)):
         if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()
@@ -116,7 +106,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
         for name in ("vision_tower", "projector", "newline"):
             if hasattr(model, name):
                 setattr(model, name, _Elsewhere())
-    assert {name for name, place in places.items() if place.stage == index} == dict(model.named_parameters()).keys()
+    assert {name for name, stage in stages.items() if stage == index} == dict(model.named_parameters()).keys()
 
 
 def _begin_from_hidden(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:

@@ -95,12 +95,6 @@ class Mesh:
         """This rank's place among those with the same samples."""
         return (self.pp_rank * self.sp + self.sp_rank) * self.tp + self.tp_rank
 
-    @property
-    def model_group(self) -> Group:
-        """The ranks that together hold the whole model, but for ZeRO: those of tp or of pp, of which only one is above
-        1; None for a rank that has all of it."""
-        return self.pp_group if self.pp > 1 else self.tp_group
-
     def complete(self, own: torch.Tensor) -> torch.Tensor:
         """Sum what the ranks that share a micro-batch's tokens have of it. Backward gives each rank's own part the
         gradient of the sum."""

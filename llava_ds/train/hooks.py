@@ -170,9 +170,7 @@ class Health(Hook):
         if self.spikes.found and (regular or self.session.saves_at(end.step, end.last)):
             end.paused = True
             self._meet_spike(end.step)
-        check_replicas(
-            self.session.model, end.step, self.training.check_divergence_steps, self.session.ranks, self.session.mesh
-        )
+        check_replicas(self.session.model, end.step, self.training.check_divergence_steps, self.session.ranks)
         # Weights that steps have left as they were, or that were brought back, are in the last checkpoint.
         unchanged = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]
         end.at_checkpoint = bool(unchanged)

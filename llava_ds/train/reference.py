@@ -24,7 +24,7 @@ from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of, versions_of
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import Packing
-from llava_ds.engine.tensor_parallel import part_of
+from llava_ds.engine.placement import placement_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs
@@ -149,14 +149,15 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
 
     From every parameter, the scales of quantized ones, and every buffer; ZeRO-3's shards end with zeros.
     """
-    names, sums = [], []
+    names, sums, placement = [], [], placement_of(model)
+    slices = {p: share.slice for p, share in placement.held(model).items()}
     for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
         shard = getattr(tensor, "ds_tensor", None)
-        is_cut = part_of(tensor) is not None
+        is_cut = bool(slices.get(tensor))
         counts = shard is not None or mesh.dp_rank == mesh.sp_rank == 0  # of copies one
-        counts = counts and (mesh.tp_rank == 0 or is_cut)
+        counts = counts and (placement.index == 0 or is_cut)
         held = tensor.detach() if shard is None else shard
-        part = (mesh.tp_rank if is_cut else 0) if shard is None else torch.distributed.get_rank(tensor.ds_process_group)
+        part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)
         own = _place_sum(held, part * held.numel())
         names.append(f"{name} {tensor.dtype}")
         sums.append(own if counts else torch.zeros_like(own))

@@ -13,7 +13,7 @@ from torch import nn
 
 from llava_ds.constants import DataError
 from llava_ds.engine.pieces import Piece, has_layout, layout_file, layout_of, layout_text, read_layout
-from llava_ds.engine.tensor_parallel import Part
+from llava_ds.engine.placement import slice_of
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def engine() -> SimpleNamespace:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     return SimpleNamespace(
+        module=model,
         optimizer=optimizer,
         basic_optimizer=optimizer,
-        param_names={p: name for name, p in model.named_parameters()},
         get_data_types=lambda: (torch.float32, torch.float32),
     )
 
@@ -63,7 +63,7 @@ def cut(whole: torch.Tensor, dim: int, parts: int, index: int) -> tuple[torch.Te
     """A part of a matrix, and its slice."""
     if parts == 1:
         return whole, ()
-    return whole.chunk(parts, dim)[index], Part(dim, tuple(whole.shape), index, parts, None).slice_of()
+    return whole.chunk(parts, dim)[index], slice_of(tuple(whole.shape), dim, index, parts)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

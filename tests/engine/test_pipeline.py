@@ -26,7 +26,7 @@ class Engine:
     """Counts steps; its module has the last stage of two."""
 
     def __init__(self) -> None:
-        stage = Stage(1, 2, None, WIDTH, torch.float32, {})
+        stage = Stage(1, 2, None, WIDTH, torch.float32)
         self.module, self.device = SimpleNamespace(stage=stage), torch.device("cpu")
         self.boundaries, self.steps = [], 0
 

@@ -11,8 +11,8 @@ import torch
 
 from llava_ds.checkpoint.saver import Saver
 from llava_ds.data.loader import MicroBatch
-from llava_ds.engine.gather import on_host
 from llava_ds.engine.non_finite import SKIPPED, settle_skipped_steps
+from llava_ds.engine.placement import on_host
 from llava_ds.engine.runner import Direct
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks

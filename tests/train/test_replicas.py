@@ -5,11 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llava_ds.constants import DataError
-from llava_ds.engine import expert_parallel, non_finite
-from llava_ds.engine.expert_parallel import ExpertPart
+from llava_ds.engine import non_finite
 from llava_ds.engine.non_finite import _norm
+from llava_ds.engine.placement import Placement
 from llava_ds.model import loading
-from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import replicas
 from llava_ds.train.replicas import check_replicas, replica_sums
@@ -30,7 +29,7 @@ def with_one_bit_changed(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def as_seen_by_others(monkeypatch, *others: torch.nn.Module) -> None:
-    sums = [list(replica_sums(other).values()) for other in others]
+    sums = [replica_sums(other) for other in others]
     monkeypatch.setattr(replicas, "gather", lambda value, ranks: [value, *sums])
 
 
@@ -49,29 +48,41 @@ def test_copies_pass_and_parts_of_zero_3_are_not_compared(monkeypatch):
     parts = model_of()
     for parameter in parts.parameters():
         parameter.ds_id, parameter.ds_persist = 0, parameter.ndim == 1
-    assert set(replica_sums(parts)) == {"0.bias", "1.bias"}
+    assert set(replica_sums(parts)) == {("0.bias", ()), ("1.bias", ())}
 
 
-def with_experts(seed: int) -> torch.nn.Module:
-    """A model whose second layer is an expert of a rank of two that share them; the first is everybody's."""
+class Divided(Placement):
+    """Of the second layer each rank has a slice, or one of its own by another name."""
+
+    def shares(self, model):
+        for share, parameter in super().shares(model):
+            if share.name == "1.bias":
+                share = share._replace(slice=(2 * self.index, 2 * self.index + 2, 4))
+            elif share.name == "1.weight":
+                share = share._replace(name=f"1.weight.{self.index}", owner=self.index)
+            yield share, parameter
+
+
+def divided(seed: int) -> torch.nn.Module:
+    """A model of a rank of two that have the second layer together; the first is everybody's."""
     model = model_of()
     torch.manual_seed(seed)
     torch.nn.init.normal_(model[1].weight)
-    for parameter in model[1].parameters():
-        setattr(parameter, expert_parallel._PART, ExpertPart(seed % 2, 2, 1, None))
+    torch.nn.init.normal_(model[1].bias)
+    model.placement = Divided(size=2, index=seed % 2)
     return model
 
 
-def test_experts_are_compared_with_the_ranks_that_have_the_same(monkeypatch):
-    mesh, ranks = Mesh(4, 0, ep=2), Ranks(0, 0, 4, torch.device("cpu"))
-    as_seen_by_others(monkeypatch, with_experts(1), with_experts(0), with_experts(1))
-    check_replicas(with_experts(0), 20, 10, ranks, mesh)
-    as_seen_by_others(monkeypatch, with_experts(1), with_experts(0), with_one_bit_changed(with_experts(1)))
-    with pytest.raises(DataError, match=r"(?s)step 20:.*rank 3: 1 of 4 parameters, 1\.weight|rank 1: 1 of 4"):
-        check_replicas(with_experts(0), 20, 10, ranks, mesh)
-    as_seen_by_others(monkeypatch, with_experts(1), with_experts(0), with_experts(0))
-    with pytest.raises(DataError, match=r"1 of 4 parameters, 1\.weight"):  # another rank's expert is no copy
-        check_replicas(with_experts(0), 20, 10, ranks, mesh)
+def test_parts_are_compared_with_the_ranks_that_have_the_same(monkeypatch):
+    ranks = Ranks(0, 0, 4, torch.device("cpu"))
+    as_seen_by_others(monkeypatch, divided(1), divided(0), divided(1))
+    check_replicas(divided(0), 20, 10, ranks)
+    as_seen_by_others(monkeypatch, divided(1), divided(0), with_one_bit_changed(divided(1)))
+    with pytest.raises(DataError, match=r"\n  rank 3: 1 of 4 parameters, 1\.weight\.1\n"):
+        check_replicas(divided(0), 20, 10, ranks)
+    as_seen_by_others(monkeypatch, divided(1), divided(2), divided(1))
+    with pytest.raises(DataError, match=r"\n  rank 2: 2 of 4 parameters, 1\.weight\.0, 1\.bias\n"):
+        check_replicas(divided(0), 20, 10, ranks)
 
 
 class Converted(TorchDispatchMode):

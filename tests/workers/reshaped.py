@@ -22,9 +22,9 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.data.loader import Window
 from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
-from llava_ds.engine.gather import gathered
 from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.pieces import layout_file, layout_text
+from llava_ds.engine.placement import gathered
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.runner import Direct
 from llava_ds.engine.start import start_engine

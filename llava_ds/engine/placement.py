@@ -1,0 +1,140 @@
+"""Where the parameters of the whole model lie (on every rank, on one, or in slices), and how rank 0 gets them whole.
+
+ZeRO's shards are no part of it: engine/pieces.py describes those of what a rank has.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
+from torch import nn
+
+from llava_ds.runtime.mesh import Group
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
+
+# A part of a parameter laid flat: the numbers from begin to end of every period; () for all.
+Slice = tuple[int, int, int] | tuple[()]
+
+
+class Share(NamedTuple):
+    """A parameter of the whole model: its name and shape there, the slice that this rank has, and the rank of the
+    placement's group that owns it (None: every rank has it, or a slice of it)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slice: Slice = ()
+    owner: int | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every rank has every parameter; subclasses override `shares`.
+
+    axis: the field of pieces.Layout with the number of ranks that have the model together; size: this number; index: of
+    this rank among them; group: these ranks; in_data: they have different samples, so that ZeRO sums over them itself.
+    """
+
+    axis: str = "tp"
+    size: int = 1
+    index: int = 0
+    group: Group = None
+    in_data: bool = False
+
+    def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
+        """Yield all parameters of the whole model, on all ranks in one order, each with what this rank has of it."""
+        for name, parameter in model.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 may have partitioned it
+            yield Share(name, tuple(shape), parameter.dtype), parameter
+
+    def held(self, model: nn.Module) -> dict[nn.Parameter, Share]:
+        """Map this rank's parameters to their shares."""
+        return {parameter: share for share, parameter in self.shares(model) if parameter is not None}
+
+    def counted(self, model: nn.Module) -> set[nn.Parameter] | None:
+        """Return the parameters whose gradients this rank counts in a sum over the group: what it alone has, and the
+        first rank everything (None)."""
+        if self.index == 0:
+            return None
+        return {p for p, share in self.held(model).items() if share.slice or share.owner is not None}
+
+    def read(self, share: Share, parameter: nn.Parameter | None, ranks: Ranks) -> torch.Tensor | None:
+        """Return the whole parameter, on rank 0's CPU; None on the other ranks. All ranks call it together."""
+        if share.owner:  # the first rank has its own
+            if parameter is None:
+                tensor = torch.empty(share.shape, dtype=share.dtype, device=ranks.device)
+            else:
+                tensor = parameter.detach().contiguous()
+            torch.distributed.broadcast(tensor, group=self.group, group_src=share.owner)
+            return on_host(tensor) if ranks.is_first else None
+        if parameter is None:
+            return None
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            tensor = parameter.detach()
+            if share.slice:
+                parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+                torch.distributed.all_gather(parts, tensor.contiguous(), group=self.group)
+                tensor = torch.cat(parts, cut_dim(tensor.shape, share.slice))
+            return on_host(tensor) if ranks.is_first else None
+
+
+WHOLE = Placement()
+
+
+def placement_of(model: Any) -> Placement:
+    """Return the placement that a model was given, as an attribute. model: an engine's, or the engine."""
+    return getattr(getattr(model, "module", model), "placement", WHOLE)
+
+
+def slice_of(shape: tuple[int, ...], dim: int, index: int, size: int) -> Slice:
+    """Return the slice that rank index has of a parameter of this shape, cut along a dimension for so many ranks."""
+    period = math.prod(shape[dim:])
+    share = period // size
+    return index * share, (index + 1) * share, period
+
+
+def cut_dim(shape: tuple[int, ...], part: Slice) -> int:
+    """Return the dimension along which a slice was cut. shape: of the slice."""
+    return next(dim for dim in range(len(shape)) if math.prod(shape[dim:]) == part[1] - part[0])
+
+
+def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor on CPU) on rank 0, nothing elsewhere; every rank has to run through it.
+
+    Only one parameter is whole at a time, so memory stays at the model's share plus what rank 0 holds on to.
+    """
+    for name, parameter in parameters:
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            tensor = on_host(parameter) if ranks.is_first else None
+        if ranks.is_first:
+            yield name, tensor
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU of a weight that was gathered, which waits for the ranks that it comes from."""
+    with waiting("a gathered weight"):
+        return tensor.detach().to("cpu", copy=True)
+
+
+@contextlib.contextmanager
+def full_precision_gathers(module: nn.Module) -> Iterator[None]:
+    """Let ZeRO-3 gather float32 weights in float32 even under torch's autocast.
+
+    DeepSpeed 0.19.8 marks each parameter with the lower precision that it is gathered in; the marks are removed and
+    put back.
+    """
+    lowered = [(p, get_comm_dtype(p)) for p in module.parameters() if has_comm_dtype(p)]
+    for p, _ in lowered:
+        delattr(p, PARAM_COMM_DTYPE_ATTR_NAME)
+        assert get_comm_dtype(p) == p.dtype, "DeepSpeed keeps the precision of gathers elsewhere than in 0.19.8"
+    try:
+        yield
+    finally:
+        for p, dtype in lowered:
+            setattr(p, PARAM_COMM_DTYPE_ATTR_NAME, dtype)
