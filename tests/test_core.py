@@ -16,12 +16,12 @@ PACKAGES = ("llava_ds", "run")
 SLACK = 0.01
 
 BARS = {
-    "imported files": 319,
-    "imported lines": 54343,
-    "feature words": 1709,
+    "imported files": 322,
+    "imported lines": 54560,
+    "feature words": 1690,
     "kernel files": 108,
     "kernel lines": 16175,
-    "all lines": 67641,
+    "all lines": 68020,
 }
 
 # What one reads to understand training.

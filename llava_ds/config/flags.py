@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers.hf_argparser import HfArg
 
-# Titles under which --help shows the flags, in its order.
+# Titles under which --help shows the core's flags, in its order; an extension's group has its name.
 GROUPS = {
     "run": "the run",
     "model": "the model",
@@ -33,7 +33,7 @@ GROUPS = {
 class Flag:
     """All that code asks about a flag beside its type, bounds, default and help.
 
-    group: a key of GROUPS.
+    group: a key of GROUPS, or an extension's name.
     path: None for a flag that is no path. model: a model's folder, which might be mistaken for a name on the hub;
     pattern: a file or folder, or a pattern like shard-*.tar; output: a folder that can be created; unchecked: one that
     is looked at later.
@@ -49,9 +49,6 @@ class Flag:
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.group in GROUPS, self.group
 
 
 def flags_of(group: str) -> tuple[Callable[..., object], Callable[..., object]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
 
-from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
+from llava_ds.config.arguments import Arguments
 from llava_ds.config.bounds import json_object, out_of_bounds, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
@@ -150,13 +150,15 @@ Rule = Callable[[Arguments], Iterator[str]]
 
 def problems_of(args: Arguments, to_train: bool) -> list[str]:
     """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
-    problems = [_with_remedy(line) for line in out_of_bounds(args.as_dict(), SECTIONS)]
+    problems = [_with_remedy(line) for line in out_of_bounds(args.as_dict(), map(type, args.sections))]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
-    named = [(name, value) for name, value in _paths(args) if FLAGS[name].path in ("model", "output")]
+    flags = args.flags
+    named = [(name, value) for name, value in _paths(args) if flags[name].path in ("model", "output")]
     problems += [f"--{name} {problem}" for name, value in named if (problem := utf8_problem(value))]
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
+        problems += [line for flags in args.own.values() for line in flags.problems(args)]
     problems += template_variables(args)
     return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args), *rows_of_tokens(args)]
 
@@ -182,18 +184,23 @@ def _lines(rules: tuple[Rule, ...], args: Arguments) -> list[str]:
 
 
 def _paths(args: Arguments) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in args.as_dict().items() if FLAGS[name].path and value is not None]
+    flags = args.flags
+    return [(name, value) for name, value in args.as_dict().items() if flags[name].path and value is not None]
 
 
 def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
+    flags = args.flags
     for name, value in _paths(args):
-        if FLAGS[name].only_to_train == only_to_train and (problem := missing_path(name, value)):
+        flag = flags[name]
+        if flag.only_to_train == only_to_train and (problem := missing_path(name, value, flag.path)):
             yield f"--{name} {value}{problem}"
 
 
-def missing_path(name: str, value: str) -> str | None:
-    """The rest of a message about a path that is not there, or None where it is as its flag needs it."""
-    kind = FLAGS[name].path
+def missing_path(name: str, value: str, kind: str) -> str | None:
+    """The rest of a message about a path that is not there, or None where it is as its flag needs it.
+
+    kind: the flag's Flag.path.
+    """
     if name in REMOTE_FLAGS:
         if is_remote(value):
             return None
@@ -371,8 +378,6 @@ def checkpoints(args: Arguments) -> Iterator[str]:
     training = args.training
     if training.on_loss_spike == "rewind" and training.save_strategy == "no":
         yield "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps"
-    if "ema_decay" in args.given and not training.enable_ema:
-        yield "--ema_decay has no effect without --enable_ema True: give that, or leave it out"
     if training.save_only_model and training.save_strategy == "no":
         yield (
             "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that "

@@ -248,14 +248,6 @@ class TrainingArguments:
     adam_beta1: PartBelowOne = _optimizer(0.9, "AdamW beta 1.")
     adam_beta2: PartBelowOne = _optimizer(0.999, "AdamW beta 2.")
     adam_epsilon: Rate = _optimizer(1e-8, "AdamW epsilon.")
-    enable_ema: bool = _optimizer(
-        False,
-        "Keep a moving average of the weights that train, in fp32 beside the optimizer's states, and export that "
-        "model, too, into the folder ema of --output_dir.",
-    )
-    ema_decay: PartBelowOne = _optimizer(
-        0.992, "With --enable_ema: what the average keeps of itself at every step; the rest is the new weights'."
-    )
     max_grad_norm: Rate = _optimizer(0.0, "Clip the gradient to this norm; 0 does not clip (LLaVA-1.5).")
     warmup_ratio: Part = _optimizer(0.0, "Fraction of all steps in which the rate rises from 0, rounded up.")
     warmup_steps: Annotated[float, Bounds(0, MOST)] = _optimizer(

@@ -1,17 +1,10 @@
-"""The work between two optimizer steps: hooks, in a list whose order is the policy.
-
-run/train.py takes Stop, Average, Log, Health, Evaluate, Save: a request to stop is heard first, so that what follows
-knows which step is the last; numbers are written before anything judges them; a run that goes back to a checkpoint
-neither evaluates nor saves what it gave up.
-"""
+"""The work between two optimizer steps: the hooks of every run, and those of its extensions, by their phase."""
 
 import time
-from dataclasses import dataclass, field
 
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.constants import DataError
-from llava_ds.engine.averages import update_averages
 from llava_ds.engine.non_finite import settle_skipped_steps
+from llava_ds.extensions.base import Hook, Phase, StepEnd
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.tracking.page import report_at_end
 from llava_ds.tracking.peak import peak_flops
@@ -23,67 +16,6 @@ from llava_ds.train.replicas import check_replicas
 from llava_ds.train.session import Session
 from llava_ds.train.skipped_samples import SkippedSamples
 from llava_ds.train.skipped_steps import SkippedSteps
-from llava_ds.train.state import StepResult
-
-
-@dataclass
-class StepEnd:
-    """The boundary after an optimizer step, handed from hook to hook.
-
-    finished: the run's last step; stops: the run was asked to stop here; read: the results, with numbers, of the steps
-    that were read from the device here; problems: reasons why the run has to end; at_checkpoint: the weights are those
-    of the last checkpoint; keeps_all: no older checkpoint gives way to the next one; paused: the time since the step is
-    not a step's.
-    """
-
-    result: StepResult
-    finished: bool
-    stops: bool = False
-    read: list[StepResult] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    at_checkpoint: bool = False
-    keeps_all: bool = False
-    paused: bool = False
-    began: float = field(default_factory=time.perf_counter)
-
-    @property
-    def step(self) -> int:
-        """The number of the step that is done."""
-        return self.result.step
-
-    @property
-    def last(self) -> bool:
-        """True if nothing comes after this step."""
-        return self.finished or self.stops or bool(self.problems)
-
-    def raise_problems(self) -> None:
-        """End the run, on every rank, if there are reasons to. Raises DataError."""
-        if self.problems:
-            raise DataError("\n".join(self.problems))
-
-    def paused_s(self) -> float:
-        """Seconds since the step that are not the next step's."""
-        return time.perf_counter() - self.began if self.paused else 0.0
-
-
-class Hook:
-    """Something that acts between two steps, on every rank. Collectives are allowed: all ranks call in one order."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.training = session.plan.args.training
-
-    def begin(self) -> None:
-        """Act before the first step."""
-
-    def after_step(self, end: StepEnd) -> None:
-        """Act after a step."""
-
-    def flush(self) -> None:
-        """Write what waits, before an error ends the run."""
-
-    def close(self) -> None:
-        """Act after the last step, if training ended as it should. Hooks are closed in the reverse of their order."""
 
 
 def steps_behind(training: TrainingArguments, ranks: Ranks) -> int:
@@ -101,14 +33,6 @@ class Stop(Hook):
     def after_step(self, end: StepEnd) -> None:
         ahead_s = self.session.evaluation.ahead_s(end.step)
         end.stops = self.session.state.stops = self.session.stop.agreed(end.result.step_time_s, ahead_s)
-
-
-class Average(Hook):
-    """Brings the moving average of the weights on, with --enable_ema."""
-
-    def after_step(self, end: StepEnd) -> None:
-        if self.training.enable_ema:
-            update_averages(self.session.engine, self.training.ema_decay)
 
 
 class Log(Hook):
@@ -242,3 +166,12 @@ class Save(Hook):
             end.problems.append(problem)
         if saves:
             session.stop.saved(time.perf_counter() - started)
+
+
+HOOKS = ((Phase.STOP, Stop), (Phase.LOG, Log), (Phase.JUDGE, Health), (Phase.EVALUATE, Evaluate), (Phase.SAVE, Save))
+
+
+def make_hooks(session: Session) -> list[Hook]:
+    """The hooks of a run in the order of their phases; of one phase those of every run come first."""
+    kinds = sorted([*HOOKS, *session.plan.active.hooks], key=lambda pair: pair[0])
+    return [kind(session) for _, kind in kinds]
