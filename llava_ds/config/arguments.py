@@ -89,6 +89,11 @@ class Arguments:
         """Numbers that extensions keep for each trained weight among the optimizer's states."""
         return sum(flags.moments for flags in self.own.values())
 
+    @property
+    def zeros(self) -> dict[str, str]:
+        """What a 0 of an extension's flag switches off."""
+        return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
+
     def needing(self, what: str) -> list[tuple[ExtensionFlags, str]]:
         """The flags of the extensions that need one of PROPERTIES, and why."""
         return [(flags, flags.needs[what]) for flags in self.own.values() if what in flags.needs]

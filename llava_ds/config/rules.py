@@ -139,7 +139,6 @@ SWITCHED_OFF = {
     "eval_steps": "the eval loss is computed at the end only",
     "sample_steps": "no questions are answered while training",
     "max_steps": "--num_train_epochs says how long to train",
-    "check_divergence_steps": "copies of the weights are never compared",
     "watchdog_start_s": "nothing ends a start that hangs",
     "watchdog_step_s": "nothing ends a step that hangs",
     "watchdog_save_s": "nothing ends a save that hangs",
@@ -150,7 +149,8 @@ Rule = Callable[[Arguments], Iterator[str]]
 
 def problems_of(args: Arguments, to_train: bool) -> list[str]:
     """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
-    problems = [_with_remedy(line) for line in out_of_bounds(args.as_dict(), map(type, args.sections))]
+    zeros = {**INSTEAD_OF_ZERO, **args.zeros}
+    problems = [_with_remedy(line, zeros) for line in out_of_bounds(args.as_dict(), map(type, args.sections))]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
     flags = args.flags
     named = [(name, value) for name, value in _paths(args) if flags[name].path in ("model", "output")]
@@ -168,15 +168,16 @@ def data_problems(args: Arguments) -> list[str]:
     return [*_missing_paths(args, only_to_train=False), *_lines(DATA_RULES, args)]
 
 
-def _with_remedy(line: str) -> str:
+def _with_remedy(line: str, zeros: dict[str, str]) -> str:
     name = line.removeprefix("--").partition(" is 0: ")[0]
-    return f"{line}; {INSTEAD_OF_ZERO[name]}" if name in INSTEAD_OF_ZERO else line
+    return f"{line}; {zeros[name]}" if name in zeros else line
 
 
 def switched_off(args: Arguments) -> list[str]:
     """A line for every flag that was given as 0, by which it switches something off."""
     values = args.as_dict()
-    return [f"--{name} 0: {what}" for name, what in SWITCHED_OFF.items() if name in args.given and values[name] == 0]
+    zeros = {**SWITCHED_OFF, **args.zeros}
+    return [f"--{name} 0: {what}" for name, what in zeros.items() if name in args.given and values[name] == 0]
 
 
 def _lines(rules: tuple[Rule, ...], args: Arguments) -> list[str]:

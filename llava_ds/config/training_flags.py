@@ -437,11 +437,6 @@ class TrainingArguments:
         "Number of steps before that a loss is compared with; none is judged before half of them were taken.",
         resume="rewind",
     )
-    check_divergence_steps: NotNegative = _failures_free(
-        1000,
-        "Steps between comparisons of the weights that every rank holds a copy of: all weights at ZeRO 0 to 2, the "
-        "smallest at 3. A difference ends the run with the rank's name. 0: never.",
-    )
     max_run_time: str | None = _run_free(
         None,
         "Save and exit with code 75 before this much time has passed since the start, like 3h50m, 90s or 5400 "

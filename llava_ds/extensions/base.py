@@ -25,11 +25,12 @@ class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
     needs: keys of PROPERTIES, and why the extension can't do without; moments: numbers that the optimizer keeps for
-    each trained weight beside its own.
+    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     moments: ClassVar[int] = 0
+    zeros: ClassVar[Mapping[str, str]] = {}
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""

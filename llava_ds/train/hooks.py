@@ -12,7 +12,6 @@ from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.trackers import called
 from llava_ds.train.data_books import write_data_books
 from llava_ds.train.loss_spikes import LossSpikes
-from llava_ds.train.replicas import check_replicas
 from llava_ds.train.session import Session
 from llava_ds.train.skipped_samples import SkippedSamples
 from llava_ds.train.skipped_steps import SkippedSteps
@@ -70,7 +69,7 @@ class Log(Hook):
 
 
 class Health(Hook):
-    """Judges what was logged: broken samples, skipped steps, spikes of the loss, and copies that differ.
+    """Judges what was logged: broken samples, skipped steps, and spikes of the loss.
 
     A run may end or go back to its last checkpoint by it.
     """
@@ -94,9 +93,6 @@ class Health(Hook):
         if self.spikes.found and (regular or self.session.saves_at(end.step, end.last)):
             end.paused = True
             self._meet_spike(end.step)
-        check_replicas(
-            self.session.model, end.step, self.training.check_divergence_steps, self.session.ranks, self.session.mesh
-        )
         # Weights that steps have left as they were, or that were brought back, are in the last checkpoint.
         unchanged = [p for p in (self.skipped_steps.problem, self.spikes.problem) if p is not None]
         end.at_checkpoint = bool(unchanged)

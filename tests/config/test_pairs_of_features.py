@@ -50,7 +50,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "samples": {"sample_steps": 10},
     "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
     "rewind": {"on_loss_spike": "rewind"},
-    "replicas": {"check_divergence_steps": 10},
     "liger": {"use_liger_kernel": True},
     "tiles": {"mlp_tile_tokens": 64},
     "compile": {"torch_compile": True},

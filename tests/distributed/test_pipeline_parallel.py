@@ -141,7 +141,7 @@ def guarded(runs) -> Path:
                 pipeline_parallel_size=pp,
                 bf16=bf16,
                 model_max_length=6000,
-                check_divergence_steps=2,
+                **if_there("replicas", check_divergence_steps=2),
             )
             for stage in (0, 1)
             for bf16 in (False, True)

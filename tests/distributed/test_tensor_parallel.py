@@ -128,7 +128,7 @@ def guarded(runs) -> Path:
                 tensor_parallel_size=tp,
                 bf16=bf16,
                 model_max_length=6000,
-                check_divergence_steps=2,
+                **if_there("replicas", check_divergence_steps=2),
             )
             for stage in range(4)
             for bf16 in (False, True)

@@ -13,6 +13,7 @@ import toys
 from ds_json import CONFIGS, arguments
 
 from llava_ds.config.arguments import FLAGS, ModelArguments, declared_by, flag_default
+from llava_ds.config.bounds import bounds_of
 from llava_ds.config.flags import flags_of
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
@@ -51,6 +52,21 @@ def test_the_table_has_the_flags_that_the_folder_declares(name):
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_every_extension_loads(name):
     assert len(active([name]).extensions) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "what"),
+    [(name, flag, what) for name in EXTENSIONS for flag, what in flags_class(name).zeros.items()],
+)
+def test_a_zero_says_what_it_switches_off_or_is_refused_with_what_does(name, flag, what):
+    bounds = bounds_of(flags_class(name))[flag]
+    if bounds.holds(0):
+        assert parse_arguments([*NEEDED, f"--{flag}", "0"])[1] == [f"--{flag} 0: {what}"]
+        assert parse_arguments(NEEDED, defaults={flag: 0})[1] == []
+        return
+    with pytest.raises(ConfigError) as refused:
+        parse_arguments([*NEEDED, f"--{flag}", "0"])
+    assert f"--{flag} is 0: give 1 or more; {what}" in str(refused.value)
 
 
 LOADED = """

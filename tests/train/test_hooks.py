@@ -39,7 +39,7 @@ class FakeSession:
 
     def __init__(self, stops: bool = False, save_strategy: str = "steps") -> None:
         self.done: list[str] = []
-        training = SimpleNamespace(save_strategy=save_strategy, save_steps=4, logging_steps=1, check_divergence_steps=0)
+        training = SimpleNamespace(save_strategy=save_strategy, save_steps=4, logging_steps=1)
         args, dataset = SimpleNamespace(training=training), SimpleNamespace(is_streamed=False)
         self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10, dataset=dataset))
         self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
