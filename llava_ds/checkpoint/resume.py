@@ -24,7 +24,7 @@ ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 
 # Files of one run, which another run in the same folder would take for its own.
 RUN_FILES = (
-    "metrics.jsonl", "metrics.csv", "evals.jsonl", "samples.jsonl", "loss_spikes.jsonl", "skipped.jsonl",
+    "metrics.jsonl", "metrics.csv", "evals.jsonl", "samples.jsonl", "skipped.jsonl",
     "skipped_steps.jsonl", "rollouts.jsonl", "evaluation*.json", "evaluation*.jsonl", "report.html", "loss.png",
     *(name for trigger in EXTENSIONS.values() for name in trigger.leaves.split()),
 )  # fmt: skip
@@ -84,12 +84,6 @@ def find_resume_point(
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
     may_change = _permitted(allowed, known)
-    # DeepSpeed 0.19.8 continues with a rate of 0, and without the states that never left memory.
-    if identity.optimizer_on_nvme and identity.flags["on_loss_spike"] == "rewind":
-        raise ConfigError(
-            "--on_loss_spike rewind can't go back: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
-            'continue, or offload_optimizer to "cpu"'
-        )
     if resume == "never":
         return ResumePoint(), []
     compare = functools.cache(functools.partial(_compare, identity, may_change, about_data))

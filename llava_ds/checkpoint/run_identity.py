@@ -50,7 +50,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
-        free = flags_free_on_resume(args.flags, rewinds=args.training.on_loss_spike == "rewind")
+        free = flags_free_on_resume(args.flags, rewinds=args.rewinds)
         flags = {name: value for name, value in args.as_dict().items() if name not in free}
         variables = args.model.chat_template_kwargs
         flags["chat_template_kwargs"] = variables and parse_variables(variables)

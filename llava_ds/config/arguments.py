@@ -90,6 +90,11 @@ class Arguments:
         return sum(flags.moments for flags in self.own.values())
 
     @property
+    def rewinds(self) -> bool:
+        """True if an extension may take the run back to a checkpoint."""
+        return any(flags.rewinds for flags in self.own.values())
+
+    @property
     def zeros(self) -> dict[str, str]:
         """What a 0 of an extension's flag switches off."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
@@ -147,7 +152,7 @@ def every_flag() -> dict[str, Flag]:
 
 
 def flags_free_on_resume(flags: Mapping[str, Flag], rewinds: bool = False) -> set[str]:
-    """Names of the flags that a resumed run may change freely. rewinds: whether --on_loss_spike is rewind."""
+    """Names of the flags that a resumed run may change freely. rewinds: Arguments.rewinds."""
     return {name for name, flag in flags.items() if flag.resume == "free" or (flag.resume == "rewind" and not rewinds)}
 
 

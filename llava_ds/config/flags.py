@@ -39,8 +39,9 @@ class Flag:
     is looked at later.
     only_to_train: whether the path is checked for training alone, and not for scripts that only read the flags.
     resume: the value that a resumed run may have. compared: that of the checkpoint, unless --allow_changed_flags names
-    the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless
-    --on_loss_spike rewind makes it decide about steps; layout: any, where the loss does not depend on the layout.
+    the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless the
+    run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
+    the layout.
     per_machine: whether each machine may have another value. A path may be another on each.
     """
 

@@ -377,20 +377,16 @@ def best_evaluation(args: Arguments) -> Iterator[str]:
 
 def checkpoints(args: Arguments) -> Iterator[str]:
     training = args.training
-    if training.on_loss_spike == "rewind" and training.save_strategy == "no":
-        yield "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps"
     if training.save_only_model and training.save_strategy == "no":
         yield (
             "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that "
             "none is, give one of them"
         )
-    wholes = {"--on_loss_spike rewind": training.on_loss_spike == "rewind", "--async_save True": training.async_save}
-    for flag, is_set in wholes.items():
-        if training.save_only_model and is_set:
-            yield (
-                f"--save_only_model True and {flag}: {flag.split()[0]} goes with checkpoints of the whole training "
-                "state, leave one of them out"
-            )
+    if training.save_only_model and training.async_save:
+        yield (
+            "--save_only_model True and --async_save True: --async_save goes with checkpoints of the whole training "
+            "state, leave one of them out"
+        )
 
 
 def trainable_parts(args: Arguments) -> Iterator[str]:
@@ -636,7 +632,6 @@ def _rewards(args: Arguments) -> Iterator[str]:
     others = {
         "--bits": model.bits != 16,
         "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
-        "--on_loss_spike rewind": training.on_loss_spike == "rewind",
         "--steps_across_epochs": bool(training.steps_across_epochs),
         "--torch_compile": training.torch_compile,
         "--stream": data.stream,

@@ -38,7 +38,7 @@ _steps, _ = flags_of("steps")
 _optimizer, _ = flags_of("optimizer")
 _speed, _speed_free = flags_of("speed")
 _order, _ = flags_of("order")
-_failures, _failures_free = flags_of("failures")
+_, _failures_free = flags_of("failures")
 _, _eval_free = flags_of("eval")
 _logging, _logging_free = flags_of("logging")
 _checkpoints, _checkpoints_free = flags_of("checkpoints")
@@ -421,21 +421,6 @@ class TrainingArguments:
         20,
         "Consecutive steps with a loss or gradients that are not finite, which change no weights, after which the run "
         "stops. --fp16 searches its loss scale by such steps.",
-    )
-    on_loss_spike: Literal["continue", "rewind"] = _failures(
-        "continue",
-        "Reaction to a jump of the loss. continue: report it; rewind: go back to the weights of the last checkpoint "
-        "and skip the samples since then, whose steps remain counted.",
-    )
-    loss_spike_sigma: Positive = _failures(
-        6.0,
-        "A loss is a spike when it is this many standard deviations above the mean of the steps before.",
-        resume="rewind",
-    )
-    loss_spike_window: Annotated[int, Bounds(4, MOST)] = _failures(
-        128,
-        "Number of steps before that a loss is compared with; none is judged before half of them were taken.",
-        resume="rewind",
     )
     max_run_time: str | None = _run_free(
         None,

@@ -32,6 +32,11 @@ class ExtensionFlags:
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
 
+    @property
+    def rewinds(self) -> bool:
+        """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
+        return False
+
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
         yield from ()

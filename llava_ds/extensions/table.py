@@ -17,6 +17,12 @@ class Trigger(NamedTuple):
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "spikes": Trigger(
+        "jumps of the loss, written down or undone",
+        "on_loss_spike loss_spike_sigma loss_spike_window",
+        always=True,
+        leaves="loss_spikes.jsonl",
+    ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
 }

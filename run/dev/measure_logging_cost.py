@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import torch
 
-from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.model.flops import ModelFlops
@@ -24,7 +23,6 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking import progress as module
 from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.trackers import TensorBoard, Trackers
-from llava_ds.train.loss_spikes import LossSpikes
 from llava_ds.train.skipped_samples import SkippedSamples
 from llava_ds.train.skipped_steps import SkippedSteps
 from llava_ds.train.state import StepResult
@@ -96,7 +94,6 @@ class Logging:
         self.watches = (
             SkippedSamples(folder / "skipped.jsonl", [], 1, 0, alone),
             SkippedSteps(folder, plan, 3, (0, 0), alone),
-            LossSpikes(folder, plan, TrainingArguments(), 0, alone),
         )
 
     def after_step(self, result: StepResult) -> None:

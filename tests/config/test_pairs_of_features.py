@@ -49,7 +49,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "best": {**EVAL, "load_best_model_at_end": True, "save_steps": 10},
     "samples": {"sample_steps": 10},
     "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
-    "rewind": {"on_loss_spike": "rewind"},
     "liger": {"use_liger_kernel": True},
     "tiles": {"mlp_tile_tokens": 64},
     "compile": {"torch_compile": True},
