@@ -45,11 +45,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
+.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean'
+	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean'
 
 install: $(VENV)/.installed
 
@@ -232,6 +232,11 @@ $(VENV)/.demo: $(VENV)/.installed
 KILLS ?= 200
 test-faults: install
 	KILLS=$(KILLS) $(BIN)/python -m pytest -m faults --durations=15
+
+# Every extension can be deleted with its tests and its page, and the other tests pass: make test-removal ONLY=ema for one
+# (ema+best for two together), QUICK=1 for the nearest tests alone.
+test-removal: install
+	$(BIN)/python tests/helpers/removal.py $(ONLY) $(if $(QUICK),--quick)
 
 # On one CUDA GPU, in under 20 minutes: kernels, the tiny model, faults, LLaVA-1.5-7B's speed. Leaves output/gpu/gpu.json
 # and gpu.html to send. REHEARSE_GPU=1 goes through the lane on the CPU; its figures say nothing.

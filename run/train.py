@@ -19,7 +19,7 @@ from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.hooks import Average, Evaluate, Health, Log, Save, Stop
+from llava_ds.train.hooks import make_hooks
 from llava_ds.train.loop import train
 from llava_ds.train.plan import make_plan, show_dry_run
 from llava_ds.train.session import build, finish
@@ -45,9 +45,10 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     if plan.args.training.dry_run:
         return show_dry_run(plan, started.ranks)
     session = build(plan, started, watchdog, stop, asks)  # model, engine, restored state, largest micro-batch tried
+    hooks = make_hooks(session)  # what acts between steps
     with older_objects_passed_over():
-        train(session, hooks=[hook(session) for hook in (Stop, Average, Log, Health, Evaluate, Save)])
-    return finish(session)  # the export, or the end that was asked for
+        train(session, hooks)
+    return finish(session, hooks)  # the export, or the end that was asked for
 
 
 def train_and_leave_group(argv: list[str]) -> int:

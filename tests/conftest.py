@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def starts_ranks(path: str) -> bool:
     """Whether tests of a file start ranks, by its path from the project's folder."""
-    return path.startswith("tests/distributed/")
+    return path.startswith("tests/distributed/") or path.endswith("_on_ranks.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

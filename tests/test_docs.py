@@ -16,7 +16,7 @@ from launching import ROOT
 
 from llava_ds.checkpoint import base_weights as sources
 from llava_ds.checkpoint.resume import RUN_FILES
-from llava_ds.config.arguments import SECTIONS
+from llava_ds.config.arguments import every_section
 from llava_ds.config.bounds import MOST, bounds_of
 from llava_ds.config.other_trainers import ELSEWHERE, WITHOUT_EFFECT
 from llava_ds.config.parsing import parse_arguments
@@ -144,7 +144,7 @@ def test_ranges_are_those_that_are_checked(tmp_path):
     """A value just outside of what the help says is refused by name."""
     given = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json"), "--output_dir", str(tmp_path)]
     options = {option.dest: option for option in flags_script().build_parser()._actions}
-    bounds = {name: each for section in SECTIONS for name, each in bounds_of(section).items() if each.range}
+    bounds = {name: each for section in every_section() for name, each in bounds_of(section).items() if each.range}
     for name, each in bounds.items():
         assert options[name].help.endswith(each.range)
         unit = 1 if each.most > 1 else 0.1

@@ -1,6 +1,7 @@
 """Keep DESIGN's house rules over llava_ds/ and run/: sizes, DeepSpeed's private names, file names, docstrings."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,8 +78,9 @@ def private_imports(file: str, source: str) -> list[str]:
 
 
 def shared_stems(files: list[str]) -> list[str]:
-    """File stems that occur more than once."""
-    counts = Counter(Path(file).stem for file in files)
+    """File stems that occur more than once, without those that every folder of extensions/ has."""
+    by_place = re.compile(r"llava_ds/extensions/\w+/(flags|extension)\.py")
+    counts = Counter(Path(file).stem for file in files if not by_place.fullmatch(file))
     return sorted(stem for stem, count in counts.items() if count > 1 and stem != "__init__")
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ LEVELS = [
     {"constants"},
     {"boxes", "files"},
     {"template_variables"},
+    {"extensions"},  # their interface, and what loads them by the table
     {"config"},
     {"runtime"},
     {"tilings"},
@@ -23,11 +25,16 @@ LEVELS = [
     {"checkpoint", "tracking"},
     {"export", "planning", "tiny"},
     {"train"},
+    {"extensions/*"},  # the folders: nothing imports them
     {"doctor", "infer"},
     {"evaluation"},
     {"run"},
 ]
+INTERFACE = ("active", "base", "table")  # the modules of extensions/ that the core may import
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+FOR_FLAGS = tuple(
+    f"llava_ds.{name}." for name in ("config.arguments", "config.bounds", "config.flags", "extensions.base")
+)
 OPTIONAL = {"flash_attn", "flash_attn_interface", "peft", "bitsandbytes", "wandb", "gradio", "liger_kernel", "av"} | {
     "fastapi",
     "starlette",
@@ -35,6 +42,18 @@ OPTIONAL = {"flash_attn", "flash_attn_interface", "peft", "bitsandbytes", "wandb
 }
 
 SOURCES = sorted([*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")])
+
+
+def imported_by(path: Path, source: str) -> list[str]:
+    """Dotted names of all that a file imports. The interface of extensions may name types of what comes after it."""
+    tree = ast.parse(source)
+    if part_of(path) == "extensions":
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and is_for_types(node))]
+    return imported(tree)
+
+
+def is_for_types(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def imported(tree: ast.AST) -> list[str]:
@@ -51,7 +70,12 @@ def imported(tree: ast.AST) -> list[str]:
 def part_of(path: Path) -> str:
     """The package or module of the order that a file belongs to."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return "run" if parts[0] == "run" else parts[1]
+    return "run" if parts[0] == "run" else place_of(parts[1:])
+
+
+def place_of(parts: Sequence[str]) -> str:
+    """The place in the order of a module of llava_ds, by the parts of its name."""
+    return "extensions/*" if parts[0] == "extensions" and parts[1] not in (*INTERFACE, "__init__") else parts[0]
 
 
 def wrong_imports(path: Path, source: str) -> list[str]:
@@ -59,15 +83,21 @@ def wrong_imports(path: Path, source: str) -> list[str]:
     if own == "__init__":  # the package itself: nothing that would run before the rest
         return imported(ast.parse(source))
     wrong = []
-    for name in imported(ast.parse(source)):
+    for name in imported_by(path, source):
         top, _, rest = name.partition(".")
         if top == "run" or name.startswith("."):
             wrong.append(name)
         if top != "llava_ds":
             continue
-        other = rest.split(".")[0]
-        if other not in ("__version__", own) and LEVEL.get(other, len(LEVELS)) >= LEVEL[own]:
+        other = place_of(rest.split("."))
+        if own == other == "extensions/*":  # one extension imports no other
+            wrong += [name] * (rest.split(".")[1] != path.relative_to(ROOT).parts[2])
+        elif other == "extensions/*" or (
+            other not in ("__version__", own) and LEVEL.get(other, len(LEVELS)) >= LEVEL[own]
+        ):
             wrong.append(name)
+        if path.name == "flags.py" and own == "extensions/*":  # read with the command line
+            wrong += [name] * (not name.startswith(FOR_FLAGS))
     return wrong
 
 
@@ -105,7 +135,7 @@ def test_optional_packages_are_imported_where_they_are_needed():
 def test_modules_do_not_import_each_other_in_a_circle():
     graph = {}
     for path in SOURCES:
-        names = imported(ast.parse(path.read_text(encoding="utf-8")))
+        names = imported_by(path, path.read_text(encoding="utf-8"))
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         graph[module] = {known for name in names for known in (name, name.rpartition(".")[0])}
     order: list[str] = []
@@ -130,6 +160,15 @@ def test_modules_do_not_import_each_other_in_a_circle():
         ("llava_ds/infer/x.py", "from run.train import main", True),
         ("llava_ds/__init__.py", "import torch", True),
         ("run/x.py", "from llava_ds.tiny import default", False),
+        ("llava_ds/train/x.py", "from llava_ds.extensions.base import Hook", False),
+        ("llava_ds/train/x.py", "from llava_ds.extensions.ema import averages", True),
+        ("run/x.py", "def f():\n    from llava_ds.extensions.ema import averages", True),
+        ("llava_ds/extensions/a/x.py", "from llava_ds.extensions.b import c", True),
+        ("llava_ds/extensions/a/x.py", "from llava_ds.extensions.a import c", False),
+        ("llava_ds/extensions/a/x.py", "from llava_ds.train import state", False),
+        ("llava_ds/extensions/a/flags.py", "from llava_ds.config.flags import flags_of", False),
+        ("llava_ds/extensions/a/flags.py", "from llava_ds.config.rules import problems_of", True),
+        ("llava_ds/extensions/base.py", "from llava_ds.config.flags import flags_of", True),
     ],
 )
 def test_this_check_sees_a_wrong_import(file, source, wrong):

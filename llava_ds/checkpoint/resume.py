@@ -12,10 +12,11 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
 from llava_ds.checkpoint.run_identity import RunIdentity, data_ranks, saved_identity
 from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
-from llava_ds.config.arguments import Arguments, flags_free_on_resume
+from llava_ds.config.arguments import Arguments, every_flag, flags_free_on_resume
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
 from llava_ds.engine.pieces import has_layout
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.writing import Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
 
@@ -23,9 +24,9 @@ ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 
 # Files of one run, which another run in the same folder would take for its own.
 RUN_FILES = (
-    "metrics.jsonl", "metrics.csv", "evals.jsonl", "samples.jsonl", "loss_spikes.jsonl", "skipped.jsonl",
+    "metrics.jsonl", "metrics.csv", "evals.jsonl", "samples.jsonl", "skipped.jsonl",
     "skipped_steps.jsonl", "rollouts.jsonl", "evaluation*.json", "evaluation*.jsonl", "report.html", "loss.png",
-    "ema",
+    *(name for trigger in EXTENSIONS.values() for name in trigger.leaves.split()),
 )  # fmt: skip
 
 
@@ -82,13 +83,7 @@ def find_resume_point(
     allowed: --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
-    may_change = _permitted(allowed, known, flags_free_on_resume())
-    # DeepSpeed 0.19.8 continues with a rate of 0, and without the states that never left memory.
-    if identity.optimizer_on_nvme and identity.flags["on_loss_spike"] == "rewind":
-        raise ConfigError(
-            "--on_loss_spike rewind can't go back: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "
-            'continue, or offload_optimizer to "cpu"'
-        )
+    may_change = _permitted(allowed, known)
     if resume == "never":
         return ResumePoint(), []
     compare = functools.cache(functools.partial(_compare, identity, may_change, about_data))
@@ -216,13 +211,16 @@ def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
     barrier(ranks)
 
 
-def _permitted(allowed: str | None, known: Collection[str], free: Collection[str]) -> set[str]:
+def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
     """Parse --allow_changed_flags. Raises ConfigError for an unknown name.
 
-    known: names that are compared; free: flags that are not, because their value changes no result.
+    known: names of this run that are compared; those of extensions are, too, which an earlier start may have had.
     """
     if allowed is None:
         return set()
+    flags = every_flag()
+    free = flags_free_on_resume(flags)
+    known = {*known, *(name for name in flags if name not in free)}
     names = {name.strip().removeprefix("--") for name in allowed.split(",")}
     if names == {"all"}:
         return set(known)

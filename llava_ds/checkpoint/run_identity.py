@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import read_trainer
-from llava_ds.config.arguments import FLAGS, Arguments, flag_default, flags_free_on_resume
+from llava_ds.config.arguments import FLAGS, Arguments, every_flag, flag_default, flags_free_on_resume
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
@@ -50,7 +50,7 @@ class RunIdentity:
 
     @classmethod
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
-        free = flags_free_on_resume(rewinds=args.training.on_loss_spike == "rewind")
+        free = flags_free_on_resume(args.flags, rewinds=args.rewinds)
         flags = {name: value for name, value in args.as_dict().items() if name not in free}
         variables = args.model.chat_template_kwargs
         flags["chat_template_kwargs"] = variables and parse_variables(variables)
@@ -74,10 +74,16 @@ class RunIdentity:
     def differences(self, saved: dict) -> dict[str, str]:
         """List the differences to a saved identity (as read from JSON) that lead to another model: a line for each, by
         its name for --allow_changed_flags."""
-        # A flag that an earlier version did not have counts as its default.
+        # A flag that only one of both has counts as its default in the other: of an extension that was not loaded, or
+        # one that an earlier version did not have.
+        absent = saved["flags"].keys() - self.flags.keys()
+        flags = every_flag() if absent else {}
+        left_out = [
+            name for name in saved["flags"] if name in absent & flags.keys() and flags[name].resume == "compared"
+        ]
         lines = {
             name: f"--{name} is {value}, was {before}"
-            for name, value in self.flags.items()
+            for name, value in [*self.flags.items(), *((name, flag_default(name)) for name in left_out)]
             if (before := saved["flags"].get(name, flag_default(name))) != value
             and (name not in LAYOUT_FLAGS or name in self._ordering_flags)
         }

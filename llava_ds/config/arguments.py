@@ -1,7 +1,11 @@
-"""The flags of a training run: LLaVA's and Hugging Face's names, in three frozen sections. parsing.py reads them."""
+"""The flags of a training run: LLaVA's and Hugging Face's names, in three frozen sections and those of extensions.
+
+parsing.py reads them.
+"""
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
@@ -14,6 +18,9 @@ from llava_ds.config.model_flags import (
     trains_projector_only,
 )
 from llava_ds.config.training_flags import TrainingArguments, ranks_per_sample, steps_go_across_epochs
+from llava_ds.extensions.active import flags_class, owners
+from llava_ds.extensions.base import ExtensionFlags
+from llava_ds.extensions.table import EXTENSIONS
 
 __all__ = [
     "FLAGS",
@@ -23,6 +30,8 @@ __all__ = [
     "ModelArguments",
     "TrainingArguments",
     "changes_base",
+    "every_flag",
+    "every_section",
     "flag_default",
     "flags_free_on_resume",
     "lora_parts",
@@ -34,40 +43,92 @@ __all__ = [
     "with_objective_defaults",
 ]
 
-SECTIONS = (ModelArguments, DataArguments, TrainingArguments)
-FLAGS: dict[str, Flag] = {
-    field.name: field.metadata["flag"] for section in SECTIONS for field in dataclasses.fields(section)
-}
+
+def declared_by(section: object) -> dict[str, Flag]:
+    """The flags that a section, or its class, declares."""
+    return {field.name: field.metadata["flag"] for field in dataclasses.fields(section)}
+
+
+SECTIONS = (ModelArguments, DataArguments, TrainingArguments)  # of the core; each extension has one of its own
+FLAGS = {name: flag for section in SECTIONS for name, flag in declared_by(section).items()}
+
+
+def loaded(own: Mapping[str, ExtensionFlags]) -> dict[str, ExtensionFlags]:
+    """The extensions that a run has, by their flags: those that are always there, and those with a flag that has not
+    its default, in the table's order."""
+    found = {name: flags_class(name)() for name, trigger in EXTENSIONS.items() if trigger.always}
+    found |= {name: flags for name, flags in own.items() if name in found or flags != type(flags)()}
+    return {name: found[name] for name in EXTENSIONS if name in found}
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """All sections, and the names of the flags that the user wrote (command line or recipe)."""
+    """All sections, and the names of the flags that the user wrote (command line or recipe).
+
+    own: the flags of each extension that the run has, by its name.
+    """
 
     model: ModelArguments
     data: DataArguments
     training: TrainingArguments
     given: frozenset[str]
+    own: Mapping[str, ExtensionFlags] = field(default_factory=lambda: loaded({}))
+
+    @property
+    def sections(self) -> list[object]:
+        """The sections, with those of the extensions."""
+        return [self.model, self.data, self.training, *self.own.values()]
+
+    @property
+    def flags(self) -> dict[str, Flag]:
+        """The declaration of every flag that the run has."""
+        return {name: flag for section in self.sections for name, flag in declared_by(section).items()}
+
+    @property
+    def extra_moments(self) -> int:
+        """Numbers that extensions keep for each trained weight among the optimizer's states."""
+        return sum(flags.moments for flags in self.own.values())
+
+    @property
+    def rewinds(self) -> bool:
+        """True if an extension may take the run back to a checkpoint."""
+        return any(flags.rewinds for flags in self.own.values())
+
+    @property
+    def zeros(self) -> dict[str, str]:
+        """What a 0 of an extension's flag switches off."""
+        return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
+
+    def needing(self, what: str) -> list[tuple[ExtensionFlags, str]]:
+        """The flags of the extensions that need one of PROPERTIES, and why."""
+        return [(flags, flags.needs[what]) for flags in self.own.values() if what in flags.needs]
 
     def replaced(self, **values: object) -> "Arguments":
         """A copy in which every named flag has another value, in whichever section it is."""
-        sections = {}
-        for section in ("model", "data", "training"):
-            part = getattr(self, section)
-            names = {field.name for field in dataclasses.fields(part)}
-            sections[section] = dataclasses.replace(part, **{k: v for k, v in values.items() if k in names})
-        return dataclasses.replace(self, **sections)
+
+        def with_values(section: object) -> object:
+            return dataclasses.replace(section, **{k: v for k, v in values.items() if k in declared_by(section)})
+
+        own = {**{name: flags_class(name)() for name in owners(values)}, **self.own}
+        return dataclasses.replace(
+            self,
+            model=with_values(self.model),
+            data=with_values(self.data),
+            training=with_values(self.training),
+            own=loaded({name: with_values(flags) for name, flags in own.items()}),
+        )
 
     def as_dict(self) -> dict[str, object]:
         """Every flag and its value."""
-        return {**dataclasses.asdict(self.model), **dataclasses.asdict(self.data), **dataclasses.asdict(self.training)}
+        return {name: value for section in self.sections for name, value in dataclasses.asdict(section).items()}
 
     def same_on_every_rank(self) -> dict[str, object]:
         """The flags whose value no rank may have differently: all but paths and those of a machine, by their name."""
+        flags = self.flags
         return {
             f"--{name}": value
             for name, value in self.as_dict().items()
-            if FLAGS[name].path is None and not FLAGS[name].per_machine
+            if flags[name].path is None and not flags[name].per_machine
         }
 
 
@@ -80,11 +141,22 @@ def with_objective_defaults(args: Arguments) -> Arguments:
     )
 
 
-def flags_free_on_resume(rewinds: bool = False) -> set[str]:
-    """Names of the flags that a resumed run may change freely. rewinds: whether --on_loss_spike is rewind."""
-    return {name for name, flag in FLAGS.items() if flag.resume == "free" or (flag.resume == "rewind" and not rewinds)}
+def every_section() -> list[type]:
+    """The classes of all sections, with those of extensions that no flag asked for."""
+    return [*SECTIONS, *map(flags_class, EXTENSIONS)]
+
+
+def every_flag() -> dict[str, Flag]:
+    """The declaration of every flag that there is."""
+    return {name: flag for section in every_section() for name, flag in declared_by(section).items()}
+
+
+def flags_free_on_resume(flags: Mapping[str, Flag], rewinds: bool = False) -> set[str]:
+    """Names of the flags that a resumed run may change freely. rewinds: Arguments.rewinds."""
+    return {name for name, flag in flags.items() if flag.resume == "free" or (flag.resume == "rewind" and not rewinds)}
 
 
 def flag_default(name: str) -> object:
     """The value of a flag that is not given; None for a name that is no flag."""
-    return next((getattr(section, name) for section in SECTIONS if hasattr(section, name)), None)
+    sections = (*SECTIONS, *map(flags_class, owners([name])))
+    return next((getattr(section, name) for section in sections if hasattr(section, name)), None)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from transformers.hf_argparser import HfArg
 
-# Titles under which --help shows the flags, in its order.
+# Titles under which --help shows the core's flags, in its order; an extension's group has its name.
 GROUPS = {
     "run": "the run",
     "model": "the model",
@@ -33,14 +33,15 @@ GROUPS = {
 class Flag:
     """All that code asks about a flag beside its type, bounds, default and help.
 
-    group: a key of GROUPS.
+    group: a key of GROUPS, or an extension's name.
     path: None for a flag that is no path. model: a model's folder, which might be mistaken for a name on the hub;
     pattern: a file or folder, or a pattern like shard-*.tar; output: a folder that can be created; unchecked: one that
     is looked at later.
     only_to_train: whether the path is checked for training alone, and not for scripts that only read the flags.
     resume: the value that a resumed run may have. compared: that of the checkpoint, unless --allow_changed_flags names
-    the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless
-    --on_loss_spike rewind makes it decide about steps; layout: any, where the loss does not depend on the layout.
+    the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless the
+    run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
+    the layout.
     per_machine: whether each machine may have another value. A path may be another on each.
     """
 
@@ -49,9 +50,6 @@ class Flag:
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.group in GROUPS, self.group
 
 
 def flags_of(group: str) -> tuple[Callable[..., object], Callable[..., object]]:

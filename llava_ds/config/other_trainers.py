@@ -194,7 +194,7 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}
         fitting = [name for name, action in useful.items() if action is None or takes(action, value)]
         nearest = ELSEWHERE.get(flag) or nearest_name(flag, fitting)
-        hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help lists all flags"
+        hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help all lists all flags"
         yield f"unknown flag {flag}{hint}"
 
 

@@ -5,13 +5,14 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
+from llava_ds.config.arguments import SECTIONS, Arguments, loaded
 from llava_ds.config.bounds import bounds_of, in_a_line
 from llava_ds.config.flags import GROUPS, Flag
 from llava_ds.config.model_flags import is_pattern, tower_folders
@@ -20,7 +21,17 @@ from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off, unused_lora_flags
 from llava_ds.config.shipped import DS_CONFIGS, found
 from llava_ds.config.training_flags import OPTIMS, TRACKERS
-from llava_ds.constants import EXIT_BAD_INPUT, EXIT_NOT_RESUMABLE, EXIT_STOPPED, ConfigError, FlagProblems, in_short
+from llava_ds.constants import (
+    EXIT_BAD_INPUT,
+    EXIT_NOT_RESUMABLE,
+    EXIT_STOPPED,
+    ConfigError,
+    FlagProblems,
+    did_you_mean,
+    in_short,
+)
+from llava_ds.extensions.active import flags_class, owners
+from llava_ds.extensions.table import EXTENSIONS
 
 FEW_CHOICES = 5  # that stand beside a flag in --help
 ALL_LINEAR = ("all-linear", "all")  # peft's word, and LLaMA-Factory's, for what leaving out --lora_target_modules means
@@ -60,24 +71,41 @@ class _Parser(HfArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         """_get_value did it."""
 
-    def format_help(self) -> str:
-        """The flags by group, each spelled once: all are known with hyphens too, and true ones as --no_<name>."""
+    def format_help(self, topic: str | None = None) -> str:
+        """The flags by group, each spelled once: all are known with hyphens too, and true ones as --no_<name>.
+
+        topic: an extension, for its flags alone; all, for those of the core and of every extension; None for the
+        core's, and a line for each extension. Raises ConfigError for any other.
+        """
+        if topic not in (None, "all", *EXTENSIONS):
+            known = f"give all, or an extension: {', '.join(EXTENSIONS)}"
+            raise ConfigError(f"--help {topic}: there is no such extension: {did_you_mean(topic, EXTENSIONS, known)}")
         formatter = _HelpFormatter(self.prog)
         formatter.add_usage(f"{self.prog} [--recipe FILE] [--name value ...]", [], [])
         formatter.add_text(self.description)
         actions = {action.dest: action for action in reversed(self._actions)}  # of --name and --no_name the first
         actions = dict(reversed(actions.items()))
+        titles = {name: f"{name}: {trigger.title}" for name, trigger in EXTENSIONS.items()}
+        titles = {topic: titles[topic]} if topic in titles else {**GROUPS, **(titles if topic == "all" else {})}
         sections = {
             title: [action for action in actions.values() if action.flag and action.flag.group == group]
-            for group, title in GROUPS.items()
+            for group, title in titles.items()
         }
-        sections[GROUPS["run"]].append(actions["help"])
-        sections["accepted without effect, for LLaVA's scripts"] = [actions[name] for name in WITHOUT_EFFECT]
+        if topic not in EXTENSIONS:
+            sections[GROUPS["run"]].append(actions["help"])
+            sections["accepted without effect, for LLaVA's scripts"] = [actions[name] for name in WITHOUT_EFFECT]
         for title, members in sections.items():
             formatter.start_section(title)
             formatter.add_arguments(members)
             formatter.end_section()
-        formatter.add_text(self.epilog)
+        if topic is None:
+            formatter.start_section("extensions, whose flags --help NAME shows, and --help all with all others")
+            formatter.add_arguments(
+                [argparse.Action([], name, help=each.title, metavar=name) for name, each in EXTENSIONS.items()]
+            )
+            formatter.end_section()
+        if topic not in EXTENSIONS:
+            formatter.add_text(self.epilog)
         return formatter.format_help()
 
     def parse_known_args(self, args=None, namespace=None):
@@ -100,10 +128,20 @@ def _joined_ranges(args: list[str]) -> list[str]:
     return joined
 
 
+class _Help(argparse.Action):
+    """Prints the flags and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, topic: str | None, *_: object) -> None:
+        parser._print_message(build_parser().format_help(topic), sys.stdout)
+        parser.exit()
+
+
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Spells a flag once, with a word for its kind."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return str(action.metavar)
         names = [name for name in action.option_strings if "-" not in name.lstrip("-")]
         if action.nargs == 0:
             return ", ".join(names)
@@ -119,10 +157,11 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return f"{text} One of {', '.join(map(str, action.choices))}." if many else text
 
 
-def build_parser() -> HfArgumentParser:
-    """The parser of run/train.py; its --help is the reference of all flags."""
+def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
+    """The parser of run/train.py, with the flags of some extensions; with all, its --help all is the reference."""
+    sections = [*SECTIONS, *map(flags_class, extensions)]
     parser = _Parser(
-        SECTIONS,
+        sections,
         description="Train a LLaVA.",
         epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and "
         "exit; a second of the first two exits at once. "
@@ -130,8 +169,13 @@ def build_parser() -> HfArgumentParser:
         f"same command resumes, {EXIT_NOT_RESUMABLE} stopped on request, and what was saved can't be resumed from "
         "(--save_only_model, --save_strategy no) (docs/checkpoints.md).",
         allow_abbrev=False,
+        add_help=False,
     )
-    ranges = {name: bounds.range for section in SECTIONS for name, bounds in bounds_of(section).items()}
+    topic = (
+        "Show the core's flags and the names of extensions; with an extension's name its flags, with all everything."
+    )
+    parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="NAME|all", help=topic)
+    ranges = {name: bounds.range for section in sections for name, bounds in bounds_of(section).items()}
     for action in parser._actions:
         if text := ranges.get(action.dest):
             action.help = f"{action.help} {text}"
@@ -192,26 +236,31 @@ def _flags_in(text: str) -> list[str]:
 def _parsed(
     argv: list[str], defaults: dict[str, object] | None, to_train: bool, own_flags: Collection[str]
 ) -> tuple[Arguments, list[str]]:
-    parser = build_parser()
-    wrong = parser.wrong = []
     recipe_path = recipe_of(argv)
     recipe = {} if recipe_path is None else read_recipe(recipe_path)
     written = _written(argv)
     recipe, defaults = _without_contradictions(recipe, defaults or {}, written)
     defaults_and_recipe = [f"--{k}={v}" for flags in (defaults, recipe) for k, v in flags.items() if v is not None]
-    model, data, training, rest, unknown = parser.parse_args_into_dataclasses(
+    names = {name.replace("-", "_") for name in (*defaults, *recipe)} | written
+    extensions = [name for name in EXTENSIONS if EXTENSIONS[name].always or name in owners(names)]
+    parser = build_parser(extensions)
+    wrong = parser.wrong = []
+    model, data, training, *own, rest, unknown = parser.parse_args_into_dataclasses(
         [*defaults_and_recipe, *argv], return_remaining_strings=True, look_for_args_file=False
     )
     options = {option: action for action in parser._actions for option in action.option_strings}
-    known = {option: action for option, action in options.items() if option.startswith("--")}
-    wrong += unknown_flags(unknown, known | dict.fromkeys(own_flags))
+    if unknown:
+        every = {option: action for action in build_parser()._actions for option in action.option_strings}
+        known = {option: action for option, action in every.items() if option.startswith("--")}
+        wrong += unknown_flags(unknown, known | dict.fromkeys(own_flags))
 
     if "eval_fraction" in written and not (data.eval_fraction or data.eval_data_path or "eval_steps" in written):
         training = dataclasses.replace(training, eval_steps=None)  # of a recipe, whose eval samples are turned off
         recipe.pop("eval_steps", None)
     names = {name.replace("-", "_") for name in recipe} | written
     given = {options[f"--{name}"].dest for name in names if f"--{name}" in options}
-    args, problems = _converted(_with_full_paths(Arguments(model, data, training, frozenset(given))))
+    args = Arguments(model, data, training, frozenset(given), loaded(dict(zip(extensions, own))))
+    args, problems = _converted(_with_full_paths(args))
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
     if wrong:
@@ -239,7 +288,8 @@ def _without_contradictions(recipe: dict, defaults: dict, written: set[str]) -> 
 
 def _with_full_paths(args: Arguments) -> Arguments:
     """The same flags, with ~ expanded and the files of ds_configs/ found by name."""
-    paths = {name: value for name, value in args.as_dict().items() if FLAGS[name].path and value is not None}
+    flags = args.flags
+    paths = {name: value for name, value in args.as_dict().items() if flags[name].path and value is not None}
     args = args.replaced(**{name: os.path.expanduser(value) for name, value in paths.items()})
     if len(folders := tower_folders(args.model.vision_tower)) > 1:
         args = args.replaced(vision_tower=",".join(map(os.path.expanduser, folders)))
@@ -335,7 +385,7 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     if flags & {"model_name_or_path", "recipe"}:
         return {}
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
-    parser = build_parser()
+    parser = build_parser(())
     parser.wrong = []  # which parse_arguments reports
     written = parser.parse_known_args(tokens)[0]
     defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import chain
 
-from llava_ds.config.arguments import FLAGS, SECTIONS, Arguments
+from llava_ds.config.arguments import Arguments
 from llava_ds.config.bounds import json_object, out_of_bounds, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
@@ -139,7 +139,6 @@ SWITCHED_OFF = {
     "eval_steps": "the eval loss is computed at the end only",
     "sample_steps": "no questions are answered while training",
     "max_steps": "--num_train_epochs says how long to train",
-    "check_divergence_steps": "copies of the weights are never compared",
     "watchdog_start_s": "nothing ends a start that hangs",
     "watchdog_step_s": "nothing ends a step that hangs",
     "watchdog_save_s": "nothing ends a save that hangs",
@@ -150,13 +149,16 @@ Rule = Callable[[Arguments], Iterator[str]]
 
 def problems_of(args: Arguments, to_train: bool) -> list[str]:
     """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
-    problems = [_with_remedy(line) for line in out_of_bounds(args.as_dict(), SECTIONS)]
+    zeros = {**INSTEAD_OF_ZERO, **args.zeros}
+    problems = [_with_remedy(line, zeros) for line in out_of_bounds(args.as_dict(), map(type, args.sections))]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
-    named = [(name, value) for name, value in _paths(args) if FLAGS[name].path in ("model", "output")]
+    flags = args.flags
+    named = [(name, value) for name, value in _paths(args) if flags[name].path in ("model", "output")]
     problems += [f"--{name} {problem}" for name, value in named if (problem := utf8_problem(value))]
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
+        problems += [line for flags in args.own.values() for line in flags.problems(args)]
     problems += template_variables(args)
     return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args), *rows_of_tokens(args)]
 
@@ -166,15 +168,16 @@ def data_problems(args: Arguments) -> list[str]:
     return [*_missing_paths(args, only_to_train=False), *_lines(DATA_RULES, args)]
 
 
-def _with_remedy(line: str) -> str:
+def _with_remedy(line: str, zeros: dict[str, str]) -> str:
     name = line.removeprefix("--").partition(" is 0: ")[0]
-    return f"{line}; {INSTEAD_OF_ZERO[name]}" if name in INSTEAD_OF_ZERO else line
+    return f"{line}; {zeros[name]}" if name in zeros else line
 
 
 def switched_off(args: Arguments) -> list[str]:
     """A line for every flag that was given as 0, by which it switches something off."""
     values = args.as_dict()
-    return [f"--{name} 0: {what}" for name, what in SWITCHED_OFF.items() if name in args.given and values[name] == 0]
+    zeros = {**SWITCHED_OFF, **args.zeros}
+    return [f"--{name} 0: {what}" for name, what in zeros.items() if name in args.given and values[name] == 0]
 
 
 def _lines(rules: tuple[Rule, ...], args: Arguments) -> list[str]:
@@ -182,18 +185,23 @@ def _lines(rules: tuple[Rule, ...], args: Arguments) -> list[str]:
 
 
 def _paths(args: Arguments) -> list[tuple[str, str]]:
-    return [(name, value) for name, value in args.as_dict().items() if FLAGS[name].path and value is not None]
+    flags = args.flags
+    return [(name, value) for name, value in args.as_dict().items() if flags[name].path and value is not None]
 
 
 def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
+    flags = args.flags
     for name, value in _paths(args):
-        if FLAGS[name].only_to_train == only_to_train and (problem := missing_path(name, value)):
+        flag = flags[name]
+        if flag.only_to_train == only_to_train and (problem := missing_path(name, value, flag.path)):
             yield f"--{name} {value}{problem}"
 
 
-def missing_path(name: str, value: str) -> str | None:
-    """The rest of a message about a path that is not there, or None where it is as its flag needs it."""
-    kind = FLAGS[name].path
+def missing_path(name: str, value: str, kind: str) -> str | None:
+    """The rest of a message about a path that is not there, or None where it is as its flag needs it.
+
+    kind: the flag's Flag.path.
+    """
     if name in REMOTE_FLAGS:
         if is_remote(value):
             return None
@@ -369,22 +377,16 @@ def best_evaluation(args: Arguments) -> Iterator[str]:
 
 def checkpoints(args: Arguments) -> Iterator[str]:
     training = args.training
-    if training.on_loss_spike == "rewind" and training.save_strategy == "no":
-        yield "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps"
-    if "ema_decay" in args.given and not training.enable_ema:
-        yield "--ema_decay has no effect without --enable_ema True: give that, or leave it out"
     if training.save_only_model and training.save_strategy == "no":
         yield (
             "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that "
             "none is, give one of them"
         )
-    wholes = {"--on_loss_spike rewind": training.on_loss_spike == "rewind", "--async_save True": training.async_save}
-    for flag, is_set in wholes.items():
-        if training.save_only_model and is_set:
-            yield (
-                f"--save_only_model True and {flag}: {flag.split()[0]} goes with checkpoints of the whole training "
-                "state, leave one of them out"
-            )
+    if training.save_only_model and training.async_save:
+        yield (
+            "--save_only_model True and --async_save True: --async_save goes with checkpoints of the whole training "
+            "state, leave one of them out"
+        )
 
 
 def trainable_parts(args: Arguments) -> Iterator[str]:
@@ -630,7 +632,6 @@ def _rewards(args: Arguments) -> Iterator[str]:
     others = {
         "--bits": model.bits != 16,
         "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
-        "--on_loss_spike rewind": training.on_loss_spike == "rewind",
         "--steps_across_epochs": bool(training.steps_across_epochs),
         "--torch_compile": training.torch_compile,
         "--stream": data.stream,

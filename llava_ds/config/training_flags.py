@@ -38,7 +38,7 @@ _steps, _ = flags_of("steps")
 _optimizer, _ = flags_of("optimizer")
 _speed, _speed_free = flags_of("speed")
 _order, _ = flags_of("order")
-_failures, _failures_free = flags_of("failures")
+_, _failures_free = flags_of("failures")
 _, _eval_free = flags_of("eval")
 _logging, _logging_free = flags_of("logging")
 _checkpoints, _checkpoints_free = flags_of("checkpoints")
@@ -248,14 +248,6 @@ class TrainingArguments:
     adam_beta1: PartBelowOne = _optimizer(0.9, "AdamW beta 1.")
     adam_beta2: PartBelowOne = _optimizer(0.999, "AdamW beta 2.")
     adam_epsilon: Rate = _optimizer(1e-8, "AdamW epsilon.")
-    enable_ema: bool = _optimizer(
-        False,
-        "Keep a moving average of the weights that train, in fp32 beside the optimizer's states, and export that "
-        "model, too, into the folder ema of --output_dir.",
-    )
-    ema_decay: PartBelowOne = _optimizer(
-        0.992, "With --enable_ema: what the average keeps of itself at every step; the rest is the new weights'."
-    )
     max_grad_norm: Rate = _optimizer(0.0, "Clip the gradient to this norm; 0 does not clip (LLaVA-1.5).")
     warmup_ratio: Part = _optimizer(0.0, "Fraction of all steps in which the rate rises from 0, rounded up.")
     warmup_steps: Annotated[float, Bounds(0, MOST)] = _optimizer(
@@ -429,26 +421,6 @@ class TrainingArguments:
         20,
         "Consecutive steps with a loss or gradients that are not finite, which change no weights, after which the run "
         "stops. --fp16 searches its loss scale by such steps.",
-    )
-    on_loss_spike: Literal["continue", "rewind"] = _failures(
-        "continue",
-        "Reaction to a jump of the loss. continue: report it; rewind: go back to the weights of the last checkpoint "
-        "and skip the samples since then, whose steps remain counted.",
-    )
-    loss_spike_sigma: Positive = _failures(
-        6.0,
-        "A loss is a spike when it is this many standard deviations above the mean of the steps before.",
-        resume="rewind",
-    )
-    loss_spike_window: Annotated[int, Bounds(4, MOST)] = _failures(
-        128,
-        "Number of steps before that a loss is compared with; none is judged before half of them were taken.",
-        resume="rewind",
-    )
-    check_divergence_steps: NotNegative = _failures_free(
-        1000,
-        "Steps between comparisons of the weights that every rank holds a copy of: all weights at ZeRO 0 to 2, the "
-        "smallest at 3. A difference ends the run with the rank's name. 0: never.",
     )
     max_run_time: str | None = _run_free(
         None,

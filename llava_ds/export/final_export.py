@@ -33,7 +33,7 @@ from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.quantize import exact_products
-from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.tf32 import exact_fp32
 from llava_ds.tracking.best_rule import BestCheckpoint
 from llava_ds.tracking.run_record import read_run_record
@@ -103,17 +103,17 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
         raise _refusal(error) or error from error
 
 
-def export_averages(engine, export: ExportPlan, training: TrainingArguments, ranks: Ranks) -> None:
-    """Write the model, whose weights are averages now, into the folder ema of --output_dir; all ranks call it together.
+def export_beside(name: str, engine, export: ExportPlan, training: TrainingArguments, ranks: Ranks) -> Path:
+    """Write the model as it is now into a folder of --output_dir, which is returned; all ranks call it together.
 
     Raises DataError where the disk does not take it.
     """
-    folder = Path(training.output_dir) / "ema"
+    folder = Path(training.output_dir) / name
     with _disk_errors(folder, training):
         if ranks.is_first:
             folder.mkdir(exist_ok=True)
         write_model(engine, export, ranks, folder)
-    print_first(f"the same with averaged weights: {folder}")
+    return folder
 
 
 def _refusal(error: Exception) -> OSError | None:

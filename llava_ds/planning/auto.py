@@ -77,7 +77,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         weight_bytes=weight_bytes,
         gradient_bytes=GRADIENT_BYTES.get(accumulated, weight_bytes),
         accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
-        moments=num_moments(resolved.config) + training.enable_ema,
+        moments=num_moments(resolved.config) + resolved.args.extra_moments,
         sp=sp,
         tp=training.tensor_parallel_size,
         pp=training.pipeline_parallel_size,

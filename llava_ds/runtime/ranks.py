@@ -57,10 +57,10 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
     """Raise ConfigError on every rank when a named value is not the same on all. All ranks call it together."""
     everyone = gather(values, ranks)
     problems = []
-    for name in values:
+    for name in dict.fromkeys(name for each in everyone for name in each):
         held: dict[str, list[int]] = {}
         for rank, each in enumerate(everyone):
-            held.setdefault(json.dumps(each[name], default=str, sort_keys=True), []).append(rank)
+            held.setdefault(json.dumps(each.get(name), default=str, sort_keys=True), []).append(rank)
         if len(held) > 1:
             found = "; ".join(f"{value} on {format_ranks(holders)}" for value, holders in held.items())
             problems.append(f"{name} is not the same on all ranks: {found}")

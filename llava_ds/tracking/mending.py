@@ -7,6 +7,7 @@ from pathlib import Path
 from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.jsonl import replace_rows
 from llava_ds.files.reading import move_aside, read_rows, why_not_regular
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
@@ -27,12 +28,6 @@ class _Metrics(TypedDict):
     grad_norm: NotRequired[float | None]
 
 
-class _Spike(TypedDict):
-    step: int
-    last: bool
-    rewound_to: str | None
-
-
 class _Skipped(TypedDict):
     file: str
     index: int
@@ -45,8 +40,8 @@ ROWS = {
     "samples.jsonl": _Step,
     "rollouts.jsonl": _Step,
     "skipped_steps.jsonl": _Step,
-    "loss_spikes.jsonl": _Spike,
     "skipped.jsonl": _Skipped,
+    **{name: _Step for each in EXTENSIONS.values() for name in each.leaves.split() if name.endswith(".jsonl")},
 }
 OTHERS = ("run.json", "ds_config.json", "trainer_state.json", "data_files.parquet")  # which every start writes anew
 

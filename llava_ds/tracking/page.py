@@ -1,12 +1,11 @@
 """report.html: one page, whole in itself, about a run and its result."""
 
-import dataclasses
 import json
 import shlex
 import time
 from pathlib import Path
 
-from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.arguments import flag_default
 from llava_ds.data.preflight import reasons_in_short
 from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.files.writing import write_output, write_whole
@@ -191,15 +190,12 @@ def _flags(run: RunFiles) -> list[Block]:
     if not run.flags:
         return [note("run.json says nothing about the flags.")]
     given = set(run.record.get("given") or ())
-    defaults = {
-        f.name: f.default for cls in (ModelArguments, DataArguments, TrainingArguments) for f in dataclasses.fields(cls)
-    }
     chosen, others = [], []
     for name, value in run.flags.items():
         why, rows = "filled in: from the model, the DeepSpeed JSON or what is shipped", chosen
         if name in given:
             why = styled("given", "given")
-        elif value == defaults.get(name):
+        elif value == flag_default(name):
             why, rows = "default", others
         rows.append((f"--{name}", _code(value), why))
     head = ["flag", "value", "why"]

@@ -17,10 +17,11 @@ import torch
 from typing_extensions import NotRequired, TypedDict
 
 from llava_ds import __version__
-from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.arguments import SECTIONS, Arguments, loaded
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.extensions.active import flags_class, owners
 from llava_ds.files.reading import mismatch, read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks
@@ -128,8 +129,8 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else error
         raise DataError(f"{path} can't be read ({reason}): it says what the run was, and has to lie there") from error
     flags = dict(record["arguments"])
-    sections = []
-    for cls in (ModelArguments, DataArguments, TrainingArguments):
+    extensions, sections = owners(flags), []
+    for cls in (*SECTIONS, *map(flags_class, extensions)):
         types = get_type_hints(cls)
         given = {field.name: flags.pop(field.name) for field in dataclasses.fields(cls) if field.name in flags}
         for name, value in given.items():
@@ -138,7 +139,9 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
         sections.append(cls(**given))
     if flags:
         raise DataError(f"{path} has flags that this version does not know: {', '.join(flags)}")
-    return Arguments(*sections, frozenset(record.get("given", ()))), record
+    model, data, training, *own = sections
+    given = frozenset(record.get("given", ()))
+    return Arguments(model, data, training, given, loaded(dict(zip(extensions, own)))), record
 
 
 def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:

@@ -169,7 +169,7 @@ class Logged:
 
     A resumed run goes on in the same one there, where nothing can be taken back: the steps behind the checkpoint, which
     come again, are those that it has, and none is given to it twice. Steps never go back otherwise, for where
-    --on_loss_spike rewinds, the weights alone do.
+    a run goes back to a checkpoint, the weights alone do.
     """
 
     def __init__(self, run, last_step: int) -> None:

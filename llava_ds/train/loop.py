@@ -9,9 +9,9 @@ import torch
 from llava_ds.data.loader import Window
 from llava_ds.engine.non_finite import skipped_steps
 from llava_ds.engine.runner import Runner
+from llava_ds.extensions.base import Hook, StepEnd
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import queuing
-from llava_ds.train.hooks import Hook, StepEnd
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.session import Session
 from llava_ds.train.state import StepResult, TrainState

@@ -26,7 +26,6 @@ from llava_ds.data.step_plan import (
 )
 from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
-from llava_ds.engine.averages import refuse_nvme
 from llava_ds.engine.critic import plan_critic
 from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
@@ -34,6 +33,7 @@ from llava_ds.engine.frozen import FrozenPlan, plan_frozen
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.safetensors_shards import parse_size
 from llava_ds.export.trial import try_export
+from llava_ds.extensions.active import Active, active
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import length_note
 from llava_ds.model.flops import ModelFlops, model_flops
@@ -87,6 +87,11 @@ class Plan:
     critic: FrozenPlan | None = None
     reward_model: FrozenPlan | None = None
     reference: FrozenPlan | None = None
+
+    @property
+    def active(self) -> Active:
+        """The extensions of the run."""
+        return active(self.args.own)
 
     @property
     def output_dir(self) -> Path:
@@ -192,8 +197,7 @@ def _plan_steps(
     ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
-    if args.training.enable_ema:
-        refuse_nvme(known.config)
+    active(args.own).check(known)
     opened = open_streamed if args.data.stream else open_together
     dataset = opened(known.args, model.tokenizer, images, ranks)
     dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)

@@ -1,6 +1,6 @@
 """A run while it trains: its model, its engine, and what watches over them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -17,7 +17,6 @@ from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_budget import choose_checkpointed_layers
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
-from llava_ds.engine.averages import take_averages
 from llava_ds.engine.checkpoint_files import read_lora_start
 from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
@@ -32,8 +31,9 @@ from llava_ds.engine.pipeline import Pipelined
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
-from llava_ds.export.final_export import export_averages, export_model, write_model
+from llava_ds.export.final_export import export_model, write_model
 from llava_ds.export.trial import try_export
+from llava_ds.extensions.base import Hook
 from llava_ds.model.attention import attention_report
 from llava_ds.model.delta_net import delta_net_report
 from llava_ds.model.families.language import is_mixture, is_upcycled
@@ -162,7 +162,7 @@ def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, 
         print_first(add_reference(reference, dataset, plan.steps.packing, workers, ranks, mesh))
 
 
-def finish(session: Session) -> int:
+def finish(session: Session, hooks: Sequence[Hook]) -> int:
     """Export the model, or leave as the run was asked to. Returns the exit code."""
     plan, ranks, training = session.plan, session.ranks, session.plan.args.training
     if session.state.stops:
@@ -173,9 +173,8 @@ def finish(session: Session) -> int:
         deepspeed.comm.log_summary()
     best = _take_best(session)
     export_model(session.runner, plan.export, plan.args, plan.steps.dataset, ranks, best)
-    if training.enable_ema:
-        take_averages(session.engine, session.mesh)
-        export_averages(session.engine, plan.export, training, ranks)
+    for hook in hooks:
+        hook.after_export()
     session.trackers.close()
     return 0
 
@@ -280,7 +279,7 @@ def _warm_up(
     """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
     training, config, ranks, engine = plan.args.training, plan.resolved.config, started.ranks, runner.engine
     done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
-    moments, largest = num_moments(config) + training.enable_ema, None
+    moments, largest = num_moments(config) + plan.args.extra_moments, None
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
         largest = largest_micro_batch(plan.steps, done, probe, ranks, started.mesh)
     if largest and chooses_layers:

@@ -10,11 +10,13 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
-from llava_ds.config.arguments import FLAGS, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments, every_flag
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT
 from llava_ds.config.parsing import build_parser
 from llava_ds.config.recipes import read_recipe
 from llava_ds.data.templates import ALIASES
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.command import given_path, new_folder
 
 RUN = Path(__file__).parents[1]
@@ -24,7 +26,8 @@ SECTIONS = {"The model": ModelArguments, "The data": DataArguments, "The trainin
 INTRODUCTION = """# Every flag
 
 For everybody who looks up a flag: its values, its default and its effect. `make docs` writes this page from the code
-that reads the flags; `--help` of each script prints the same.
+that reads the flags; `--help` of each script prints the same. `run/train.py --help` shows the core's flags and a line
+for each extension, `--help NAME` those of an extension, `--help all` everything.
 
 - A flag is `--name value` or `--name=value`, with hyphens or underscores, and never abbreviated. If a flag is given
   twice, the last one counts. An unknown flag is an error that names the nearest one.
@@ -64,12 +67,15 @@ def all_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def train_flags() -> list[str]:
-    """A table for each section of the dataclasses."""
+    """A table for each section of the dataclasses, and then for each extension."""
     options = {action.dest: action for action in build_parser()._actions}
     lines = []
-    for title, section in SECTIONS.items():
+    extensions = {f"{name}: {trigger.title}": flags_class(name) for name, trigger in EXTENSIONS.items()}
+    for title, section in {**SECTIONS, **extensions}.items():
         kinds = typing.get_type_hints(section)
-        lines += [f"### {title}\n", *HEAD]
+        name = title.partition(":")[0]
+        page = [f"[{name}.md]({name}.md)\n"] * (RUN.parent / "docs" / f"{name}.md").exists()
+        lines += [f"### {title}\n", *page, *HEAD]
         for field in fields(section):
             option = options[field.name]
             names = [f"--{field.name}", *field.metadata.get("aliases", [])]
@@ -87,7 +93,7 @@ def train_flags() -> list[str]:
 
 def value_of(name: str, kind: object, action: argparse.Action) -> str:
     """The kind of a flag's value in a word, or its choices."""
-    if FLAGS[name].path:
+    if every_flag()[name].path:
         return "path"
     if name == "gradient_checkpointing":
         return ", ".join(f"`{word}`" for word in dict.fromkeys(CHECKPOINTING.values()))

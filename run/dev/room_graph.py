@@ -19,10 +19,18 @@ def room_of(path: Path) -> str:
     return "run" if parts[0] == "run" else parts[1]
 
 
+def is_extensions(path: Path) -> bool:
+    """True for a file of an extension's folder: nothing imports those, and each of them may be deleted."""
+    return path.relative_to(ROOT).parts[1] == "extensions" and path.parent.name != "extensions"
+
+
 def imported_rooms(source: str) -> set[str]:
-    """Rooms that a file imports from, also within functions."""
-    names = []
-    for node in ast.walk(ast.parse(source)):
+    """Rooms that a file imports from, also within functions; not those of which it needs types alone."""
+    names, tree = [], ast.parse(source)
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    ]
+    for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             names += [module + alias.name for alias in node.names]
@@ -35,7 +43,7 @@ def room_imports() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path in [*(ROOT / "llava_ds").rglob("*.py"), *(ROOT / "run").rglob("*.py")]:
         room = room_of(path)
-        if room != "__init__":
+        if room != "__init__" and not is_extensions(path):
             graph.setdefault(room, set()).update(imported_rooms(path.read_text(encoding="utf-8")) - {room})
     return graph
 

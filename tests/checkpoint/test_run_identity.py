@@ -260,3 +260,19 @@ def test_more_rows_are_another_run():
         "flags": {k: v for k, v in run().flags.items() if k not in changes},
     }  # of an earlier version
     assert not run().differences(before) and list(grown.differences(before)) == changes
+
+
+def test_a_flag_that_is_left_out_at_a_resume_is_a_difference(tmp_path):
+    """Also where its feature is not loaded, so that the new run does not have the flag at all."""
+    absent = ("lora_enable", "lora_r")
+    now = dataclasses.replace(run(), flags={k: v for k, v in run().flags.items() if k not in absent})
+    before = vars(run(lora_enable=True))
+    assert now.differences(before) == {"lora_enable": "--lora_enable is False, was True"}
+    assert dataclasses.replace(now, flags={**now.flags, "lora_enable": True}).differences(before) == {}
+    assert not now.differences(vars(run()))
+    unknown = {**before, "flags": {**vars(run())["flags"], "of_an_earlier_version": 3, "output_dir": "elsewhere"}}
+    assert not now.differences(unknown)  # and flags that a resume may change since
+    saved(tmp_path, 3, run(lora_enable=True))
+    with pytest.raises(ConfigError, match="--lora_enable is False, was True"):
+        find_resume_point("auto", tmp_path, now)
+    assert find_resume_point("auto", tmp_path, now, "lora_enable")[0].changed

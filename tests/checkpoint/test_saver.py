@@ -1,6 +1,5 @@
 """What a run does when a checkpoint can't be saved, and when one is written behind its back."""
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -150,7 +149,7 @@ def test_the_model_alone_is_a_whole_checkpoint_from_which_no_run_is_resumed(tmp_
     assert {file.name for file in path.iterdir()} == {"model.safetensors", "manifest.json", "trainer.json"}
     assert not is_training_checkpoint(path) and "the model alone: training waited" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--resume .* can't be used: it holds the model alone"):
-        find_resume_point(str(path), tmp_path, dataclasses.replace(IDENTITY, flags={"on_loss_spike": "continue"}))
+        find_resume_point(str(path), tmp_path, IDENTITY)
     with pytest.raises(ConfigError, match="no checkpoint that a run can be resumed from"):
         find_resume_point("auto", tmp_path, IDENTITY)
     assert find_resume_point("never", tmp_path, IDENTITY)[0].path is None

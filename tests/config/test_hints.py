@@ -6,7 +6,7 @@ from llava_ds.config.other_trainers import unknown_flags
 from llava_ds.config.parsing import build_parser
 from llava_ds.constants import did_you_mean, nearest_name
 
-NONE = "run/train.py --help lists all flags"
+NONE = "run/train.py --help all lists all flags"
 
 
 @pytest.fixture(scope="module")

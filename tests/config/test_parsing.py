@@ -13,6 +13,9 @@ from llava_ds.config.arguments import (
     FLAGS,
     SECTIONS,
     ModelArguments,
+    declared_by,
+    every_flag,
+    every_section,
     flags_free_on_resume,
     lora_parts,
     trained_parts,
@@ -27,6 +30,8 @@ from llava_ds.config.recipes import read_recipe
 from llava_ds.config.rules import is_installed
 from llava_ds.config.shipped import RECIPES, found
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 
 ZERO2 = str(Path(__file__).parents[2] / "ds_configs" / "zero2.json")
 NEEDED = ["--deepspeed_config", ZERO2, "--output_dir", "out"]
@@ -91,7 +96,7 @@ def test_deepspeed_is_another_name_for_deepspeed_config():
 def test_unknown_flag_names_the_nearest(tmp_path):
     message = refused(*NEEDED, "--learning_rat", 1e-3, "--zzzzzz=1")
     assert "unknown flag --learning_rat: did you mean --learning_rate?" in message
-    assert "unknown flag --zzzzzz: run/train.py --help lists all flags" in message
+    assert "unknown flag --zzzzzz: run/train.py --help all lists all flags" in message
     message = refused(*NEEDED, "--recipe", recipe(tmp_path, "learn_rate: 1\n"))
     assert "unknown flag --learn_rate: did you mean --learning_rate?" in message
 
@@ -260,9 +265,6 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
             "logging_steps", "save_steps", "save_total_limit", "max_image_pixels",
             "max_skipped_steps",
         )),
-        ("check_divergence_steps", -1, "give 0 or more"),
-        ("loss_spike_window", 3, "give 4 or more"),
-        ("loss_spike_sigma", 0, "give a value above 0"),
         ("eval_fraction", 1, "give a value from 0 to below 1"),
         ("eval_steps", 5, "give --eval_data_path or --eval_fraction, too"),
         ("eval_strategy", "epoch", "give --eval_data_path or --eval_fraction, too"),
@@ -405,7 +407,6 @@ def test_a_flag_out_of_bounds_is_said_once():
         (["--objective", "ppo", "--dynamic_sample", "True"], "--dynamic_sample belongs to --objective grpo"),
         (["--objective", "grpo", "--max_resample_times", "2"], "has no effect without --dynamic_sample True"),
         (["--objective", "grpo", "--top_p", "0"], "--top_p is 0"),
-        (["--ema_decay", "0.9"], "--ema_decay has no effect without --enable_ema True"),
         (["--objective", "grpo", "--vllm_server", "http://10.0.0.1:8765"], "give its address here"),
         (["--objective", "grpo", "--vllm_server", "http://[::1"], "give its address here"),
         (["--vllm_server", "http://127.0.0.1:1"], "--vllm_server belongs to --objective grpo and ppo"),
@@ -732,9 +733,11 @@ def test_flags_that_say_nothing_without_4_bits_are_named():
 
 NUMBERS = [
     (section, name, kind)
-    for section in SECTIONS
+    for section in every_section()
     for name, kind in typing.get_type_hints(section).items()
-    if {int, float} & {kind, *typing.get_args(kind)} and typing.get_origin(kind) is not typing.Literal
+    if name in declared_by(section)
+    and {int, float} & {kind, *typing.get_args(kind)}
+    and typing.get_origin(kind) is not typing.Literal
 ]
 
 
@@ -810,6 +813,8 @@ def test_every_field_is_declared_as_a_flag():
     names = [field.name for section in SECTIONS for field in dataclasses.fields(section)]
     assert names == list(FLAGS) and len(set(names)) == len(names)
     assert {flag.group for flag in FLAGS.values()} == set(GROUPS)
+    names = list(every_flag())
+    assert len(set(names)) == sum(len(dataclasses.fields(section)) for section in every_section())
 
 
 def test_paths_and_workers_may_differ_between_machines():
@@ -819,20 +824,38 @@ def test_paths_and_workers_may_differ_between_machines():
 
 
 def test_a_resume_may_change_what_decides_nothing():
-    free, rewinding = flags_free_on_resume(), flags_free_on_resume(rewinds=True)
+    free, rewinding = flags_free_on_resume(every_flag()), flags_free_on_resume(every_flag(), rewinds=True)
     assert {"output_dir", "save_total_limit", "gradient_checkpointing"} <= rewinding < free
-    assert free - rewinding == {"loss_spike_sigma", "loss_spike_window", "logging_steps", "save_steps"}
+    assert free - rewinding >= {"logging_steps", "save_steps"}
     assert not {"learning_rate", "seed", "version", "train_batch_size"} & free
 
 
 def test_help_spells_each_flag_once_under_its_groups_title():
-    text = build_parser().format_help()
-    flags = re.findall(r"^  (--\w+)", text, re.MULTILINE)
-    assert len(flags) == len(set(flags)) > 120
-    assert "--model-name-or-path" not in text and "--no_shuffle" not in text
-    titles = re.findall(r"^(\S.*):\n  ", text, re.MULTILINE)
-    assert titles == [*GROUPS.values(), "accepted without effect, for LLaVA's scripts"]
-    assert max(map(len, text.splitlines())) < 130
+    text, whole = build_parser().format_help(), build_parser().format_help("all")
+    extensions = [f"{name}: {trigger.title}" for name, trigger in EXTENSIONS.items()]
+    last = "accepted without effect, for LLaVA's scripts"
+    for shown, more in ((text, []), (whole, extensions)):
+        flags = re.findall(r"^  (--\w+)", shown, re.MULTILINE)
+        assert len(flags) == len(set(flags)) > 120
+        assert "--model-name-or-path" not in shown and "--no_shuffle" not in shown
+        titles = re.findall(r"^(\S.*):\n  ", shown, re.MULTILINE)
+        assert titles[: len(GROUPS) + len(more) + 1] == [*GROUPS.values(), *more, last]
+        assert max(map(len, shown.splitlines())) < 130
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_help_shows_an_extension_in_a_line_and_its_flags_when_asked(name, capsys):
+    text, own = build_parser().format_help(), build_parser().format_help(name)
+    flags = declared_by(flags_class(name))
+    assert re.search(rf"^  {name}( |$)", text, re.MULTILINE) and not any(f"--{flag} " in text for flag in flags)
+    assert re.findall(r"^  --(\w+)", own, re.MULTILINE) == list(flags)
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help", name])
+    assert capsys.readouterr().out == own
+
+
+def test_help_about_nothing_that_there_is_names_what_there_is():
+    assert "--help learning_rate: there is no such extension: give all, or" in refused("--help", "learning_rate")
 
 
 def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):

@@ -21,7 +21,6 @@ from llava_ds.train.evals import Decoding, SampleQuestion, answers, eval_loss
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.sft import SFT
-from llava_ds.train.replicas import replica_sums
 from llava_ds.train.state import TrainState
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_rank")]
@@ -95,7 +94,8 @@ def test_sample_answers_wait_for_their_tokens(tokenizer):
 
 
 def test_sums_of_weights_are_read_where_it_says_so():
+    replicas = pytest.importorskip("llava_ds.extensions.replicas.replicas")
     with gpu() as rules:
         engine = engine_on(rules)
-        replica_sums(engine.module)
+        replicas.replica_sums(engine.module)
         assert set(rules.waits) == {"sums of the weights"}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from extension_there import if_there, needs_extension
 from launching import ROOT, command_line, ds_config, launch, toy_run
 
 from llava_ds.files.jsonl import read_metrics
@@ -31,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
         saving = {**more, "max_skipped_steps": 3, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
         stays = dict.fromkeys(range(3, 10), not_finite)
         runs.append((toy_run(given, folder / f"stays-{stage}", ds_config(stage), **saving), stays))
-        checks = {**more, "check_divergence_steps": 4}
+        checks = {**more, **if_there("replicas", check_divergence_steps=4)}
         runs.append((toy_run(given, folder / f"flips-{stage}", ds_config(stage), **checks), {3: flipped}))
     listed = folder / "runs.json"
     listed.write_text(json.dumps([(command_line(flags), faults) for flags, faults in runs]))
@@ -59,6 +60,7 @@ def test_too_many_in_a_row_end_the_run_and_leave_the_checkpoint_before_them(fold
     assert (folder / "output.txt").read_text().count("3 steps in a row (3 to 5)") == 4
 
 
+@needs_extension("replicas")
 def test_a_bit_that_one_rank_has_differently_ends_the_run(folder):
     steps = [[row["step"] for row in read_metrics(folder / f"flips-{stage}" / "metrics.jsonl")] for stage in range(4)]
     # ZeRO-3 gathers every copy anew in each step, so that it heals.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from extension_there import if_there, needs_extension
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -126,7 +127,9 @@ def guarded(runs) -> Path:
     folder = runs["plain"].parent
     data = {"data_path": str(folder / "plain/data.json"), "image_folder": str(folder / "plain/images")}
     base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
-    more = {"max_steps": STEPS, "train_batch_size": 8, "max_grad_norm": 0.5, "learning_rate": 1e-3, "enable_ema": True}
+    more = {"max_steps": STEPS, "train_batch_size": 8, "max_grad_norm": 0.5, "learning_rate": 1e-3} | if_there(
+        "ema", enable_ema=True
+    )
     for pp in (1, 2):
         todo = [
             toy_run(
@@ -138,7 +141,7 @@ def guarded(runs) -> Path:
                 pipeline_parallel_size=pp,
                 bf16=bf16,
                 model_max_length=6000,
-                check_divergence_steps=2,
+                **if_there("replicas", check_divergence_steps=2),
             )
             for stage in (0, 1)
             for bf16 in (False, True)
@@ -157,6 +160,7 @@ def test_the_norm_is_over_all_stages(guarded, stage, bf16):
     assert losses(staged) == pytest.approx(losses(one), rel=0.01 if bf16 else 1e-5)
 
 
+@needs_extension("ema")
 @pytest.mark.parametrize("stage", (0, 1))
 def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
     one, staged = (load_file(guarded / f"adamw{pp}-{stage}-False/ema/model.safetensors") for pp in (1, 2))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from extension_there import if_there, needs_extension
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -114,7 +115,9 @@ def guarded(runs) -> Path:
     folder = runs["plain"].parent
     data = {"data_path": str(folder / "plain/data.json"), "image_folder": str(folder / "plain/images")}
     base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}
-    more = {"max_steps": STEPS, "train_batch_size": 8, "max_grad_norm": 0.5, "learning_rate": 1e-3, "enable_ema": True}
+    more = {"max_steps": STEPS, "train_batch_size": 8, "max_grad_norm": 0.5, "learning_rate": 1e-3} | if_there(
+        "ema", enable_ema=True
+    )
     for tp in (1, 2):
         todo = [
             toy_run(
@@ -125,7 +128,7 @@ def guarded(runs) -> Path:
                 tensor_parallel_size=tp,
                 bf16=bf16,
                 model_max_length=6000,
-                check_divergence_steps=2,
+                **if_there("replicas", check_divergence_steps=2),
             )
             for stage in range(4)
             for bf16 in (False, True)
@@ -144,6 +147,7 @@ def test_the_norm_is_over_all_parts(guarded, stage, bf16):
     assert losses(cut) == pytest.approx(losses(one), rel=0.01 if bf16 else 1e-5)
 
 
+@needs_extension("ema")
 @pytest.mark.parametrize("stage", range(4))
 def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
     one, cut = (load_file(guarded / f"adamw{tp}-{stage}-False/ema/model.safetensors") for tp in (1, 2))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import toys
 from checkpoints import break_off, differences
+from extension_there import if_there
 from launching import ROOT, command_line, ds_config, launch, losses, run_many, run_script, toy_run
 from safetensors.torch import load_file, save_file
 
@@ -59,7 +60,12 @@ MORE = {"alone": (1, 1, MOE), "four": (4, 2, EP)}
 
 
 def a_run(given: dict[str, str], out: Path, stage: int, more: dict) -> dict[str, object]:
-    saving = {"save_strategy": "steps", "save_steps": SAVED, "check_divergence_steps": 1, "export_format": "llava"}
+    saving = {
+        "save_strategy": "steps",
+        "save_steps": SAVED,
+        **if_there("replicas", check_divergence_steps=1),
+        "export_format": "llava",
+    }
     return toy_run(given, out, ds_config(stage), **{**RATES, **saving, "sample_steps": STEPS, **more})
 
 

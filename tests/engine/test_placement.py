@@ -25,8 +25,8 @@ SHAPES = {
 }
 # Files that read, write or compare parameters, whoever has them.
 NEUTRAL = [f"engine/{name}" for name in ("pieces", "checkpoint_files", "checkpoint_writer", "reshard")]
-NEUTRAL += ["engine/non_finite", "engine/averages", "engine/placement", "export/tensors", "model/loading"]
-NEUTRAL += ["train/replicas", "train/reference", "checkpoint/training_state", "checkpoint/base_weights"]
+NEUTRAL += ["engine/non_finite", "extensions/ema/averages", "engine/placement", "export/tensors", "model/loading"]
+NEUTRAL += ["extensions/replicas/replicas", "train/reference", "checkpoint/training_state", "checkpoint/base_weights"]
 AXES = r"engine\.(tensor_parallel|expert_parallel|pipeline)|model\.(stages|upcycling|mixture|families\.upcycled)"
 
 

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from extension_there import if_there
 from launching import ds_config, toy_run
 
 TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "mfu", "peak_memory_bytes")
@@ -38,7 +39,7 @@ KINDS = {
         "vf_coef": 0.5,
         "max_grad_norm": 1.0,
         "gradient_checkpointing": "auto",
-        "check_divergence_steps": 1,
+        **if_there("replicas", check_divergence_steps=1),
     },
     "adapters": {**LORA, "beta": 0.1, "temperature": 0.7, "top_k": 300, "top_p": 0.9},
     "refilled": {"reward_funcs": "rules.py:half", "reward_weights": "1", "dynamic_sample": True},

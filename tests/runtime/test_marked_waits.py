@@ -21,7 +21,6 @@ from llava_ds.runtime.waiting import QUEUE, waits_for
 from llava_ds.tracking.progress import Progress
 from llava_ds.train import evals, loop, reference
 from llava_ds.train.objectives.objective import MicroLoss
-from llava_ds.train.replicas import replica_sums
 from llava_ds.train.state import TrainState
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
@@ -87,12 +86,17 @@ PACKING = SimpleNamespace(lay_out_all=lambda lengths: [[[0]]])
 MICRO = MicroBatch(None, (0,), num_tokens=1, num_targets=1, num_pairs=1, num_tiles=0, broken=())
 
 
-def test_replicas_gathered_weights_and_skipped_steps(marks):
+def test_sums_of_weights(marks):
+    replicas = pytest.importorskip("llava_ds.extensions.replicas.replicas")
+    replicas.replica_sums(torch.nn.Linear(2, 2))
+    assert marks.found == ["sums of the weights"]
+
+
+def test_gathered_weights_and_skipped_steps(marks):
     layer = torch.nn.Linear(2, 2)
-    replica_sums(layer)
     on_host(layer.weight)
     settle_skipped_steps(SimpleNamespace(skipped_steps=0, **{SKIPPED: torch.zeros((), dtype=torch.int64)}))
-    assert marks.found == ["sums of the weights", "a gathered weight", "the count of skipped steps"]
+    assert marks.found == ["a gathered weight", "the count of skipped steps"]
 
 
 def test_answers_of_the_other_ranks(marks):

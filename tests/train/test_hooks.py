@@ -1,90 +1,24 @@
 """The order of the hooks is the policy: what a stop, a problem and a spike of the loss do to evaluation and saving."""
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_run import FakeSession, FakeWatch, end_of
 
 from llava_ds.constants import DataError
-from llava_ds.data.loader import Counts
-from llava_ds.runtime.mesh import ALONE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import hooks, loop
 from llava_ds.train.hooks import Evaluate, Health, Hook, Log, Save, StepEnd, Stop
 from llava_ds.train.loop import train
-from llava_ds.train.session import Session
-from llava_ds.train.state import StepResult, TrainState
-
-
-class FakeWatch:
-    """Stands for the logs of bad samples, skipped steps and spikes."""
-
-    def __init__(self, problem: str | None = None, found: tuple = (), rewinds: bool = False) -> None:
-        self.problem, self.found, self.rewinds, self.in_a_row, self.settled = problem, found, rewinds, 0, []
-        self.log = SimpleNamespace(write=lambda rows: None)
-
-    def add(self, read: list) -> None: ...
-
-    def describe(self) -> str:
-        return "a spike"
-
-    def settle(self, rewound_to: str | None) -> None:
-        self.settled.append(rewound_to)
-
-
-class FakeSession:
-    """A run of 10 steps that saves every 4 and evaluates every 2, and records what its hooks do."""
-
-    def __init__(self, stops: bool = False, save_strategy: str = "steps") -> None:
-        self.done: list[str] = []
-        training = SimpleNamespace(save_strategy=save_strategy, save_steps=4, logging_steps=1, check_divergence_steps=0)
-        args, dataset = SimpleNamespace(training=training), SimpleNamespace(is_streamed=False)
-        self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10, dataset=dataset))
-        self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
-        self.runner = SimpleNamespace(engine=None)
-        self.mesh = ALONE
-        self.stop = SimpleNamespace(agreed=lambda step_s, ahead_s: stops, saved=lambda seconds: None)
-        self.watchdog = SimpleNamespace(set_phase=lambda phase, step: None)
-        self.evaluation = SimpleNamespace(
-            is_due=lambda step, last: last or step % 2 == 0,
-            ahead_s=lambda step: 0.0,
-            run=self._evaluate,
-        )
-        self.ends_at: int | None = None  # the step whose evaluation ends the run
-        self.saver = SimpleNamespace(after_step=self._save, rewind=self._rewind)
-
-    def _evaluate(self, step: int, last: bool) -> bool:
-        self.done.append("evaluate")
-        return last or step == self.ends_at
-
-    def saves_at(self, step: int, last: bool) -> bool:
-        return Session.saves_at(self, step, last)
-
-    def windows(self) -> None:
-        """Nothing takes their place: run_steps is another here."""
-
-    def _save(self, step: int, saves: bool, last: bool, keeps_all: bool) -> None:
-        self.done += ["save"] * saves
-
-    def _rewind(self) -> Path:
-        self.done.append("rewind")
-        return Path("checkpoint-4")
-
-
-def end_of(step: int) -> StepEnd:
-    counts = Counts(4, 9, 9, 1, 9, 1)
-    values = {"loss": 1.0, "by_source": None, "grad_norm": None, "skipped_steps": 0, "lr": [], "broken": []}
-    result = StepResult(step=step, counts=counts, num_planned=4, data_wait_s=0.0, step_time_s=0.1, **values)
-    return StepEnd(result, finished=step == 10)
 
 
 def run(session: FakeSession, step: int, monkeypatch, **watches: FakeWatch) -> StepEnd:
     monkeypatch.setattr(hooks, "settle_skipped_steps", lambda engine: None)
     health = Health.__new__(Health)
     health.session, health.training = session, session.plan.args.training
-    for name in ("skipped", "skipped_steps", "spikes"):
+    for name in ("skipped", "skipped_steps"):
         setattr(health, name, watches.get(name, FakeWatch()))
     end = end_of(step)
     for hook in (Stop(session), health, Evaluate(session), Save(session)):
@@ -120,10 +54,9 @@ def test_without_checkpoints_a_request_to_stop_saves_nothing(monkeypatch):
     assert run(session, 3, monkeypatch).last and session.done == []
 
 
-@pytest.mark.parametrize("name", ["skipped_steps", "spikes"])
-def test_a_run_whose_weights_are_the_last_checkpoints_ends_without_another(name, monkeypatch):
+def test_a_run_whose_weights_are_the_last_checkpoints_ends_without_another(monkeypatch):
     session = FakeSession()
-    end = run(session, 4, monkeypatch, **{name: FakeWatch("too many")})
+    end = run(session, 4, monkeypatch, skipped_steps=FakeWatch("too many"))
     assert session.done == [] and end.last
     with pytest.raises(DataError, match="too many"):
         end.raise_problems()
@@ -137,13 +70,6 @@ def test_too_many_broken_samples_save_before_the_run_ends(monkeypatch):
         end.raise_problems()
 
 
-def test_a_spike_goes_back_before_anything_is_evaluated_or_saved(monkeypatch, capsys):
-    session, spikes = FakeSession(), FakeWatch(found=("one",), rewinds=True)
-    end = run(session, 4, monkeypatch, spikes=spikes)
-    assert session.done == ["rewind", "evaluate", "save"] and end.paused
-    assert spikes.settled == ["checkpoint-4"] and "back to checkpoint-4" in capsys.readouterr().out
-
-
 def test_a_failed_save_is_a_problem(monkeypatch):
     session = FakeSession()
     session.saver.after_step = lambda *args, **more: "the disk is full"
@@ -152,25 +78,12 @@ def test_a_failed_save_is_a_problem(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "on_loss_spike", "step"), [("cpu", "log", 4), ("cuda", "log", 5), ("cuda", "rewind", 4)]
+    ("device", "rewinds", "late"), [("cpu", False, False), ("cuda", False, True), ("cuda", True, False)]
 )
-def test_on_a_gpu_a_spike_is_met_when_its_step_is_read_which_is_a_step_later(monkeypatch, device, on_loss_spike, step):
-    for at in range(4, 9):
-        session, spikes = FakeSession(save_strategy="no"), FakeWatch(found=("one",))
-        session.ranks = Ranks(0, 0, 1, torch.device(device))
-        training = session.plan.args.training
-        training.logging_steps, training.on_loss_spike = 4, on_loss_spike
-        run(session, at, monkeypatch, spikes=spikes)
-        assert spikes.settled == [None] * (at in (step, step + 4))
-
-
-@pytest.mark.parametrize(
-    ("device", "on_loss_spike", "late"), [("cpu", "log", False), ("cuda", "log", True), ("cuda", "rewind", False)]
-)
-def test_the_log_on_a_gpu_is_read_late(monkeypatch, device, on_loss_spike, late):
+def test_the_log_on_a_gpu_is_read_late(monkeypatch, device, rewinds, late):
     session = FakeSession()
     session.ranks, session.mesh, session.trackers = Ranks(0, 0, 1, torch.device(device)), None, None
-    session.plan.args.training.on_loss_spike = on_loss_spike
+    session.plan.args.rewinds = rewinds
     session.plan.resolved = SimpleNamespace(compute_dtype=torch.float32, zero_stage=0)
     session.plan.output_dir = session.plan.flops = session.plan.resumed_step = None
     session.objective = SimpleNamespace(num_units=None)
@@ -218,10 +131,10 @@ def test_the_report_is_left_after_the_files_that_it_shows(tmp_path, capsys):
     log, health = Log.__new__(Log), Health.__new__(Health)
     log.session = health.session = session
     log.progress = SimpleNamespace(close=lambda: None)
-    health.skipped = health.skipped_steps = health.spikes = FakeWatch()
+    health.skipped = health.skipped_steps = FakeWatch()
     health.skipped.log.write = write
     (tmp_path / "metrics.jsonl").write_text("")
     for hook in (log, health):
         hook.begin = lambda: None
     train(session, [log, health])
-    assert order == [False] * 3 and f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out
+    assert order == [False] * 2 and f"report: {tmp_path / 'report.html'}" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import typing
 
 from pydantic import BaseModel, ValidationError
 
-from llava_ds.config.arguments import FLAGS
+from llava_ds.config.arguments import every_flag
 from llava_ds.constants import did_you_mean, in_short
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, section_of, sections, strict_model
@@ -279,7 +279,7 @@ def _unknown(parent: str, name: str, value: object) -> str:
         hint = f"nest it, as {nested}"
     elif len(homes) == 1:
         hint = _at_home(homes[0], name)
-    elif not parent and name in FLAGS and not isinstance(value, (dict, list)):
+    elif not parent and name in every_flag() and not isinstance(value, (dict, list)):
         hint = f"it is a flag, give --{name} {in_short(value)}"
     else:
         otherwise = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"

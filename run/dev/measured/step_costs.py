@@ -175,7 +175,6 @@ class Log:
     """The log and the watches, as the hooks of a run drive them."""
 
     def __init__(self, folder: Path, num_steps: int) -> None:
-        from llava_ds.config.arguments import TrainingArguments
         from llava_ds.data.sample_order import SampleOrder
         from llava_ds.data.step_plan import Packing, StepPlan
         from llava_ds.model.flops import ModelFlops
@@ -183,7 +182,6 @@ class Log:
         from llava_ds.runtime.ranks import Ranks
         from llava_ds.tracking.progress import Progress, RunFacts
         from llava_ds.tracking.trackers import TensorBoard, Trackers
-        from llava_ds.train.loss_spikes import LossSpikes
         from llava_ds.train.skipped_samples import SkippedSamples
         from llava_ds.train.skipped_steps import SkippedSteps
 
@@ -197,7 +195,6 @@ class Log:
         self.watches = (
             SkippedSamples(folder / "skipped.jsonl", [], 1, 0, alone),
             SkippedSteps(folder, plan, 3, (0, 0), alone),
-            LossSpikes(folder, plan, TrainingArguments(), 0, alone),
         )
 
     def after_step(self, result) -> None:

@@ -9,23 +9,12 @@ import deepspeed
 import torch
 from torch import nn
 
-from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.pieces import REPLICATED, layout_of, masters
 from llava_ds.engine.placement import placement_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
 
 STATE = "ema"
-
-
-def refuse_nvme(config: dict) -> None:
-    """Raise ConfigError where the optimizer's states lie on NVMe, which DeepSpeed moves by a list of its own."""
-    if offload_device(config, "offload_optimizer") == "nvme":
-        raise ConfigError(
-            "--enable_ema keeps a state beside the optimizer's, which can't lie on NVMe: give offload_optimizer "
-            '"cpu", or leave --enable_ema out'
-        )
 
 
 @torch.no_grad()

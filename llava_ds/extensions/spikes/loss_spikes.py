@@ -5,9 +5,9 @@ import statistics
 from collections import deque
 from pathlib import Path
 
-from llava_ds.config.arguments import TrainingArguments
 from llava_ds.data.dataset import sample_ids
 from llava_ds.data.step_plan import StepPlan
+from llava_ds.extensions.spikes.flags import Flags
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
@@ -25,14 +25,12 @@ class LossSpikes:
     Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
     """
 
-    def __init__(
-        self, output_dir: Path, plan: StepPlan, training: TrainingArguments, resume_step: int, ranks: Ranks
-    ) -> None:
-        self.path, self.sigma, self.ranks = output_dir / FILE, training.loss_spike_sigma, ranks
-        self.rewinds = training.on_loss_spike == "rewind"
+    def __init__(self, output_dir: Path, plan: StepPlan, flags: Flags, resume_step: int, ranks: Ranks) -> None:
+        self.path, self.sigma, self.ranks = output_dir / FILE, flags.loss_spike_sigma, ranks
+        self.rewinds = flags.rewinds
         self.found: list[dict] = []  # spikes that are not settled yet, the same on every rank
         self._plan = plan
-        window = training.loss_spike_window
+        window = flags.loss_spike_window
 
         def read() -> tuple[list[tuple[int, float]], list[dict]]:
             steps = [(row["step"], row["loss"]) for row in rows_of(output_dir / "metrics.jsonl")]
@@ -41,7 +39,7 @@ class LossSpikes:
 
         losses, earlier = broadcast_from_first(ranks, read)
         self.log = RowLog(self.path, earlier) if ranks.is_first else None
-        self._rewound = [row["rewound_to"] for row in earlier if row["last"] and row["rewound_to"] is not None]
+        self._rewound = [row["rewound_to"] for row in earlier if row.get("last") and row.get("rewound_to")]
         known = {row["step"] for row in earlier}
         self._losses: deque[float | None] = deque((None if step in known else loss for step, loss in losses), window)
         self.problem: str | None = None  # the reason to end the run, the same on every rank

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import torch
 
 from llava_ds.data.step_plan import StepLayout
+from llava_ds.extensions.spikes.flags import Flags
+from llava_ds.extensions.spikes.loss_spikes import LossSpikes
 from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.loss_spikes import LossSpikes
 
 ALONE = Ranks(0, 0, 1, torch.device("cpu"))
 DATASET = SimpleNamespace(
@@ -19,8 +20,8 @@ CALM = [2.0, 2.1, 1.9, 2.05]
 
 
 def spikes_in(folder: Path, resume_step: int = 0, sigma: float = 4.0, window: int = 8) -> LossSpikes:
-    training = SimpleNamespace(on_loss_spike="rewind", loss_spike_sigma=sigma, loss_spike_window=window)
-    return LossSpikes(folder, PLAN, training, resume_step, ALONE)
+    flags = Flags(on_loss_spike="rewind", loss_spike_sigma=sigma, loss_spike_window=window)
+    return LossSpikes(folder, PLAN, flags, resume_step, ALONE)
 
 
 def give(spikes: LossSpikes, losses: list[float], first: int = 1, rewound_to: str | None = None) -> list[int]:

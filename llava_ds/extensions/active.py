@@ -1,0 +1,89 @@
+"""Loading of extensions: an extension's flags when the command line names one of them, its code when a run has it."""
+
+import dataclasses
+import importlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from llava_ds.constants import ConfigError, did_you_mean
+from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase
+from llava_ds.extensions.table import EXTENSIONS
+
+if TYPE_CHECKING:
+    from llava_ds.engine.ds_config.resolve import ResolvedConfig
+
+
+@dataclass(frozen=True)
+class Active:
+    """The extensions that a run has, in the order of the table."""
+
+    extensions: tuple[Extension, ...] = ()
+
+    @property
+    def hooks(self) -> list[tuple[Phase, type[Hook]]]:
+        """What acts between steps."""
+        return [hook for each in self.extensions for hook in each.hooks]
+
+    def check(self, resolved: "ResolvedConfig") -> None:
+        """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
+        lines = [line for each in self.extensions if each.check is not None for line in each.check(resolved)]
+        if lines:
+            raise ConfigError("\n".join(lines))
+
+
+def owners(flags: Collection[str]) -> list[str]:
+    """The extensions that flags, or aliases of flags, belong to."""
+    return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
+
+
+def flags_class(name: str) -> type[ExtensionFlags]:
+    """The class of an extension's flags. Raises ConfigError where it can't be loaded, or has a name nobody reads."""
+    kind = _part(name, "flags", "Flags")
+    where = f"llava_ds/extensions/{name}/flags.py: Flags"
+    _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
+    for needed in kind.needs:
+        if needed not in PROPERTIES:
+            raise ConfigError(f"{where}: unknown property {needed!r}: {_hint(needed, PROPERTIES)}")
+    return kind
+
+
+def active(names: Iterable[str]) -> Active:
+    """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
+    return Active(tuple(_extension(name) for name in EXTENSIONS if name in set(names)))
+
+
+def _extension(name: str) -> Extension:
+    found: Extension = _part(name, "extension", "extension")
+    for phase, hook in found.hooks:
+        where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
+        if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):
+            raise ConfigError(f"{where}: give a Phase and a class of extensions/base.py's Hook")
+        _refuse_unknown(vars(hook), Hook, where)
+    return found
+
+
+def _part(name: str, module: str, attribute: str) -> object:
+    """Import a module of an extension's folder, and return what it has under a name."""
+    path = f"llava_ds/extensions/{name}/{module}.py"
+    try:
+        loaded: ModuleType = importlib.import_module(f"llava_ds.extensions.{name}.{module}")
+    except Exception as error:  # whatever its code does, with the name of who does it
+        raise ConfigError(f"{path} can't be loaded: {type(error).__name__}: {error}") from error
+    if not hasattr(loaded, attribute):
+        raise ConfigError(f"{path} has no {attribute}: {_hint(attribute, vars(loaded))}")
+    return getattr(loaded, attribute)
+
+
+def _refuse_unknown(names: Iterable[str], base: type, where: str) -> None:
+    """Raise ConfigError for a public name that the base does not have, as nothing would ever call it."""
+    for name in names:
+        if not name.startswith("_") and not hasattr(base, name):
+            known = [each for each in vars(base) if not each.startswith("_")]
+            raise ConfigError(f"{where}: nothing reads {name}: {_hint(name, known)}")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    known = [each for each in known if not each.startswith("_")]
+    return did_you_mean(name, known, f"give one of {', '.join(known)}")

@@ -1,0 +1,136 @@
+"""What an extension may add to a run: flags, and a value with optional slots.
+
+extensions/<name>/flags.py has the class Flags, which is read with the command line and imports nothing that takes time.
+extensions/<name>/extension.py has the value `extension`, and is loaded when a run has the extension.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from llava_ds.constants import DataError
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+    from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.train.session import Session
+    from llava_ds.train.state import StepResult
+
+PROPERTIES = ("dense_mlps",)  # what an extension may need of a run, and another feature take away
+
+
+class ExtensionFlags:
+    """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
+
+    needs: keys of PROPERTIES, and why the extension can't do without; moments: numbers that the optimizer keeps for
+    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    """
+
+    needs: ClassVar[Mapping[str, str]] = {}
+    moments: ClassVar[int] = 0
+    zeros: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def rewinds(self) -> bool:
+        """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
+        return False
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """A line for everything that is wrong with these flags, or beside others."""
+        yield from ()
+
+    def asked_by(self) -> str:
+        """The flag that asks for the extension, as it would be written: the first that has not its default."""
+        name = next(name for name, value in vars(self).items() if value != getattr(type(self), name))
+        return f"--{name} {getattr(self, name)}"
+
+
+class Phase(IntEnum):
+    """The moments after an optimizer step, in their order, which is the policy.
+
+    A request to stop is heard first, so that what follows knows which step is the last; numbers are written before
+    anything judges them; a run that goes back to a checkpoint neither evaluates nor saves what it gave up.
+    """
+
+    STOP = 0
+    AVERAGE = 1
+    LOG = 2
+    JUDGE = 3
+    EVALUATE = 4
+    SAVE = 5
+
+
+@dataclass
+class StepEnd:
+    """The boundary after an optimizer step, handed from hook to hook.
+
+    finished: the run's last step; stops: the run was asked to stop here; read: the results, with numbers, of the steps
+    that were read from the device here; problems: reasons why the run has to end; at_checkpoint: the weights are those
+    of the last checkpoint; keeps_all: no older checkpoint gives way to the next one; paused: the time since the step is
+    not a step's.
+    """
+
+    result: "StepResult"
+    finished: bool
+    stops: bool = False
+    read: list["StepResult"] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    at_checkpoint: bool = False
+    keeps_all: bool = False
+    paused: bool = False
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def step(self) -> int:
+        """The number of the step that is done."""
+        return self.result.step
+
+    @property
+    def last(self) -> bool:
+        """True if nothing comes after this step."""
+        return self.finished or self.stops or bool(self.problems)
+
+    def raise_problems(self) -> None:
+        """End the run, on every rank, if there are reasons to. Raises DataError."""
+        if self.problems:
+            raise DataError("\n".join(self.problems))
+
+    def paused_s(self) -> float:
+        """Seconds since the step that are not the next step's."""
+        return time.perf_counter() - self.began if self.paused else 0.0
+
+
+class Hook:
+    """Something that acts between two steps, on every rank. Collectives are allowed: all ranks call in one order."""
+
+    def __init__(self, session: "Session") -> None:
+        self.session = session
+        self.training = session.plan.args.training
+
+    def begin(self) -> None:
+        """Act before the first step."""
+
+    def after_step(self, end: StepEnd) -> None:
+        """Act after a step."""
+
+    def flush(self) -> None:
+        """Write what waits, before an error ends the run."""
+
+    def close(self) -> None:
+        """Act after the last step, if training ended as it should. Hooks are closed in the reverse of their order."""
+
+    def after_export(self) -> None:
+        """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What an extension adds beside its flags; every slot is optional.
+
+    check: lines on what the resolved DeepSpeed JSON makes impossible; hooks: what acts between steps, by phase.
+    """
+
+    check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

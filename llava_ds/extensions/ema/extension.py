@@ -1,0 +1,35 @@
+"""The moving average in a run: brought on after every step, checked before, and exported at the end."""
+
+from collections.abc import Iterator
+
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.export.final_export import export_beside
+from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
+from llava_ds.extensions.ema.averages import take_averages, update_averages
+from llava_ds.runtime.ranks import print_first
+
+
+class Average(Hook):
+    """Brings the average on by a step, and makes it a model at the end."""
+
+    def after_step(self, end: StepEnd) -> None:
+        update_averages(self.session.engine, self.session.plan.args.own["ema"].ema_decay)
+
+    def after_export(self) -> None:
+        session = self.session
+        take_averages(session.engine, session.mesh)
+        folder = export_beside("ema", session.engine, session.plan.export, self.training, session.ranks)
+        print_first(f"the same with averaged weights: {folder}")
+
+
+def check(resolved: ResolvedConfig) -> Iterator[str]:
+    """DeepSpeed moves an optimizer's states on NVMe by a list of its own."""
+    if offload_device(resolved.config, "offload_optimizer") == "nvme":
+        yield (
+            "--enable_ema keeps a state beside the optimizer's, which can't lie on NVMe: give offload_optimizer "
+            '"cpu", or leave --enable_ema out'
+        )
+
+
+extension = Extension(check=check, hooks=((Phase.AVERAGE, Average),))

@@ -1,0 +1,36 @@
+"""The flags of the moving average."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llava_ds.config.bounds import PartBelowOne
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_ema, _ = flags_of("ema")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """Flags of the moving average."""
+
+    needs: ClassVar = {"dense_mlps": "it is not tried with these experts"}
+    moments: ClassVar = 1
+
+    enable_ema: bool = _ema(
+        False,
+        "Keep a moving average of the weights that train, in fp32 beside the optimizer's states, and export that "
+        "model, too, into the folder ema of --output_dir.",
+    )
+    ema_decay: PartBelowOne = _ema(
+        0.992, "With --enable_ema: what the average keeps of itself at every step; the rest is the new weights'."
+    )
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """--ema_decay alone averages nothing."""
+        if not self.enable_ema:
+            yield "--ema_decay has no effect without --enable_ema True: give that, or leave it out"

@@ -1,0 +1,1 @@
+"""A regular comparison of the weights that ranks hold copies of."""

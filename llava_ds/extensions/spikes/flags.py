@@ -1,0 +1,55 @@
+"""The flags of spikes of the loss."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from llava_ds.config.bounds import MOST, Bounds, Positive
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_spikes, _ = flags_of("spikes")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flags of spikes of the loss."""
+
+    on_loss_spike: Literal["continue", "rewind"] = _spikes(
+        "continue",
+        "Reaction to a jump of the loss. continue: report it; rewind: go back to the weights of the last checkpoint "
+        "and skip the samples since then, whose steps remain counted.",
+    )
+    loss_spike_sigma: Positive = _spikes(
+        6.0,
+        "A loss is a spike when it is this many standard deviations above the mean of the steps before.",
+        resume="rewind",
+    )
+    loss_spike_window: Annotated[int, Bounds(4, MOST)] = _spikes(
+        128,
+        "Number of steps before that a loss is compared with; none is judged before half of them were taken.",
+        resume="rewind",
+    )
+
+    @property
+    def rewinds(self) -> bool:
+        """True if a spike takes the run back to its last checkpoint."""
+        return self.on_loss_spike == "rewind"
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """A run goes back to a checkpoint with the whole training state, and with samples that are known."""
+        training = args.training
+        if not self.rewinds:
+            return
+        if training.save_strategy == "no":
+            yield "--on_loss_spike rewind goes back to a checkpoint, and --save_strategy no saves none: give steps"
+        if training.save_only_model:
+            yield (
+                "--save_only_model True and --on_loss_spike rewind: --on_loss_spike goes with checkpoints of the whole "
+                "training state, leave one of them out"
+            )
+        if training.objective in ("grpo", "ppo"):
+            yield f"--on_loss_spike rewind can't be used with --objective {training.objective}: leave it out"

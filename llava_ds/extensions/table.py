@@ -1,0 +1,28 @@
+"""All extensions, in the order in which they act: the one place of the core that knows their names."""
+
+from typing import NamedTuple
+
+
+class Trigger(NamedTuple):
+    """What is known of an extension before any file of its folder is read.
+
+    title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern.
+    """
+
+    title: str
+    flags: str
+    always: bool = False
+    leaves: str = ""
+
+
+EXTENSIONS: dict[str, Trigger] = {
+    "spikes": Trigger(
+        "jumps of the loss, written down or undone",
+        "on_loss_spike loss_spike_sigma loss_spike_window",
+        always=True,
+        leaves="loss_spikes.jsonl",
+    ),
+    "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
+    "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+}

@@ -1,0 +1,99 @@
+"""Delete an extension, with all that belongs to it, in a copy of the project, and run the other tests.
+
+    python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
+
+An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
+table, and the lines of other pages that link to its page. Without names, each is deleted alone, one after the other;
+a+b deletes two together.
+"""
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SUITE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]  # as make test
+QUICK = [
+    "tests/extensions",
+    "tests/config",
+    "tests/checkpoint",
+    "tests/train/test_hooks.py",
+    "tests/model/test_upcycling.py",
+]
+QUICK += ["tests/test_imports.py", "tests/test_house.py", "tests/test_docs.py", "tests/distributed/test_warm_up.py"]
+
+
+def copy_of_project(folder: Path) -> None:
+    """Copy what git knows, and what it does not ignore."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def delete(folder: Path, name: str) -> None:
+    """Delete an extension in a copy of the project."""
+    shutil.rmtree(folder / "llava_ds" / "extensions" / name)
+    shutil.rmtree(folder / "tests" / "extensions" / name, ignore_errors=True)
+    (folder / "docs" / f"{name}.md").unlink(missing_ok=True)
+    table = folder / "llava_ds" / "extensions" / "table.py"
+    table.write_text(without_entry(table.read_text(), name))
+    link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
+    for page in [*folder.glob("*.md"), *folder.glob("docs/*.md")]:
+        page.write_text("".join(line for line in page.read_text().splitlines(keepends=True) if not link.search(line)))
+
+
+def without_entry(source: str, name: str) -> str:
+    """The source of the table without an extension's entry."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values):
+                if isinstance(key, ast.Constant) and key.value == name:
+                    return "".join(lines[: key.lineno - 1] + lines[value.end_lineno :])
+    raise KeyError(name)
+
+
+def run_tests(folder: Path, quick: bool) -> int:
+    """Write the page of flags anew, and run the tests. The bars of sizes are those of the whole project."""
+    environ = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    with (folder / "docs" / "flags.md").open("w") as page:
+        subprocess.run([sys.executable, "run/dev/flags.py"], cwd=folder, env=environ, stdout=page, check=True)
+    todo = [path for path in QUICK if (folder / path).exists()] if quick else SUITE
+    command = [sys.executable, "-m", "pytest", *todo, "--ignore=tests/test_core.py", "-p", "no:cacheprovider"]
+    return subprocess.run(command, cwd=folder, env=environ).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folders = sorted(path.parent.name for path in (ROOT / "llava_ds" / "extensions").glob("*/__init__.py"))
+    parser.add_argument("names", nargs="*", default=folders, help="extensions, or several with + between them")
+    parser.add_argument("--quick", action="store_true", help="run only the tests that are nearest to extensions")
+    parser.add_argument("--keep", type=Path, help="make the copies in this folder, and leave them there")
+    args = parser.parse_args()
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for names in args.names:
+            folder = (args.keep or Path(scratch)) / names
+            copy_of_project(folder)
+            for name in names.split("+"):
+                delete(folder, name)
+            print(f"without {names}: {folder}", flush=True)
+            failed += [names] * bool(run_tests(folder, args.quick))
+            if args.keep is None:
+                shutil.rmtree(folder)
+    print(f"fails without: {', '.join(failed)}" if failed else f"passes without each of {', '.join(args.names)}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
