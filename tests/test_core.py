@@ -21,7 +21,7 @@ BARS = {
     "feature words": 1709,
     "kernel files": 108,
     "kernel lines": 16175,
-    "all lines": 66490,
+    "all lines": 66402,
 }
 
 # What one reads to understand training.
