@@ -28,7 +28,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.checkpoint_engine = "DeepSpeed's own"
-        self.weights = torch.ones(4)
+        self.module = torch.nn.Module()
+        self.weights = self.module.weights = torch.nn.Parameter(torch.ones(4), requires_grad=False)
         self.optimizer = self.basic_optimizer = torch.optim.SGD([self.weights], lr=0.1)
         self.param_names = {self.weights: "weights"}
 
