@@ -18,7 +18,7 @@ from functools import partial
 from llava_ds.config.parsing import parse_arguments, tiny_defaults
 from llava_ds.config.shipped import RECIPES
 from llava_ds.data.dataset import open_data
-from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model

@@ -34,7 +34,7 @@ from llava_ds.export.from_folder import open_folder
 from llava_ds.export.gguf_folder import with_gguf_type
 from llava_ds.export.output_folder import staged, write_folder
 from llava_ds.export.reload_check import describe_bits
-from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.export.tokenizer_files import refuse_lost_tokens
 from llava_ds.runtime.ranks import quiet_libraries
 

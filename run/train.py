@@ -14,11 +14,11 @@ if __name__ == "__main__":
 
 import torch
 
-from llava_ds.evaluation.eval_tasks import open_tasks
 from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
+from llava_ds.train.evals import open_asks
 from llava_ds.train.hooks import Average, Evaluate, Health, Log, Save, Stop
 from llava_ds.train.loop import train
 from llava_ds.train.plan import make_plan, show_dry_run
@@ -41,7 +41,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     """Go from flags to the exported model."""
     started = start(argv, lock, watchdog)  # flags and ranks, the same everywhere
     plan = make_plan(started)  # model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built
-    asks = open_tasks(plan, started.ranks)  # the questions of --eval_tasks
+    asks = open_asks(plan, started.ranks)  # the questions of --eval_tasks
     if plan.args.training.dry_run:
         return show_dry_run(plan, started.ranks)
     session = build(plan, started, watchdog, stop, asks)  # model, engine, restored state, largest micro-batch tried

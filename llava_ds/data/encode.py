@@ -10,18 +10,16 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import (
     IGNORE_INDEX,
     IMAGE_TOKEN,
     IMAGE_TOKEN_INDEX,
-    ConfigError,
     DataError,
 )
-from llava_ds.data.chat_template import AnswerPrompt, answer_end, answer_prompt, render_own, render_own_prompt
+from llava_ds.data.chat_template import AnswerPrompt, answer_prompt, render_own, render_own_prompt
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
-from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt, resolve_template
+from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
 from llava_ds.layouts import ImageText
@@ -462,52 +460,6 @@ def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
             return [*pieces[:i], piece._replace(text=piece.text[:num_chars])]
         num_chars -= len(piece.text)
     return pieces
-
-
-def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Problems of training with a template (a key of TEMPLATES) and this tokenizer, a line each."""
-    problems = []
-    if template == "chat_template" and tokenizer.chat_template is None:
-        problems.append(
-            "--version chat_template takes the tokenizer's own template, but this one has none: give another --version"
-        )
-    if template == "processor" and answer_end(tokenizer) is None:
-        problems.append(
-            "its chat template writes no special token behind an answer, so the model would never learn to stop: "
-            "bring the instruction-tuned model's chat template"
-        )
-    rules = TEMPLATES[template]
-    markers = [marker for marker in rules.end_markers if marker not in _NOT_TOKENS]
-    for token in dict.fromkeys([*markers, *rules.learned]):
-        if _single_id(tokenizer, token) is None:
-            problems.append(
-                f"--version {template} needs {token!r}, which is not one token of this tokenizer (its end marker is "
-                f"{tokenizer.eos_token!r}), so the model would never learn to stop: give the --version that the "
-                "language model was trained with, or chat_template"
-            )
-    return problems
-
-
-def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError with the problems that check_tokenizer finds for these flags."""
-    problems = check_tokenizer(resolve_template(model.version), tokenizer)
-    if problems:
-        raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
-
-
-def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the template's end markers that are one token, and the tokenizer's own."""
-    markers = [answer_end(tokenizer)] if template == "processor" else TEMPLATES[template].end_markers
-    ids = [_single_id(tokenizer, marker) for marker in markers if marker is not None and marker not in _NOT_TOKENS]
-    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
-
-
-_NOT_TOKENS = ("\n", "###")  # end markers of old templates that are no tokens
-
-
-def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
-    known = {added.content: i for i, added in tokenizer.added_tokens_decoder.items()}
-    return known.get(token, None if token not in tokenizer.get_vocab() else tokenizer.convert_tokens_to_ids(token))
 
 
 def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:

@@ -8,7 +8,8 @@ import torch
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
+from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.end_markers import end_markers
 from llava_ds.engine.frozen import FrozenPlan, open_frozen, plan_alone
 from llava_ds.engine.twin import twin_of
 from llava_ds.evaluation.question import Question

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.encode import end_markers
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.preflight import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message, Transcript

@@ -170,14 +170,12 @@ def run_on_ranks(
 
 def choose_tokens_per_micro_batch(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
-) -> int | None:
-    """The value of --tokens_per_micro_batch; "auto" is resolved and printed. All ranks call it together.
+) -> int:
+    """Choose the value of --tokens_per_micro_batch auto, and print it. All ranks call it together.
 
-    auto is the value of the checkpoint being resumed, for another would round otherwise; else as many as have room.
+    It is the value of the checkpoint being resumed, for another would round otherwise; else as many as have room.
     """
     training = resolved.args.training
-    if training.tokens_per_micro_batch != "auto":
-        return training.tokens_per_micro_batch
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as in the checkpoint being resumed"
     if tokens is None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.config.arguments import TrainingArguments
+from llava_ds.config.training_flags import DRAWING_OBJECTIVES, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.step_plan import StepPlan
@@ -16,7 +16,6 @@ from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
 from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.objectives.grpo import PolicyBatch
 from llava_ds.train.state import TrainState
 
 MOST_NAMED = 8  # samples
@@ -72,7 +71,7 @@ class MemoryWatch:
             return f"{place} evaluating after step {self._step:,}: {_size(self._batch)}"
         elif self._state.step > self._step:  # in a hook
             return f"{place} after step {self._state.step:,}"
-        elif isinstance(self._batch, PolicyBatch):
+        elif self._resolved.args.training.objective in DRAWING_OBJECTIVES:
             return f"{place} training on answers in step {self._step + 1:,}: {_size(self._batch)}"
         else:
             mine = self._plan.of_rank(self._step + 1, self._ranks.rank)

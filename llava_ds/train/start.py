@@ -12,7 +12,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from llava_ds.engine.ds_config.resolve import axes_from, flags_in, read_ds_config
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.export.safetensors_shards import parse_size
+from llava_ds.export.shard_size import parse_size
 from llava_ds.model.liger import check_liger
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.cli import read_training_flags

@@ -20,7 +20,7 @@ from transformers.video_utils import VideoMetadata
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import preflight
-from llava_ds.data.encode import end_markers
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_images, load_media, probe
 from llava_ds.data.native_resolution import axis_positions
 from llava_ds.data.preflight import SizedMedia, media_from_text, media_to_text

@@ -35,7 +35,7 @@ from launching import command_line as words_of
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
-from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.construct import build_model
