@@ -29,7 +29,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.end_markers import refuse_unfit_tokenizer
-from llava_ds.data.preflight import media_from_text
+from llava_ds.data.rows import media_from_text
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem
 from llava_ds.model.open.folder import take_from_model

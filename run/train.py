@@ -16,12 +16,14 @@ import torch
 
 from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
+from llava_ds.runtime.ranks import Ranks, on_every_rank
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.evals import open_asks
+from llava_ds.train.best import check_metric
+from llava_ds.train.evals import Asks
 from llava_ds.train.hooks import Average, Evaluate, Health, Log, Save, Stop
 from llava_ds.train.loop import train
-from llava_ds.train.plan import make_plan, show_dry_run
+from llava_ds.train.plan import Plan, make_plan, show_dry_run
 from llava_ds.train.session import build, finish
 from llava_ds.train.start import name_sources, start
 
@@ -48,6 +50,21 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     with older_objects_passed_over():
         train(session, hooks=[hook(session) for hook in (Stop, Average, Log, Health, Evaluate, Save)])
     return finish(session)  # the export, or the end that was asked for
+
+
+def open_asks(plan: Plan, ranks: Ranks) -> Asks | None:
+    """Read the questions of --eval_tasks, and return what asks them of a model; None without the flag.
+
+    All ranks call it together. Raises ConfigError or DataError on each, also where no evaluation of the run has the
+    number by which the best is found.
+    """
+    tasks, names = None, ()
+    if plan.args.training.eval_tasks is not None:
+        from llava_ds.evaluation.eval_tasks import open_tasks  # with all benchmarks
+
+        tasks, names = open_tasks(plan, ranks)
+    on_every_rank(ranks, partial(check_metric, plan.args, plan.evals.eval_set, names))
+    return tasks
 
 
 def train_and_leave_group(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ from llava_ds.constants import (
     DataError,
 )
 from llava_ds.data.chat_template import AnswerPrompt, answer_prompt, render_own, render_own_prompt
+from llava_ds.data.fingerprint import EncodingOptions
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
 from llava_ds.data.templates import TEMPLATES, Segment, Template, render, render_prompt
@@ -32,18 +33,6 @@ TOKENS_BEHIND = 64  # beyond the last one needed, as tokens near the end of a pa
 
 # Qwen's id of "\n", a number in LLaVA-NeXT's preprocess_qwen, supervised in every turn.
 _QWEN_NEWLINE = (198, "Ċ")
-
-
-@dataclass(frozen=True)
-class EncodingOptions:
-    """Everything that the ids of a sample depend on, besides the sample and the tokenizer."""
-
-    template: str  # a key of TEMPLATES
-    max_length: int
-    mm_use_im_start_end: bool = False
-    supervise_last_turn_only: bool = False
-    split_special_tokens: bool = False
-    answer_is_reference: bool = False  # the last answer is compared with those that a model draws, and not learned
 
 
 @dataclass

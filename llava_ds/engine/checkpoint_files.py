@@ -15,7 +15,7 @@ from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
 from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
 from llava_ds.engine.tensor_parallel import dim_of
-from llava_ds.model.upcycling import expert_of
+from llava_ds.model.families.upcycled import expert_of
 
 ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
 LORA_START = "lora_start.pt"  # beside it: LoRA's matrices as they began, where they began as parts of the weights

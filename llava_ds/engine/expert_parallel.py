@@ -12,8 +12,8 @@ import torch
 from deepspeed.utils import groups
 from torch import nn
 
-from llava_ds.model.upcycling import expert_layers
-from llava_ds.model.upcycling import expert_of as parts_of
+from llava_ds.model.families.upcycled import expert_layers
+from llava_ds.model.families.upcycled import expert_of as parts_of
 from llava_ds.runtime.mesh import Mesh
 
 _PART = "llava_ds_experts"  # attribute of an expert's parameter

@@ -23,8 +23,8 @@ from llava_ds.engine.checkpoint_files import (
 )
 from llava_ds.engine.expert_parallel import names_in_model
 from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
+from llava_ds.model.families.upcycled import expert_of
 from llava_ds.model.stages import stage_of
-from llava_ds.model.upcycling import expert_of
 
 # Optimizers whose update of a weight depends on more than this weight's own gradients and states.
 WHOLE = {

@@ -21,13 +21,13 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.preflight import SizedMedia, layout_of
+from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message, Transcript
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.infer.load import LoadedModel
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import family_of
 from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
@@ -378,6 +378,6 @@ def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict
     if not layouts:
         return inputs
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
-    family, pixels = READY[config.model_type], (batch.pixel_values.float() / 255 - mean) / std
+    family, pixels = family_of(config.model_type), (batch.pixel_values.float() / 255 - mean) / std
     pixels = pixels.to(loaded.model.dtype) if family.casts_pixels else pixels
     return {**inputs, **family.outer_inputs(config, family.processed(config, pixels, layouts), layouts, is_media)}

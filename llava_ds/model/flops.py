@@ -23,12 +23,10 @@ from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts, trains_new_rows
 from llava_ds.model.families.language import attention_widths, has_state, is_upcycled, num_attention_layers
-from llava_ds.model.families.upcycled import Mixture
+from llava_ds.model.families.upcycled import Mixture, expert_of
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.lora import LoraLayout, lora_layout
-from llava_ds.model.ready import ReadyVision
+from llava_ds.model.ready import ReadyModel, ReadyVision
 from llava_ds.model.stages import layers_of_stages
-from llava_ds.model.upcycling import expert_of
 from llava_ds.model.vision import TowerPlan
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)  # a convolution in a layer with a state is depthwise
@@ -99,7 +97,7 @@ def flops_of_model(
     """The FLOPs of a composition that has been built already, without its adapters."""
     parts, adapted = trained_parts(args), lora_parts(args)
     llm, ready = model.language_model, tower.ready if isinstance(tower, ReadyVision) else None
-    adapters = _adapter_weights(model, lora_layout(model, args, ready, text), text) if args.lora_enable else {}
+    adapters = _adapter_weights(model, args, ready, text) if args.lora_enable else {}
     # Of the layers of each part, the share that trains, and that gradients flow back through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
@@ -133,10 +131,14 @@ def flops_of_model(
     )
 
 
-def _adapter_weights(model: LlavaModel, layout: LoraLayout, text: PreTrainedConfig) -> dict[str, int]:
+def _adapter_weights(
+    model: LlavaModel, args: ModelArguments, ready: ReadyModel | None, text: PreTrainedConfig
+) -> dict[str, int]:
     """Weights of LoRA's matrices that are used for a token, by part: of experts, those it is routed to."""
+    from llava_ds.model.lora import lora_layout
+
     found: dict[str, int] = {}
-    for target in layout.targets:
+    for target in lora_layout(model, args, ready, text).targets:
         part, times = target.name.partition(".")[0], text.num_experts_per_tok if target.is_stacked else 1
         *_, rows, columns = model.get_parameter(target.weight).shape
         found[part] = found.get(part, 0) + target.rank * (rows + columns) * times

@@ -23,7 +23,6 @@ from llava_ds.model.families.language import (
 from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
 from llava_ds.model.stages import Stage, is_last
-from llava_ds.model.upcycling import add_experts
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
 
@@ -234,6 +233,8 @@ def assemble(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
     if is_upcycled(text_config):
+        from llava_ds.model.upcycling import add_experts
+
         add_experts(language_model, text_config, args)
     hold_rotary_angles(language_model)
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off

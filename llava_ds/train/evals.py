@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,13 +27,13 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.mesh import Mesh, sum_over
-from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.tracking.best_rule import best_rule
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.series import means_by_source
 from llava_ds.tracking.trackers import Trackers
-from llava_ds.train.best import Best, check_metric
+from llava_ds.train.best import Best
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.plan import Plan
 
@@ -204,21 +203,6 @@ class Tasks(Protocol):
 
 # Makes Tasks of the model. All ranks call it together, before the engine is started, which changes the model's modules.
 Asks = Callable[[LlavaModel], Tasks]
-
-
-def open_asks(plan: Plan, ranks: Ranks) -> Asks | None:
-    """Read the questions of --eval_tasks, and return what asks them of a model; None without the flag.
-
-    All ranks call it together. Raises ConfigError or DataError on each, also where no evaluation of the run has the
-    number by which the best is found.
-    """
-    tasks, names = None, ()
-    if plan.args.training.eval_tasks is not None:
-        from llava_ds.evaluation.eval_tasks import open_tasks  # with all benchmarks
-
-        tasks, names = open_tasks(plan, ranks)
-    on_every_rank(ranks, partial(check_metric, plan.args, plan.evals.eval_set, names))
-    return tasks
 
 
 class Evaluation:

@@ -25,20 +25,18 @@ from llava_ds.data.step_plan import (
     total_steps,
     with_steps_of_epochs,
 )
-from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
-from llava_ds.engine.averages import refuse_nvme
 from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.schedule import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.shard_size import parse_size
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.families.language import length_note
+from llava_ds.model.families.language import is_upcycled, length_note
+from llava_ds.model.families.upcycled import OF_UPCYCLED
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.open.folder import sharing_problems
 from llava_ds.model.plan import ModelPlan, plan_model
-from llava_ds.model.upcycling import capacity_note, check_stage, check_upcycled
 from llava_ds.runtime.ranks import (
     Ranks,
     broadcast_from_first,
@@ -138,7 +136,10 @@ def make_plan(start: Start) -> Plan:
         shape = shape_of(model.text_config, model.tower, args)
         raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
         print_first(line)
-    check_stage(model.text_config, raw_config)
+    if is_upcycled(model.text_config):
+        from llava_ds.model.upcycling import check_stage
+
+        check_stage(model.text_config, raw_config)
     resolve = partial(
         resolve_ds_config,
         raw_config,
@@ -190,13 +191,7 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
         raise ConfigError("\n".join(shared))
     check_axes(args, model.text_config)
-    if args.training.router_aux_loss_coef or args.training.experts_implementation:
-        from llava_ds.model.mixture import check_experts_with_lora, check_mixture_flags
-
-        check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
-        check_experts_with_lora(args.training, model.lora)
-    check_upcycled(args, model.text_config)
-    print_first(*model.notes, *filter(None, [capacity_note(args.model)]))
+    print_first(*model.notes, *_check_experts(args, model))
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
     if args.training.sequence_parallel_size > 1:
@@ -208,6 +203,22 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     form, lines = export_format(args, model, images)
     print_first(*lines)
     return model, images, form
+
+
+def _check_experts(args: Arguments, model: ModelPlan) -> list[str]:
+    """Raise ConfigError for flags that the model's experts don't go with, or that need experts; returns lines."""
+    lines = []
+    if args.training.router_aux_loss_coef or args.training.experts_implementation:
+        from llava_ds.model.mixture import check_experts_with_lora, check_mixture_flags
+
+        check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
+        check_experts_with_lora(args.training, model.lora)
+    if is_upcycled(model.text_config) or args.training.ep_size > 1 or args.given & OF_UPCYCLED:
+        from llava_ds.model.upcycling import capacity_note, check_upcycled
+
+        check_upcycled(args, model.text_config)
+        lines += filter(None, [capacity_note(args.model)])
+    return lines
 
 
 def _plan_steps(
@@ -224,9 +235,15 @@ def _plan_steps(
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
     if args.training.enable_ema:
+        from llava_ds.engine.averages import refuse_nvme
+
         refuse_nvme(known.config)
-    opened = open_streamed if args.data.stream else open_together
-    dataset = opened(known.args, model.tokenizer, images, ranks)
+    if args.data.stream:
+        from llava_ds.data.stream import open_streamed
+
+        dataset = open_streamed(known.args, model.tokenizer, images, ranks)
+    else:
+        dataset = open_together(known.args, model.tokenizer, images, ranks)
     dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
     tokens = known.args.training.tokens_per_micro_batch

@@ -20,7 +20,7 @@ from PIL import Image
 from llava_ds.data import preflight, seen_files
 from llava_ds.data.dataset import EncodedDataset, PreflightOptions, open_encoded
 from llava_ds.data.encode import EncodingOptions
-from llava_ds.data.preflight import media_of_text
+from llava_ds.data.rows import media_of_text
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.geometry import ImageOptions
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
