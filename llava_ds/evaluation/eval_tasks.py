@@ -23,7 +23,8 @@ from llava_ds.engine.twin import twin_of, whole_weights
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.question import Question, with_resized_sizes
 from llava_ds.evaluation.scores import Scored, metric_of
-from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
+from llava_ds.evaluation.task_names import CHOSEN_METRICS
+from llava_ds.evaluation.tasks import TASKS, read_questions
 from llava_ds.infer.generate import decode_media, media_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank

@@ -25,7 +25,6 @@ from llava_ds.evaluation.scores import reference_for
 from llava_ds.infer.generate import Prompt
 
 CAPTION = "Provide a one-sentence caption for the provided image."  # as LLaVA-1.5 was trained to be asked
-TURNS = ("together", "each")  # how the questions of a record are asked
 MIN_SAME_WORDS = 5  # questions that make a group where no kinds are given
 MAX_GROUPS = 20
 METRICS_OF_SEVERAL = ("vqa", "caption")  # that compare with all answers of a record

@@ -33,8 +33,6 @@ TASKS = {
     "preference": Task(preferences, "preference"),
     **{name: Task(benchmark.read, benchmark.metric) for name, benchmark in BENCHMARKS.items()},
 }
-# What --metric offers for a LLaVA-format file.
-CHOSEN_METRICS = ("exact", "vqa", "yes_no", "choice", "caption")
 
 
 def read_questions(task: str, given: Given, limit: int | None) -> list[Question]:

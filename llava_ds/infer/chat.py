@@ -20,7 +20,8 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.turns import with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE, join_parts, shown_text
-from llava_ds.infer.generate import Prompt, Reply, Sampling, stream
+from llava_ds.infer.generate import Prompt, Reply, stream
+from llava_ds.infer.infer_flags import Sampling
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, printable
 

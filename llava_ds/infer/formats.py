@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from llava_ds.export.tensors import Entry
 
 # Flags for the present place of models that a checkpoint, an adapter or a folder in LLaVA's format does not hold.
-MOVED_FLAGS = {
-    "model_name_or_path": "where a checkpoint's base language model lies now",
-    "model_base": "the model under an adapter, where the adapter does not say it",
-    "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
-    "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
-}
 CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # for checkpoints only
 
 

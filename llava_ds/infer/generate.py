@@ -24,6 +24,7 @@ from llava_ds.data.images.decode import load_media
 from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message, Transcript
 from llava_ds.geometry import ImageOptions, Size
+from llava_ds.infer.infer_flags import Sampling
 from llava_ds.infer.load import LoadedModel
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
@@ -146,25 +147,6 @@ class _GreedyLogprobs(LogitsProcessor):
         lengths = counted.sum(dim=1)
         # Four digits: more would depend on rounding.
         return [(round(total, 4) + 0.0, length) for total, length in zip(sums.tolist(), lengths.tolist(), strict=True)]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters. temperature 0 is greedy, top_k 0 all tokens; the penalty counts the answer's tokens."""
-
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def options(self) -> dict[str, object]:
-        """Arguments of generate(), which override the model's own settings."""
-        options: dict[str, object] = {"repetition_penalty": self.repetition_penalty, "do_sample": self.temperature > 0}
-        if self.temperature > 0:
-            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return options
 
 
 @dataclass(frozen=True)

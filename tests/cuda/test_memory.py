@@ -18,7 +18,8 @@ from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes
-from llava_ds.planning.shapes import CLIP_L_336, NAMED, shape_of
+from llava_ds.planning.named_models import NAMED
+from llava_ds.planning.shapes import CLIP_L_336, shape_of
 
 pytestmark = pytest.mark.cuda
 
