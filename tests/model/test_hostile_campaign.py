@@ -175,12 +175,7 @@ def run_here(command: str, kind: str, folder: Path, good: dict[str, Path], versi
         opened_for_training(flags_of(kind, folder, good), version, folder.parent / "out")
         return
     argv = command_line(command, kind, folder, good, version)
-    main = SCRIPTS[command].main
-    if command in ("inspect_data", "estimate"):
-        main(argv)
-    else:
-        sys.argv = [command, *argv]
-        main()
+    SCRIPTS[command].main(argv)
 
 
 def in_a_process(case: Path, work) -> tuple[str, str]:
