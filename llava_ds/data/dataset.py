@@ -52,8 +52,8 @@ from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
-from llava_ds.files.object_store import configure
 from llava_ds.files.places import real_path
+from llava_ds.files.urls import configure
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 from llava_ds.tokenizer import rows_noted

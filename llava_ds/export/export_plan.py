@@ -18,6 +18,8 @@ from llava_ds.model.projector import square_stride
 if TYPE_CHECKING:
     from llava_ds.export.tensors import Names
 
+GGUF_FILES = ("model.gguf", "mmproj.gguf", "Modelfile")  # all that form "gguf" writes
+
 
 @dataclass(frozen=True)
 class ExportPlan:

@@ -18,20 +18,16 @@ from llava_ds.data.collate import collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.gather import full_precision_gathers
 from llava_ds.engine.pipeline import from_last, run_forward
-from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.bit_check import Written, check_written
 from llava_ds.export.card import write_card
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
-from llava_ds.export.ready_folder import source_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_bits, describe_comparison
-from llava_ds.export.reload_llava import check_projector, compare_reloaded_llava
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.quantize import exact_products
 from llava_ds.model.stages import stage_of
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.runtime.tf32 import exact_fp32
@@ -66,6 +62,8 @@ def export_model(
         if export.form == "projector":
             written = write_live_folder(export, engine.module, output_dir, ranks)
             if ranks.is_first:
+                from llava_ds.export.reload_llava import check_projector
+
                 files = ", ".join(str(output_dir / name) for name in PROJECTOR_FILES)
                 check = partial(check_projector, export, written)
                 print(f"projector: {files} ({describe_bits(args.training.check_export, check)})")
@@ -101,6 +99,8 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
     engine.empty_partition_cache()
     try:
         if export.form == "adapter":
+            from llava_ds.export.adapter import export_adapter
+
             export_adapter(export, engine.module, folder, ranks)
         else:
             write_live_folder(export, engine.module, folder, ranks)
@@ -146,6 +146,8 @@ def _export_folder(
     step = best.step if best is not None and args.training.load_best_model_at_end else None
     write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1], step)
     if export.form == "llava":
+        from llava_ds.export.reload_llava import compare_reloaded_llava
+
         form, library = "in LLaVA's format, ", "llava_ds"
         compare = partial(compare_reloaded_llava, output_dir, export, batch, logits)
     else:
@@ -173,6 +175,9 @@ def _refuse_to_compare() -> float:
 
 def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: EncodedDataset, ranks: Ranks) -> None:
     """Write the folder of LLaVA and peft. peft has to compute the same logits from it, for one sample."""
+    from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
+    from llava_ds.model.quantize import exact_products
+
     output_dir, check = Path(args.training.output_dir), args.training.check_export
     sample = dataset.example()
     batch = collate([sample], dataset.image_options).to(ranks.device)
@@ -184,6 +189,8 @@ def _export_adapter(engine, export: ExportPlan, args: Arguments, dataset: Encode
     if ranks.is_first:
         compare = partial(compare_reloaded_adapter, output_dir, export, batch, logits)
         if export.model.ready is not None:
+            from llava_ds.export.ready_folder import source_folder
+
             tower, layouts = engine.module.vision_tower, [layout for _, layout in sample.media]
             base = source_folder(export)
             compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits, base)

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
-from llava_ds.files.object_store import RemoteFile, identity_of, is_remote, known_identity
+from llava_ds.files.urls import is_remote
 
 MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; nested lists take twenty times their text in memory
 MAX_LINE_BYTES = 16 << 20
@@ -153,6 +153,8 @@ class Stamp(NamedTuple):
 def stamp_of(path: str | Path) -> Stamp:
     """The stamp of a file, links followed; of an object its size and the store's mark. Raises OSError."""
     if is_remote(path):
+        from llava_ds.files.object_store import identity_of
+
         size, mark = identity_of(path)
         return Stamp(size, int(mark[:15], 16), 0, 0)
     stat = os.stat(path)
@@ -172,7 +174,11 @@ def state_of(path: str | Path) -> FileState:
     Raises OSError, and DataError for what is no regular file.
     """
     stamp = list(stamp_of(path))
-    return {"stamp": stamp, "blocks": known_identity(path).mark if is_remote(path) else blocks_digest(path)}
+    if not is_remote(path):
+        return {"stamp": stamp, "blocks": blocks_digest(path)}
+    from llava_ds.files.object_store import known_identity
+
+    return {"stamp": stamp, "blocks": known_identity(path).mark}
 
 
 def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
@@ -182,6 +188,8 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_
     32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
     """
     if is_remote(path):
+        from llava_ds.files.object_store import RemoteFile
+
         with RemoteFile(path, offset, num_bytes) as file:
             return _digest(file.read_at, file.num_bytes, whole_bytes)
     with open_regular(path) as file:
