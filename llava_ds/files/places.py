@@ -79,9 +79,8 @@ def join(folder: str, path: str) -> str:
 def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
     """The files of a folder and its folders whose names end so, sorted. Hidden ones and __folders__ are left out."""
     if is_remote(folder):
-        found = [
-            _store().full_url(folder, name) for name in _store().found_in(folder, lambda fs, inner: fs.find(inner))
-        ]
+        store = _store()
+        found = [store.full_url(folder, name) for name in store.found_in(folder, lambda fs, inner: fs.find(inner))]
         return sorted(file for file in found if file.lower().endswith(endings) and not _is_hidden(file, folder))
     found = []
     for root, folders, files in os.walk(folder):
@@ -115,9 +114,8 @@ def matching(pattern: str) -> list[str]:
     """What matches a pattern, sorted."""
     if not is_remote(pattern):
         return sorted(glob.glob(pattern, recursive=True))
-    return sorted(
-        _store().full_url(pattern, name) for name in _store().found_in(pattern, lambda fs, inner: fs.glob(inner))
-    )
+    store = _store()
+    return sorted(store.full_url(pattern, name) for name in store.found_in(pattern, lambda fs, inner: fs.glob(inner)))
 
 
 def inside(root: str, name: str) -> str | None:

@@ -15,7 +15,7 @@ import yaml
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.sources import SourceOptions, open_sources, read_samples
-from llava_ds.files import object_store
+from llava_ds.files import object_store, urls
 
 KINDS = "titti"
 

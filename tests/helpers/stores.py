@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from llava_ds.files import object_store
+from llava_ds.files import object_store, urls
 
 PROTOCOL = "toystore"
 
