@@ -4,6 +4,7 @@
 """The composition: tower, projector, language model, and the loss of one micro-batch."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,10 +22,12 @@ from llava_ds.model.families.language import (
     logits_divisor,
 )
 from llava_ds.model.projector import Newline, Projector
-from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
 from llava_ds.model.stages import Stage, is_last
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
+
+if TYPE_CHECKING:
+    from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
 
 
 class LlavaModel(nn.Module):
@@ -32,8 +35,8 @@ class LlavaModel(nn.Module):
 
     def __init__(
         self,
-        vision_tower: VisionTower | ReadyTower,
-        projector: Projector | Connector,
+        vision_tower: "VisionTower | ReadyTower",
+        projector: "Projector | Connector",
         language_model: nn.Module,
         newline: Newline | None = None,
         value_head: ValueHead | None = None,
@@ -221,7 +224,7 @@ def _pooled(features: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def assemble(
     text_config: PreTrainedConfig,
-    tower: TowerPlan | ReadyVision,
+    tower: "TowerPlan | ReadyVision",
     args: ModelArguments,
     mean: torch.Tensor,
     std: torch.Tensor,

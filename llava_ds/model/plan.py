@@ -22,7 +22,6 @@ from llava_ds.model.open.merged_adapters import non_lora_file
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.ready import ReadyModel, ReadyVision, plan_vision
 from llava_ds.model.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
@@ -31,6 +30,7 @@ from llava_ds.tokenizer import open_ready_tokenizer, open_tokenizer, read_templa
 
 if TYPE_CHECKING:
     from llava_ds.model.lora import LoraLayout
+    from llava_ds.model.ready import ReadyModel, ReadyVision
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -42,7 +42,7 @@ class Parts:
 
     folder: ModelFolder
     text_config: PreTrainedConfig
-    tower: TowerPlan | ReadyVision
+    tower: "TowerPlan | ReadyVision"
     sources: Sources
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -87,9 +87,11 @@ def read_parts(args: ModelArguments) -> Parts:
     return Parts(folder, folder.text_config, tower, sources)
 
 
-def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | ReadyVision, Source, Source | None]:
+def _tower_of(folder: ModelFolder, args: ModelArguments) -> "tuple[TowerPlan | ReadyVision, Source, Source | None]":
     """The tower, the source of the layers that run, and the source of the rest if that is another."""
     if folder.ready is not None:
+        from llava_ds.model.ready import plan_vision
+
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
         if not any(map(is_there, files)):  # an adapter has one only for sizes of its own
@@ -145,7 +147,7 @@ class ModelPlan:
     """All that is known of a model before it is built."""
 
     text_config: PreTrainedConfig
-    tower: TowerPlan | ReadyVision
+    tower: "TowerPlan | ReadyVision"
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
@@ -154,9 +156,9 @@ class ModelPlan:
     lora: "LoraLayout | None" = None  # None without --lora_enable
 
     @property
-    def ready(self) -> ReadyModel | None:
+    def ready(self) -> "ReadyModel | None":
         """A ready model's family and configuration; None for a composition of this package."""
-        return self.tower.ready if isinstance(self.tower, ReadyVision) else None
+        return self.tower.ready
 
     def last_layer_note(self) -> str:
         """A line about the positions of the last layer."""
