@@ -5,35 +5,14 @@ image. With --web it is a page on this machine, with --serve an endpoint for Ope
 deepspeed run/chat.py --engine deepspeed.
 """
 
-import sys
-
-from llava_ds.runtime.command import Parser, begin, exit_with, given_path
-
-if __name__ == "__main__":
-    begin("run/chat.py", ends_without_reader=True)
-
-
 import argparse
-import contextlib
-import dataclasses
-import os
+import sys
 from typing import Annotated
 
 from llava_ds.config.bounds import Bounds, Count, NotNegative, Positive, Rate, number
 from llava_ds.constants import ConfigError
-from llava_ds.engine.process_group import init_ranks
-from llava_ds.infer.chat import (
-    Session,
-    answer_for_rank_0,
-    make_line_reader,
-    print_note,
-    read_media,
-    release_other_ranks,
-    run_conversation,
-)
-from llava_ds.infer.engines import EngineOptions, add_engine_flags, load_for_inference, parse_engine_options
-from llava_ds.infer.generate import Sampling
-from llava_ds.runtime.ranks import Ranks, quiet_libraries
+from llava_ds.infer.infer_flags import EngineOptions, Sampling, add_engine_flags, parse_engine_options
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 WEB_PORT, API_PORT = 7860, 8000
 Port = Annotated[int, Bounds(1, 65535)]
@@ -42,76 +21,8 @@ Seed = Annotated[int, Bounds(0, 2**63 - 1)]  # torch's
 MOST_REQUESTS = 64  # of --serve
 
 
-def main() -> None:
-    args = parse()
-    check_flags(args)
-    options = parse_engine_options(args)
-    sampling = Sampling(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)})
-    quiet_libraries()
-    ranks = start(options)
-    if args.web:
-        from llava_ds.infer.web import import_gradio, serve
-
-        import_gradio()  # a missing package is reported before a large model is loaded
-    if args.serve:
-        from llava_ds.infer.api import Limits, api_key, check_server_packages, serve_api
-
-        check_server_packages()
-        api_key()
-    loaded = load_for_inference(args.model_path, options, ranks)
-    if ranks is not None and not ranks.is_first:
-        answer_for_rank_0(loaded)
-        return
-    if not args.quiet:
-        for note in loaded.notes:
-            print_note(f"[{note}]")
-    name = os.path.basename(os.path.abspath(args.model_path))
-    with release_other_ranks(loaded):
-        if args.web:
-            serve(loaded, name, sampling, args.port or WEB_PORT, args.quiet)
-        elif args.serve:
-            limits = Limits(args.max_concurrent_requests or MOST_REQUESTS)
-            serve_api(loaded, name, sampling, args.port or API_PORT, limits, args.quiet)
-        else:
-            talk(Session(loaded, sampling, args.quiet), args)
-
-
-def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that contradict each other."""
-    if args.web and args.serve:
-        raise ConfigError("--web and --serve: give one of them, and start the other one beside it, on another --port")
-    given = [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]
-    if args.web and given:
-        raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
-    if args.max_concurrent_requests is not None and not args.serve:
-        raise ConfigError("--max_concurrent_requests goes with --serve: give that, or leave it out")
-    if args.port is not None and not (args.web or args.serve):
-        raise ConfigError("--port goes with --web or --serve: give one of them, or leave it out")
-    if args.serve and given:
-        raise ConfigError(f"{', '.join(given)}: with --serve requests bring it, leave it out")
-
-
-def start(options: EngineOptions) -> Ranks | None:
-    """This process's rank among those that share the model; None for a single process."""
-    if options.engine == "deepspeed":
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints where answers are printed
-            return init_ranks()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
-    return None
-
-
-def talk(session: Session, args: argparse.Namespace) -> None:
-    """Answer one question, or all that are typed in the terminal."""
-    session.pending += [read_media("image", path, session.loaded) for path in args.image]
-    session.pending += [read_media("video", path, session.loaded) for path in args.video]
-    if args.question is not None:
-        session.question(args.question)
-    else:
-        run_conversation(session, make_line_reader())
-
-
-def parse() -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add_engine_flags(parser)
@@ -149,8 +60,102 @@ def parse() -> argparse.Namespace:
         add(*spellings, type=number(kind), default=default, help=f"{text} (default: %(default)s)")
     add("--seed", type=number(Seed), help="with a temperature: gives the same answer again; absent: another each time")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    check_flags(args)
+    parse_engine_options(args)
+    return args
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that contradict each other."""
+    if args.web and args.serve:
+        raise ConfigError("--web and --serve: give one of them, and start the other one beside it, on another --port")
+    given = [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]
+    if args.web and given:
+        raise ConfigError(f"{', '.join(given)}: with --web it is given on the page, leave it out")
+    if args.max_concurrent_requests is not None and not args.serve:
+        raise ConfigError("--max_concurrent_requests goes with --serve: give that, or leave it out")
+    if args.port is not None and not (args.web or args.serve):
+        raise ConfigError("--port goes with --web or --serve: give one of them, or leave it out")
+    if args.serve and given:
+        raise ConfigError(f"{', '.join(given)}: with --serve requests bring it, leave it out")
 
 
 if __name__ == "__main__":
-    exit_with(main, "run/chat.py")
+    begin("run/chat.py", reads=parse, ends_without_reader=True)
+
+
+import contextlib
+import dataclasses
+import os
+from functools import partial
+
+from llava_ds.engine.process_group import init_ranks
+from llava_ds.infer.chat import (
+    Session,
+    answer_for_rank_0,
+    make_line_reader,
+    print_note,
+    read_media,
+    release_other_ranks,
+    run_conversation,
+)
+from llava_ds.infer.engines import load_for_inference
+from llava_ds.runtime.ranks import Ranks, quiet_libraries
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    options = parse_engine_options(args)
+    sampling = Sampling(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Sampling)})
+    quiet_libraries()
+    ranks = start(options)
+    if args.web:
+        from llava_ds.infer.web import import_gradio, serve
+
+        import_gradio()  # a missing package is reported before a large model is loaded
+    if args.serve:
+        from llava_ds.infer.api import Limits, api_key, check_server_packages, serve_api
+
+        check_server_packages()
+        api_key()
+    loaded = load_for_inference(args.model_path, options, ranks)
+    if ranks is not None and not ranks.is_first:
+        answer_for_rank_0(loaded)
+        return
+    if not args.quiet:
+        for note in loaded.notes:
+            print_note(f"[{note}]")
+    name = os.path.basename(os.path.abspath(args.model_path))
+    with release_other_ranks(loaded):
+        if args.web:
+            serve(loaded, name, sampling, args.port or WEB_PORT, args.quiet)
+        elif args.serve:
+            limits = Limits(args.max_concurrent_requests or MOST_REQUESTS)
+            serve_api(loaded, name, sampling, args.port or API_PORT, limits, args.quiet)
+        else:
+            talk(Session(loaded, sampling, args.quiet), args)
+
+
+def start(options: EngineOptions) -> Ranks | None:
+    """This process's rank among those that share the model; None for a single process."""
+    if options.engine == "deepspeed":
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints where answers are printed
+            return init_ranks()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")
+    return None
+
+
+def talk(session: Session, args: argparse.Namespace) -> None:
+    """Answer one question, or all that are typed in the terminal."""
+    session.pending += [read_media("image", path, session.loaded) for path in args.image]
+    session.pending += [read_media("video", path, session.loaded) for path in args.video]
+    if args.question is not None:
+        session.question(args.question)
+    else:
+        run_conversation(session, make_line_reader())
+
+
+if __name__ == "__main__":
+    exit_with(partial(main, sys.argv[1:]), "run/chat.py")

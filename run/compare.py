@@ -4,18 +4,29 @@ Prints their numbers and the flags that differ side by side, and writes a page w
 that have ended, were killed, or are still running can be compared.
 """
 
+import argparse
 import sys
 
+from llava_ds.constants import ConfigError
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", type=given_path, help="the --output_dir of each run, two or more")
+    add("--html", type=given_path, default="compare.html", help="file of the page (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
 if __name__ == "__main__":
-    begin("run/compare.py")
+    begin("run/compare.py", reads=parse)
 
 
 from functools import partial
 from pathlib import Path
 
-from llava_ds.constants import ConfigError
 from llava_ds.files.writing import write_output
 from llava_ds.runtime.redact import redact
 from llava_ds.tracking.compare_runs import comparison_page, in_terminal
@@ -23,11 +34,7 @@ from llava_ds.tracking.run_files import is_run, read_run
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("runs", nargs="+", type=given_path, help="the --output_dir of each run, two or more")
-    add("--html", type=given_path, default="compare.html", help="file of the page (default: %(default)s)")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     folders = [Path(run) for run in args.runs]
     if missing := [str(folder) for folder in folders if not is_run(folder)]:
         raise ConfigError(

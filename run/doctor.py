@@ -8,12 +8,26 @@ A problem keeps training from starting; with a warning it starts, but may be slo
 Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
 """
 
+import argparse
 import sys
 
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check, too")
+    add("--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)")
+    add("--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
+    add("--no_collective", action="store_true", help="start no ranks, as on a login node")
+    add("--json", action="store_true", help="one JSON object instead of lines")
+    return parser.parse_args(argv)
+
+
 if __name__ == "__main__":
-    begin("run/doctor.py", ends_without_reader=True)
+    begin("run/doctor.py", reads=parse, ends_without_reader=True)
 
 
 import faulthandler
@@ -32,14 +46,7 @@ LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks 
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check, too")
-    add("--output_dir", type=given_path, default="output", help="as for run/train.py (default: %(default)s)")
-    add("--cache_dir", type=given_path, default="~/.cache/llava_ds", help="as for run/train.py (default: %(default)s)")
-    add("--no_collective", action="store_true", help="start no ranks, as on a login node")
-    add("--json", action="store_true", help="one JSON object instead of lines")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     config = None
     if args.deepspeed_config is not None:
         config = Path(found(args.deepspeed_config, DS_CONFIGS, ".json"))

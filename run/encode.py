@@ -6,19 +6,31 @@ share the work. One that is killed may be started again, and goes on with what i
 """
 
 import sys
+from typing import TYPE_CHECKING
 
+from llava_ds.config.shipped import RECIPES
 from llava_ds.runtime.command import Parser, begin, exit_with
 
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+
+def parse(argv: list[str]) -> "Arguments":
+    """Read the flags. Raises ConfigError."""
+    from llava_ds.config.parsing import parse_arguments, tiny_defaults  # Ctrl-C has to work meanwhile
+
+    _, rest = Parser(description=__doc__).parse_known_args(argv)
+    return parse_arguments(rest, defaults=tiny_defaults(rest, RECIPES), to_train=False)[0]
+
+
 if __name__ == "__main__":
-    begin("run/encode.py")
+    begin("run/encode.py", reads=parse)
 
 
 from functools import partial
 
-from llava_ds.config.parsing import parse_arguments, tiny_defaults
-from llava_ds.config.shipped import RECIPES
 from llava_ds.data.dataset import open_data
-from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
@@ -28,10 +40,8 @@ from llava_ds.tiny import default as tiny
 
 def main(argv: list[str]) -> None:
     """Encode the samples to train on, to evaluate on, and to take questions from."""
-    _, rest = Parser(description=__doc__).parse_known_args(argv)
-    args, _ = parse_arguments(rest, defaults=tiny_defaults(rest, RECIPES), to_train=False)
     quiet_libraries()
-    args, notes = take_from_model(args)
+    args, notes = take_from_model(parse(argv))
     args = tiny.fill_in(args)
     args = args.replaced(version=resolve_template(args.model.version))
     print_first(*notes)

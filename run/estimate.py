@@ -5,36 +5,19 @@ weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config au
 --speed the time of a step, tokens/s, MFU and what bounds them.
 """
 
-import sys
-
-from llava_ds.runtime.command import Parser, begin, exit_with
-
-if __name__ == "__main__":
-    begin("run/estimate.py", ends_without_reader=True)
-
-
 import argparse
-import contextlib
-import json
+import sys
 from collections.abc import Callable
-from functools import partial
+from typing import TYPE_CHECKING
 
-from llava_ds.config.arguments import Arguments, ranks_per_sample, trains_projector_only
 from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Positive, Rate, number
-from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
-from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR
-from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
-from llava_ds.planning.auto import SUPERVISED, Data, Devices, choose_ds_config, planned_run
-from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
-from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of_folders
-from llava_ds.planning.speed import OVERLAP, Machine
-from llava_ds.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
+from llava_ds.planning.named_models import NAMED, SUPERVISED
+from llava_ds.runtime.command import Parser, begin, exit_with
 from llava_ds.runtime.gpus import GPUS, Gpu, gpu_named
-from llava_ds.runtime.mesh import check_experts, check_sizes
-from llava_ds.runtime.ranks import quiet_libraries
-from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
 
 MOST_GPUS = 100_000
 SPEED_FLAGS = {
@@ -47,32 +30,17 @@ SPEED_FLAGS = {
 }
 
 
-def main(argv: list[str]) -> None:
+def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
+    """Read this script's flags, and those of training. Raises ConfigError."""
+    from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work meanwhile
+
     parser = Parser(description=__doc__)
     add_flags(parser.add_argument)
     own, rest = parser.parse_known_args(argv)
     args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
     if found := problems(own, args):
         raise ConfigError("\n".join(found))
-
-    quiet_libraries()
-    gpu = None if own.gpu is None else gpu_named(own.gpu)
-    if own.gpu_memory is None and gpu is not None:
-        own.gpu_memory = gpu.memory
-    gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
-    devices = Devices(own.num_gpus, own.gpus_per_node, memory=gpu_memory)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
-        run, resolved = read_run(own, args, devices)
-    speed = read_speed(own, run, resolved, gpu, gpu_memory) if own.speed else None
-    if own.json:
-        figures = as_json(run, gpu_memory) | ({} if speed is None else {"speed": speed_json(speed)})
-        print(json.dumps(figures, indent=1))
-        return
-    print(*description(run), *auto_lines(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
-    if gpu_memory is not None:
-        print(advice(run, gpu_memory))
-    if speed is not None:
-        print("", *speed_table(speed), *speed_lines(speed), sep="\n")
+    return own, args
 
 
 def add_flags(add: Callable[..., object]) -> None:
@@ -110,8 +78,10 @@ def add_flags(add: Callable[..., object]) -> None:
         add(f"--{name}", type=number(kind), help=f"for --speed: {text}")
 
 
-def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
+def problems(own: argparse.Namespace, args: "Arguments") -> list[str]:
     """Everything that is wrong with the flags, a line each."""
+    from llava_ds.config.rules import CHOOSE_DS_CONFIG
+
     model, training = args.model, args.training
     has_folders = model.model_name_or_path is not None or model.vision_tower is not None
     return [
@@ -147,7 +117,52 @@ def problems(own: argparse.Namespace, args: Arguments) -> list[str]:
     ]
 
 
-def auto_lines(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]:
+if __name__ == "__main__":
+    begin("run/estimate.py", reads=parse, ends_without_reader=True)
+
+
+import contextlib
+import json
+from functools import partial
+
+from llava_ds.config.arguments import ranks_per_sample, trains_projector_only
+from llava_ds.config.rules import CHOOSE_DS_CONFIG
+from llava_ds.config.shipped import DS_CONFIGS
+from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR
+from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
+from llava_ds.planning.auto import Data, Devices, choose_ds_config, planned_run
+from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
+from llava_ds.planning.shapes import ModelShape, shape_named, shape_of_folders
+from llava_ds.planning.speed import OVERLAP, Machine
+from llava_ds.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
+from llava_ds.runtime.mesh import check_experts, check_sizes
+from llava_ds.runtime.ranks import quiet_libraries
+from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
+
+
+def main(argv: list[str]) -> None:
+    own, args = parse(argv)
+    quiet_libraries()
+    gpu = None if own.gpu is None else gpu_named(own.gpu)
+    if own.gpu_memory is None and gpu is not None:
+        own.gpu_memory = gpu.memory
+    gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
+    devices = Devices(own.num_gpus, own.gpus_per_node, memory=gpu_memory)
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
+        run, resolved = read_run(own, args, devices)
+    speed = read_speed(own, run, resolved, gpu, gpu_memory) if own.speed else None
+    if own.json:
+        figures = as_json(run, gpu_memory) | ({} if speed is None else {"speed": speed_json(speed)})
+        print(json.dumps(figures, indent=1))
+        return
+    print(*description(run), *auto_lines(args, run, gpu_memory), *table(run, gpu_memory), sep="\n")
+    if gpu_memory is not None:
+        print(advice(run, gpu_memory))
+    if speed is not None:
+        print("", *speed_table(speed), *speed_lines(speed), sep="\n")
+
+
+def auto_lines(args: "Arguments", run: Run, gpu_memory: float | None) -> list[str]:
     """A line about the choice of auto, where a flag has it."""
     names = ("tokens_per_micro_batch", "gradient_checkpointing")
     flags = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
@@ -162,7 +177,7 @@ def auto_lines(args: Arguments, run: Run, gpu_memory: float | None) -> list[str]
     ]
 
 
-def read_run(own: argparse.Namespace, args: Arguments, devices: Devices) -> tuple[Run, ResolvedConfig]:
+def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tuple[Run, ResolvedConfig]:
     """The run that the flags describe, and its flags and JSON.
 
     Without a DeepSpeed JSON it has this repository's, in bf16 by default.
@@ -218,7 +233,7 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
 
 
 def resolve(
-    own: argparse.Namespace, args: Arguments, raw: dict | None, shape: ModelShape, devices: Devices
+    own: argparse.Namespace, args: "Arguments", raw: dict | None, shape: ModelShape, devices: Devices
 ) -> ResolvedConfig:
     """The DeepSpeed JSON as training would resolve it on these GPUs. raw: as it was read, None to choose one."""
     if raw is None:

@@ -5,21 +5,132 @@ are on this disk; docs/evaluation.md lists the files. On every local device: dee
 The same command resumes an interrupted one, if it has an --output.
 """
 
+import argparse
+import os
+import sys
+
+from llava_ds.config.bounds import Count, NotNegative, Seed, number
+from llava_ds.constants import ConfigError
+from llava_ds.evaluation.task_names import CHOSEN_METRICS, TASK_NAMES, TURNS
+from llava_ds.infer.infer_flags import EngineOptions, add_engine_flags, parse_engine_options
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
+MOST_NEW_TOKENS = 64
+WITH_ANSWERS = ("llava", "caption", "preference")  # tasks whose questions come with their answers
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add_engine_flags(parser)
+    add("--task", choices=TASK_NAMES, default="llava", help="benchmark (default: a file in LLaVA's format)")
+    add("--data_path", type=given_path, help="the questions; in LLaVA's format 'kind' groups the scores")
+    add("--annotations", type=given_path, help="the answers, where the benchmark has them in another file or folder")
+    add("--image_folder", type=given_path, help="folder that the image paths are relative to")
+    add(
+        "--metric",
+        default="exact",
+        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function as --reward_funcs of run/rl.py "
+        "takes it (default: %(default)s)",
+    )
+    add("--split", help="of ScienceQA (default: test), or of --data_path of --task llava and preference")
+    add("--limit", type=number(Count), help="ask the first questions only")
+    add(
+        "--turns",
+        choices=TURNS,
+        default="together",
+        help="of --task llava: together asks a later question after the record's own earlier turns, true answers "
+        "included; each asks every question by itself (default: %(default)s)",
+    )
+    add("--compare_blank_image", action="store_true", help="ask again with a blank image in the place of each")
+    add("--compare_without_image", action="store_true", help="ask again with no image and no mark of one in the prompt")
+    add(
+        "--show_wrong",
+        type=number(NotNegative),
+        default=0,
+        metavar="N",
+        help="print N wrong answers with reference and images, the most confident first (default: %(default)s)",
+    )
+    add("--batch_size", type=number(Count), default=48, help="questions at a time on a device (default: %(default)s)")
+    add("--max_new_tokens", type=number(Count), help=f"longest answer in tokens (default: {MOST_NEW_TOKENS})")
+    add(
+        "--best_of",
+        type=number(Count),
+        metavar="N",
+        help="draw N answers to each question (by --seed), and take the one with the highest score",
+    )
+    add("--reward_model_name_or_path", type=given_path, help="folder of the reward model that scores --best_of")
+    add(
+        "--output",
+        type=given_path,
+        help="write the scores to this .json file and every answer to the .jsonl file beside it",
+    )
+    add("--resamples", type=number(Count), default=1000, help="of the bootstrap's intervals (default: %(default)s)")
+    add("--seed", type=number(Seed), default=0, help="of the bootstrap, and of --best_of (default: %(default)s)")
+    add(
+        "--cache_dir",
+        type=new_folder,
+        default="~/.cache/llava_ds",
+        help="folder for generated scenes and the images inside benchmarks",
+    )
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
+    args = parser.parse_args(argv)
+    refuse_contradictions(args)
+    parse_engine_options(args)
+    return args
+
+
+def refuse_contradictions(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that don't go together."""
+    if (args.best_of is None) != (args.reward_model_name_or_path is None):
+        raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both, or neither")
+    if args.best_of is not None and args.task == "preference":
+        raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one of them out")
+    if args.data_path is None and args.task != "llava":
+        raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
+    for name in ("image_folder", "annotations"):
+        if args.data_path is None and (value := getattr(args, name)) is not None:
+            raise ConfigError(
+                f"--{name} {value} goes with --data_path: the generated questions have their own images and answers, "
+                "give that, or leave it out"
+            )
+    if args.image_folder is not None and not os.path.isdir(args.image_folder):
+        raise ConfigError(f"--image_folder {args.image_folder}: there is no such folder")
+    if args.annotations is not None and args.task in WITH_ANSWERS:
+        raise ConfigError(
+            f"--annotations {args.annotations}: --task {args.task} reads the answers in --data_path: leave it out"
+        )
+    if args.max_new_tokens is not None and args.task == "preference":
+        raise ConfigError(
+            "--max_new_tokens is for drawn answers, and --task preference compares given ones: leave it out"
+        )
+    args.max_new_tokens = args.max_new_tokens or MOST_NEW_TOKENS
+    if ":" not in args.metric and args.metric not in CHOSEN_METRICS:
+        raise ConfigError(f"--metric {args.metric}: give one of {', '.join(CHOSEN_METRICS)}, or file.py:function")
+    if args.metric != "exact" and args.task != "llava":
+        raise ConfigError(f"--metric goes with --task llava: {args.task} has its own scoring, leave it out")
+    if args.turns != "together" and args.task != "llava":
+        raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
+    if args.split is not None and args.task not in ("scienceqa", "llava", "preference"):
+        raise ConfigError(
+            f"--split goes with --task scienceqa, llava and preference: {args.task}'s files are one split each, leave "
+            "it out"
+        )
+    if args.split is not None and args.data_path is None:
+        raise ConfigError(f"--split {args.split} needs --data_path: give it, too")
+
+
 if __name__ == "__main__":
-    begin("run/evaluate.py")
+    begin("run/evaluate.py", reads=parse)
 
 
-import argparse
 import dataclasses
-import os
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from llava_ds.config.bounds import Count, NotNegative, Seed, number
-from llava_ds.constants import ConfigError
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.evaluation.answers import (
     BLANK_IMAGE,
@@ -36,13 +147,12 @@ from llava_ds.evaluation.answers import (
 from llava_ds.evaluation.answers_identity import identity_of, model_digest
 from llava_ds.evaluation.asking import Answering, ask, ask_each, open_batches, plan_batches
 from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.llava_questions import TURNS
 from llava_ds.evaluation.question import Question, digest, with_blank_image, with_resized_sizes, without_image
 from llava_ds.evaluation.score_table import as_json, interval_lines, legend, table
 from llava_ds.evaluation.scores import Scored, metric_of
-from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
+from llava_ds.evaluation.tasks import TASKS, read_questions
 from llava_ds.export.card import add_evaluation
-from llava_ds.infer.engines import EngineOptions, add_engine_flags, load_for_inference, parse_engine_options
+from llava_ds.infer.engines import load_for_inference
 from llava_ds.infer.generate import Answer
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.launchers import rank_variables
@@ -51,12 +161,9 @@ from llava_ds.tiny.default import heldout_data
 from llava_ds.tracking.mistakes import mistake_lines
 from llava_ds.tracking.page import report_at_end
 
-MOST_NEW_TOKENS = 64
-WITH_ANSWERS = ("llava", "caption", "preference")  # tasks whose questions come with their answers
 
-
-def main() -> None:
-    args = parse()
+def main(argv: list[str]) -> None:
+    args = parse(argv)
     quiet_libraries()
     options = parse_engine_options(args)
     ranks = start(options)
@@ -212,105 +319,5 @@ def start(options: EngineOptions) -> Ranks:
     return Ranks(0, 0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def parse() -> argparse.Namespace:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add_engine_flags(parser)
-    add("--task", choices=[*TASKS], default="llava", help="benchmark (default: a file in LLaVA's format)")
-    add("--data_path", type=given_path, help="the questions; in LLaVA's format 'kind' groups the scores")
-    add("--annotations", type=given_path, help="the answers, where the benchmark has them in another file or folder")
-    add("--image_folder", type=given_path, help="folder that the image paths are relative to")
-    add(
-        "--metric",
-        default="exact",
-        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function as --reward_funcs of run/rl.py "
-        "takes it (default: %(default)s)",
-    )
-    add("--split", help="of ScienceQA (default: test), or of --data_path of --task llava and preference")
-    add("--limit", type=number(Count), help="ask the first questions only")
-    add(
-        "--turns",
-        choices=TURNS,
-        default="together",
-        help="of --task llava: together asks a later question after the record's own earlier turns, true answers "
-        "included; each asks every question by itself (default: %(default)s)",
-    )
-    add("--compare_blank_image", action="store_true", help="ask again with a blank image in the place of each")
-    add("--compare_without_image", action="store_true", help="ask again with no image and no mark of one in the prompt")
-    add(
-        "--show_wrong",
-        type=number(NotNegative),
-        default=0,
-        metavar="N",
-        help="print N wrong answers with reference and images, the most confident first (default: %(default)s)",
-    )
-    add("--batch_size", type=number(Count), default=48, help="questions at a time on a device (default: %(default)s)")
-    add("--max_new_tokens", type=number(Count), help=f"longest answer in tokens (default: {MOST_NEW_TOKENS})")
-    add(
-        "--best_of",
-        type=number(Count),
-        metavar="N",
-        help="draw N answers to each question (by --seed), and take the one with the highest score",
-    )
-    add("--reward_model_name_or_path", type=given_path, help="folder of the reward model that scores --best_of")
-    add(
-        "--output",
-        type=given_path,
-        help="write the scores to this .json file and every answer to the .jsonl file beside it",
-    )
-    add("--resamples", type=number(Count), default=1000, help="of the bootstrap's intervals (default: %(default)s)")
-    add("--seed", type=number(Seed), default=0, help="of the bootstrap, and of --best_of (default: %(default)s)")
-    add(
-        "--cache_dir",
-        type=new_folder,
-        default="~/.cache/llava_ds",
-        help="folder for generated scenes and the images inside benchmarks",
-    )
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
-    args = parser.parse_args()
-    refuse_contradictions(args)
-    return args
-
-
-def refuse_contradictions(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that don't go together."""
-    if (args.best_of is None) != (args.reward_model_name_or_path is None):
-        raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both, or neither")
-    if args.best_of is not None and args.task == "preference":
-        raise ConfigError("--best_of draws answers, and --task preference compares given ones: leave one of them out")
-    if args.data_path is None and args.task != "llava":
-        raise ConfigError(f"--data_path is missing: name {args.task}'s questions")
-    for name in ("image_folder", "annotations"):
-        if args.data_path is None and (value := getattr(args, name)) is not None:
-            raise ConfigError(
-                f"--{name} {value} goes with --data_path: the generated questions have their own images and answers, "
-                "give that, or leave it out"
-            )
-    if args.image_folder is not None and not os.path.isdir(args.image_folder):
-        raise ConfigError(f"--image_folder {args.image_folder}: there is no such folder")
-    if args.annotations is not None and args.task in WITH_ANSWERS:
-        raise ConfigError(
-            f"--annotations {args.annotations}: --task {args.task} reads the answers in --data_path: leave it out"
-        )
-    if args.max_new_tokens is not None and args.task == "preference":
-        raise ConfigError(
-            "--max_new_tokens is for drawn answers, and --task preference compares given ones: leave it out"
-        )
-    args.max_new_tokens = args.max_new_tokens or MOST_NEW_TOKENS
-    if ":" not in args.metric and args.metric not in CHOSEN_METRICS:
-        raise ConfigError(f"--metric {args.metric}: give one of {', '.join(CHOSEN_METRICS)}, or file.py:function")
-    if args.metric != "exact" and args.task != "llava":
-        raise ConfigError(f"--metric goes with --task llava: {args.task} has its own scoring, leave it out")
-    if args.turns != "together" and args.task != "llava":
-        raise ConfigError(f"--turns goes with --task llava: {args.task}'s questions are one turn each, leave it out")
-    if args.split is not None and args.task not in ("scienceqa", "llava", "preference"):
-        raise ConfigError(
-            f"--split goes with --task scienceqa, llava and preference: {args.task}'s files are one split each, leave "
-            "it out"
-        )
-    if args.split is not None and args.data_path is None:
-        raise ConfigError(f"--split {args.split} needs --data_path: give it, too")
-
-
 if __name__ == "__main__":
-    exit_with(main, "run/evaluate.py")
+    exit_with(partial(main, sys.argv[1:]), "run/evaluate.py")

@@ -6,102 +6,22 @@ the flags of the run; the base models have to be in the folders that it names, o
 into it, also several by weight: run/export.py ONE --adapters OTHER THIRD --adapter_weights 0.5 0.3 0.2
 """
 
-from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
-
-if __name__ == "__main__":
-    begin("run/export.py")
-
-
 import argparse
-import dataclasses
+import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
-import torch
-
-from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.config.bounds import Count, Number, number
 from llava_ds.constants import ConfigError
-from llava_ds.export.adapter import write_restored_adapter
-from llava_ds.export.bit_check import check_written
-from llava_ds.export.blending import open_adapters
-from llava_ds.export.card import write_card, write_conversion_card
-from llava_ds.export.export_plan import ExportPlan, hf_kind
-from llava_ds.export.from_checkpoint import restore
-from llava_ds.export.from_folder import open_folder
-from llava_ds.export.gguf_folder import with_gguf_type
-from llava_ds.export.output_folder import staged, write_folder
-from llava_ds.export.reload_check import describe_bits
-from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
-from llava_ds.export.tokenizer_files import refuse_lost_tokens
-from llava_ds.runtime.ranks import quiet_libraries
+from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")  # torch's names
 FOLDERS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
 ROWS = ("resize_token_embeddings", "pad_embeddings_to_multiple_of")
 
 
-def main() -> None:
-    args = parse()
-    source, given = (
-        Path(args.source),
-        {name: value for name in (*FOLDERS, *ROWS) if (value := getattr(args, name)) is not None},
-    )
-    max_shard_bytes, dtype = parse_size(args.max_shard_size), DTYPES.get(args.dtype)
-    quiet_libraries()
-    if not source.is_dir():
-        raise ConfigError(f"{source}: there is no such folder")
-    restored = None
-    if args.adapter_weights and not args.adapters:
-        raise ConfigError("--adapter_weights goes with --adapters: name the other adapters, or leave it out")
-    if is_training_checkpoint(source):
-        if args.adapters:
-            raise ConfigError("--adapters goes with an adapter's folder: export the checkpoint as --format adapter")
-        if wrong := [f"--{name}" for name in ("version", *ROWS) if name in given]:
-            raise ConfigError(f"{', '.join(wrong)} goes with a model folder; run.json has a checkpoint's: leave it out")
-        restored = restore(source, given, dtype, args.average)
-        form, export, entries = args.format or restored.export.form, restored.export, restored.entries
-    else:
-        if args.average > 1:
-            raise ConfigError(f"--average {args.average} goes with a checkpoint, and this is none: leave it out")
-        for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
-            if name in given:
-                raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
-        if ROWS[1] in given and ROWS[0] not in given:
-            raise ConfigError(f"--{ROWS[1]} has no effect without --{ROWS[0]}: give that, or leave it out")
-        form = args.format or "hf"
-        if args.adapters:
-            folders = [source, *map(Path, args.adapters)]
-            weights = args.adapter_weights or [1 / len(folders)] * len(folders)
-            export, entries, lines = open_adapters(folders, weights, given, dtype, form)
-        else:
-            export, entries, lines = open_folder(source, given, dtype, form)
-        print(*lines, *export.model.notes, sep="\n")
-    export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
-    if form == "gguf":
-        export = with_gguf_type(export, args.dtype)
-    _check_form(export, args.dtype, is_lora_run=restored is not None and restored.run.model.lora_enable)
-    output_dir = Path(args.output_dir or f"{str(source).rstrip('/')}-{form}")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not args.overwrite:
-        raise ConfigError(f"--output_dir {output_dir} is not empty: name another folder, or give --overwrite")
-    _check_is_not_read(output_dir, source, export)
-    with staged(output_dir) as stage:
-        if form == "adapter":
-            written = write_restored_adapter(export, restored.trained, restored.lora_start, restored.base, stage)
-        else:
-            written = write_folder(export, entries, stage)
-        checked = f" ({describe_bits('full', partial(check_written, written))})" if written else ""
-        if restored is not None:
-            step = commit.step_of(source.resolve())
-            write_card(stage, form, restored.run, restored.run_dir, restored.record, step)
-        else:
-            write_conversion_card(stage, form, source)
-    print(f"{form}: {output_dir}{checked}")
-
-
-def parse() -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("source", type=given_path, metavar="SOURCE", help="checkpoint-<step> folder, or a model's folder")
@@ -155,7 +75,9 @@ def parse() -> argparse.Namespace:
         help="write into a folder that is not empty: a model there is replaced, whatever its format, and other files "
         "remain",
     )
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    parse_size(args.max_shard_size)
+    return args
 
 
 def _add_rows(add: Callable[..., object]) -> None:
@@ -167,6 +89,91 @@ def _add_rows(add: Callable[..., object]) -> None:
         "mean of the others",
     )
     add("--pad_embeddings_to_multiple_of", type=number(Count), help="round the number of rows up to a multiple of this")
+
+
+if __name__ == "__main__":
+    begin("run/export.py", reads=parse)
+
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from llava_ds.checkpoint import commit
+from llava_ds.checkpoint.trainer_file import is_training_checkpoint
+from llava_ds.export.adapter import write_restored_adapter
+from llava_ds.export.bit_check import check_written
+from llava_ds.export.blending import open_adapters
+from llava_ds.export.card import write_card, write_conversion_card
+from llava_ds.export.export_plan import ExportPlan, hf_kind
+from llava_ds.export.from_checkpoint import restore
+from llava_ds.export.from_folder import open_folder
+from llava_ds.export.gguf_folder import with_gguf_type
+from llava_ds.export.output_folder import staged, write_folder
+from llava_ds.export.reload_check import describe_bits
+from llava_ds.export.tokenizer_files import refuse_lost_tokens
+from llava_ds.runtime.ranks import quiet_libraries
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    source, given = (
+        Path(args.source),
+        {name: value for name in (*FOLDERS, *ROWS) if (value := getattr(args, name)) is not None},
+    )
+    max_shard_bytes = parse_size(args.max_shard_size)
+    dtype = getattr(torch, args.dtype) if args.dtype in DTYPES else None
+    quiet_libraries()
+    if not source.is_dir():
+        raise ConfigError(f"{source}: there is no such folder")
+    restored = None
+    if args.adapter_weights and not args.adapters:
+        raise ConfigError("--adapter_weights goes with --adapters: name the other adapters, or leave it out")
+    if is_training_checkpoint(source):
+        if args.adapters:
+            raise ConfigError("--adapters goes with an adapter's folder: export the checkpoint as --format adapter")
+        if wrong := [f"--{name}" for name in ("version", *ROWS) if name in given]:
+            raise ConfigError(f"{', '.join(wrong)} goes with a model folder; run.json has a checkpoint's: leave it out")
+        restored = restore(source, given, dtype, args.average)
+        form, export, entries = args.format or restored.export.form, restored.export, restored.entries
+    else:
+        if args.average > 1:
+            raise ConfigError(f"--average {args.average} goes with a checkpoint, and this is none: leave it out")
+        for name in ("model_name_or_path", "pretrain_mm_mlp_adapter"):
+            if name in given:
+                raise ConfigError(f"--{name} goes with a checkpoint, and this is none: leave it out")
+        if ROWS[1] in given and ROWS[0] not in given:
+            raise ConfigError(f"--{ROWS[1]} has no effect without --{ROWS[0]}: give that, or leave it out")
+        form = args.format or "hf"
+        if args.adapters:
+            folders = [source, *map(Path, args.adapters)]
+            weights = args.adapter_weights or [1 / len(folders)] * len(folders)
+            export, entries, lines = open_adapters(folders, weights, given, dtype, form)
+        else:
+            export, entries, lines = open_folder(source, given, dtype, form)
+        print(*lines, *export.model.notes, sep="\n")
+    export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
+    if form == "gguf":
+        export = with_gguf_type(export, args.dtype)
+    _check_form(export, args.dtype, is_lora_run=restored is not None and restored.run.model.lora_enable)
+    output_dir = Path(args.output_dir or f"{str(source).rstrip('/')}-{form}")
+    if output_dir.is_dir() and any(output_dir.iterdir()) and not args.overwrite:
+        raise ConfigError(f"--output_dir {output_dir} is not empty: name another folder, or give --overwrite")
+    _check_is_not_read(output_dir, source, export)
+    with staged(output_dir) as stage:
+        if form == "adapter":
+            written = write_restored_adapter(export, restored.trained, restored.lora_start, restored.base, stage)
+        else:
+            written = write_folder(export, entries, stage)
+        checked = f" ({describe_bits('full', partial(check_written, written))})" if written else ""
+        if restored is not None:
+            step = commit.step_of(source.resolve())
+            write_card(stage, form, restored.run, restored.run_dir, restored.record, step)
+        else:
+            write_conversion_card(stage, form, source)
+    print(f"{form}: {output_dir}{checked}")
 
 
 def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> None:
@@ -191,4 +198,4 @@ def _check_form(export: ExportPlan, dtype: str, is_lora_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    exit_with(main, "run/export.py")
+    exit_with(partial(main, sys.argv[1:]), "run/export.py")

@@ -4,32 +4,72 @@ Takes the data and model flags of run/train.py (others are ignored), checks and 
 and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
 """
 
+import argparse
+import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from llava_ds.config.bounds import NotNegative, number
+from llava_ds.constants import ConfigError
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+HTML_SAMPLES = 30
+
+
+def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
+    """Read this script's flags, and those of training. Raises ConfigError."""
+    from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work meanwhile
+
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("--num_samples", type=number(NotNegative), default=3, help="samples to print (default: %(default)s)")
+    add("--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file")
+    add("--html", type=given_path, help="write a page with samples, their images and the mask to this file")
+    add("--html_samples", type=number(NotNegative), help=f"samples on the page (default: {HTML_SAMPLES})")
+    own, rest = parser.parse_known_args(argv)
+    if own.html_samples is not None and own.html is None:
+        raise ConfigError("--html_samples goes with --html: give that, or leave it out")
+    if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
+        raise ConfigError("\n".join(problems))
+    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
+    return own, args
+
+
+def _cannot_be_written(name: str, path: str | None) -> str | None:
+    """The reason why a file that the user named can't be created, before the work; None if it can, or none is named."""
+    if path is None:
+        return None
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return f"--{name} {path}: there is no folder {folder}: make it, or name another file"
+    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
+        return f"--{name} {path} can't be written to: name another file"
+    return None
+
 
 if __name__ == "__main__":
     begin(
         "run/inspect_data.py",
+        reads=parse,
         ends_without_reader=not {"--jsonl", "--html"} & {token.split("=")[0] for token in sys.argv},
     )
 
 
 import json
-import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.config.arguments import Arguments, ModelArguments
-from llava_ds.config.bounds import NotNegative, number
-from llava_ds.config.parsing import parse_arguments
-from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.dataset import EncodedDataset, open_data
-from llava_ds.data.encode import refuse_unfit_tokenizer
-from llava_ds.data.preflight import media_from_text
+from llava_ds.data.end_markers import refuse_unfit_tokenizer
+from llava_ds.data.rows import media_from_text
 from llava_ds.files.model_files import read_json_if_there
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem
@@ -47,24 +87,10 @@ from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 from llava_ds.tracking.data_page import in_terminal, page, supervised_text
 
-HTML_SAMPLES = 30
-
 
 def main(argv: list[str]) -> None:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("--num_samples", type=number(NotNegative), default=3, help="samples to print (default: %(default)s)")
-    add("--jsonl", type=given_path, help="write one object per record, accepted or rejected, to this file")
-    add("--html", type=given_path, help="write a page with samples, their images and the mask to this file")
-    add("--html_samples", type=number(NotNegative), help=f"samples on the page (default: {HTML_SAMPLES})")
-    own, rest = parser.parse_known_args(argv)
-    if own.html_samples is not None and own.html is None:
-        raise ConfigError("--html_samples goes with --html: give that, or leave it out")
+    own, args = parse(argv)
     most = HTML_SAMPLES if own.html_samples is None else own.html_samples
-    if problems := [p for name in ("jsonl", "html") if (p := _cannot_be_written(name, getattr(own, name)))]:
-        raise ConfigError("\n".join(problems))
-    args, _ = parse_arguments(rest, to_train=False, own_flags=[f"--{name}" for name in vars(own)])
-
     quiet_libraries()
     args = tiny.fill_in(args)
     if args.data.data_path is None:
@@ -89,19 +115,7 @@ def _write_rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase, pat
         file.writelines(json.dumps(row) + "\n" for row in rows(dataset, tokenizer))
 
 
-def _cannot_be_written(name: str, path: str | None) -> str | None:
-    """The reason why a file that the user named can't be created, before the work; None if it can, or none is named."""
-    if path is None:
-        return None
-    folder = Path(path).parent
-    if not folder.is_dir():
-        return f"--{name} {path}: there is no folder {folder}: make it, or name another file"
-    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-        return f"--{name} {path} can't be written to: name another file"
-    return None
-
-
-def _model(args: Arguments) -> tuple[Arguments, PreTrainedTokenizerBase, TowerPlan]:
+def _model(args: "Arguments") -> "tuple[Arguments, PreTrainedTokenizerBase, TowerPlan]":
     """The flags with the model's own settings, its tokenizer and its tower.
 
     A folder with a tokenizer alone is enough: images are then prepared as for the tiny model. Prints the reason if

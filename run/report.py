@@ -4,28 +4,35 @@ It is made from the files in the run's folder, also of a run that was killed or 
 end; write it again to include the scores of run/evaluate.py.
 """
 
+import argparse
 import sys
 
+from llava_ds.constants import ConfigError
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = Parser(description=__doc__)
+    add = parser.add_argument
+    add("output_dir", type=given_path, help="a run's --output_dir")
+    add("--html", type=given_path, help="file of the page (default: report.html in that folder)")
+    return parser.parse_args(argv)
+
+
 if __name__ == "__main__":
-    begin("run/report.py")
+    begin("run/report.py", reads=parse)
 
 
 from functools import partial
 from pathlib import Path
 
-from llava_ds.constants import ConfigError
 from llava_ds.tracking.page import write_report
 from llava_ds.tracking.run_files import is_run
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(description=__doc__)
-    add = parser.add_argument
-    add("output_dir", type=given_path, help="a run's --output_dir")
-    add("--html", type=given_path, help="file of the page (default: report.html in that folder)")
-    args = parser.parse_args(argv)
+    args = parse(argv)
     folder = Path(args.output_dir)
     if not is_run(folder):
         raise ConfigError(

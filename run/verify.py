@@ -4,12 +4,24 @@ In a folder with checkpoint-* every one is verified. Every file is read and comp
 while it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is nothing to verify.
 """
 
+import argparse
 import sys
 
+from llava_ds.constants import ConfigError
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags. Raises ConfigError."""
+    parser = Parser(description=__doc__)
+    parser.add_argument(
+        "paths", nargs="+", type=given_path, metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir"
+    )
+    return parser.parse_args(argv)
+
+
 if __name__ == "__main__":
-    begin("run/verify.py", ends_without_reader=True)
+    begin("run/verify.py", reads=parse, ends_without_reader=True)
 
 
 from functools import partial
@@ -17,17 +29,12 @@ from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem, read_trainer
-from llava_ds.constants import ConfigError
 from llava_ds.runtime.ranks import print_first
 
 
 def main(argv: list[str]) -> int:
     """Verify all; return the exit code: 0 where all are whole, or 1."""
-    parser = Parser(description=__doc__)
-    parser.add_argument(
-        "paths", nargs="+", type=given_path, metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir"
-    )
-    paths = [each for given in parser.parse_args(argv).paths for each in _checkpoints(Path(given))]
+    paths = [each for given in parse(argv).paths for each in _checkpoints(Path(given))]
     whole = True
     for path in paths:
         problem = checkpoint_problem(path)

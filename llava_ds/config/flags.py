@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from transformers.hf_argparser import HfArg
+from llava_ds.config.hf_argparser import HfArg
 
 # Titles under which --help shows the core's flags, in its order; an extension's group has its name.
 GROUPS = {

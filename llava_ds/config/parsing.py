@@ -9,12 +9,10 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
-
 from llava_ds.config.arguments import SECTIONS, Arguments, loaded
 from llava_ds.config.bounds import bounds_of, in_a_line
 from llava_ds.config.flags import GROUPS, Flag
+from llava_ds.config.hf_argparser import HfArgumentParser, string_to_bool
 from llava_ds.config.model_flags import is_pattern, tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of

@@ -24,8 +24,8 @@ from llava_ds.config.model_flags import (
 )
 from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
 from llava_ds.constants import ConfigError, in_short
-from llava_ds.files.object_store import is_remote, url_problem
 from llava_ds.files.places import local_path
+from llava_ds.files.urls import is_remote
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 from llava_ds.template_variables import parse_variables
 
@@ -223,10 +223,13 @@ def missing_path(name: str, value: str, kind: str) -> str | None:
 
 
 def object_stores(args: Arguments) -> Iterator[str]:
-    for name in REMOTE_FLAGS:
-        value = getattr(args.data, name)
-        if value is not None and is_remote(value) and (problem := url_problem(value, args.data.allow_http)):
-            yield f"--{name} {value}{problem}"
+    remote = {name: value for name in REMOTE_FLAGS if is_remote(value := getattr(args.data, name))}
+    if remote:
+        from llava_ds.files.object_store import url_problem
+
+        for name, value in remote.items():
+            if problem := url_problem(value, args.data.allow_http):
+                yield f"--{name} {value}{problem}"
 
 
 def data_splits(args: Arguments) -> Iterator[str]:

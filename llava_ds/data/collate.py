@@ -10,7 +10,6 @@ import torch
 
 from llava_ds.batch import Batch, ImageBlocks, Inputs, Placing
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava_ds.data.native_resolution import axis_positions, flex_inputs, tower_inputs
 from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling, FlexTiling, Grid
@@ -179,6 +178,8 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
     """(1, T), or (3, 1, T) with three axes."""
     if not isinstance(options.tiling, CellTiling):
         return torch.cat([torch.arange(len(sample.input_ids)) for sample in samples])[None]
+    from llava_ds.data.native_resolution import axis_positions
+
     grids = [[grid for _, layout in sample.media for grid in layout.grids] for sample in samples]
     parts = [axis_positions(sample.input_ids, each) for sample, each in zip(samples, grids)]
     return torch.cat(parts, 1)[:, None]
@@ -187,6 +188,8 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
 def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> Inputs:
     if not isinstance(options.tiling, WHOLE_IMAGES):
         return {}
+    from llava_ds.data.native_resolution import flex_inputs, tower_inputs
+
     if isinstance(options.tiling, FlexTiling):
         return flex_inputs([layout.cells for layout in layouts] or [(1, 1)], options.tiling)  # the blank tile
     return tower_inputs([grid for layout in layouts for grid in layout.grids] or [Grid(1, 1)], options.tiling)

@@ -5,10 +5,12 @@ import itertools
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,18 +19,16 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.training_flags import DRAWING_OBJECTIVES, PAIR_OBJECTIVES
+from llava_ds.config.training_flags import DRAWING_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
-from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
     ENCODING_LIBRARIES,
+    EncodingOptions,
     box_parts,
     digest_of,
-    file_digest,
-    file_stamp,
     options_part,
     options_that_matter,
     tokenizer_parts,
@@ -37,31 +37,30 @@ from llava_ds.data.fingerprint import (
 )
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.images.deep_images import deep_images_line
-from llava_ds.data.preflight import (
-    Checker,
-    can_now_be_used,
+from llava_ds.data.known_records import KnownRecords, note_path, recall, remember, remember_earlier
+from llava_ds.data.rows import (
     layout_of,
+    may_be_used_now,
     media_from_text,
     media_of_text,
     place_of,
     reasons_in_short,
     rejections,
 )
-from llava_ds.data.prompt_check import refuse_unasked
-from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
-from llava_ds.data.shards import encode_together
-from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
-from llava_ds.data.sources.open import shown
-from llava_ds.data.sources.source import short_names
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
-from llava_ds.files.object_store import configure
 from llava_ds.files.places import real_path
+from llava_ds.files.urls import configure
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
+from llava_ds.tokenizer import rows_noted
+
+if TYPE_CHECKING:
+    from llava_ds.data.preflight import Checker
+    from llava_ds.data.sources.source import Source
 
 ENCODING_VERSION = 7  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 4"  # of the files; another one is another cache, and no other data
@@ -376,37 +375,43 @@ def data_spec(
     """The data that the flags name, as open_data takes them."""
     model, data = args.model, args.data
     configure(f"{data.object_cache_dir or data.cache_dir}/objects", int(data.object_cache_gb * 10**9), data.allow_http)
-    options = SourceOptions(
-        data_format=data.data_format,
-        columns=parse_columns(data.data_columns),
-        image_folder=data.image_folder,
-        video_folder=data.video_folder,
+    encoding = EncodingOptions(
+        template=resolve_template(model.version),
+        max_length=data.model_max_length,
+        mm_use_im_start_end=model.mm_use_im_start_end,
+        supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
+        split_special_tokens=model.split_special_tokens,
+        answer_is_reference=args.training.objective in DRAWING_OBJECTIVES,
+    )
+    options = PreflightOptions(
         cache_dir=data.cache_dir,
-        on_unmarked_image=data.on_unmarked_image,
-        bbox_type=data.bbox_type,
-        split=data.data_split,
-        are_preferences=args.training.objective in PAIR_OBJECTIVES,
+        num_workers=data.preprocessing_num_workers,
+        on_bad_sample=data.on_bad_sample if refuse_bad else "list",
+        max_bad_fraction=data.max_bad_fraction,
     )
-    return DataSpec.of(
-        open_sources(data.data_path, options),
-        tokenizer,
-        EncodingOptions(
-            template=resolve_template(model.version),
-            max_length=data.model_max_length,
-            mm_use_im_start_end=model.mm_use_im_start_end,
-            supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
-            split_special_tokens=model.split_special_tokens,
-            answer_is_reference=args.training.objective in DRAWING_OBJECTIVES,
-        ),
-        image_options,
-        PreflightOptions(
-            cache_dir=data.cache_dir,
-            num_workers=data.preprocessing_num_workers,
-            on_bad_sample=data.on_bad_sample if refuse_bad else "list",
-            max_bad_fraction=data.max_bad_fraction,
-        ),
-        ranks,
-    )
+    form = EncodingForm.of(tokenizer, encoding, image_options)
+    opening = Opening(partial(_open_records, args, tokenizer, encoding, image_options))
+    note = note_path(args, form.parts)
+    with first_rank_first(ranks):  # rank 0 opens the sources, and the others find its note
+        known = recall(note) or _noted(note, data.data_path, opening, Path(data.cache_dir).expanduser())
+    return DataSpec(known, form, options, opening, note)
+
+
+def _open_records(*args: object) -> "Checker":
+    from llava_ds.data.open_records import open_records  # the encoding: where the cache does not know the records
+
+    return open_records(*args)
+
+
+def _noted(note: Path, data_path: str, opening: "Opening", cache_dir: Path) -> KnownRecords:
+    """Open the records, and note the facts of them for other ranks and later starts."""
+    from llava_ds.data.open_records import facts_of, files_read
+
+    began = time.time()
+    known = facts_of(opening.checker, cache_dir)
+    if (files := files_read(data_path, opening.checker)) is not None:
+        remember(note, known, files, began)
+    return known
 
 
 def open_together(
@@ -419,7 +424,7 @@ def open_together(
 
 
 def open_encoded(
-    sources: list[Source],
+    sources: "list[Source]",
     tokenizer: PreTrainedTokenizerBase,
     encoding: EncodingOptions,
     image_options: geometry.ImageOptions,
@@ -434,71 +439,133 @@ def open_encoded(
     return DataSpec.of(sources, tokenizer, encoding, image_options, options, ranks).open(ranks)
 
 
+class Opening:
+    """Opens records to encode them, once, when that is needed."""
+
+    def __init__(self, open_records: Callable[[], "Checker"]) -> None:
+        self._open_records = open_records
+
+    @cached_property
+    def checker(self) -> "Checker":
+        """What checks and encodes the records."""
+        return self._open_records()
+
+
+@dataclass(frozen=True)
+class EncodingForm:
+    """Texts that differ where a tokenizer and options give other rows. encoding: of the conversations; images: of their
+    images; others: which make rows anew, and show in the fingerprint by what comes out."""
+
+    image_options: geometry.ImageOptions
+    encoding: list[str]
+    images: list[str]
+    others: list[str]
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, encoding: EncodingOptions, image_options: geometry.ImageOptions
+    ) -> "EncodingForm":
+        """The form of rows under a tokenizer and options."""
+        # A newer library may make other ids. More rows of the embedding may accept what is rejected now; what is
+        # accepted stays the same.
+        rows = rows_noted(tokenizer)
+        return cls(
+            image_options,
+            [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)],
+            [options_part(image_options), *box_parts(image_options), *video_parts(image_options)],
+            [*versions_of(ENCODING_LIBRARIES), *([] if rows is None else [f"{rows} rows"])],
+        )
+
+    @property
+    def parts(self) -> list[str]:
+        """All texts."""
+        return [*self.encoding, *self.images, *self.others]
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """Records and how they are encoded: all that their rows in the cache depend on, before these are there.
 
-    folder: of the data set in the cache; common, contents: the parts of the fingerprint that are known without rows, of
-    the encoding and of the records' files.
+    known: the facts of the records; note: the file where these are, None if they are noted nowhere.
     """
 
-    checker: Checker
+    known: KnownRecords
+    form: EncodingForm
     options: PreflightOptions
-    folder: Path
-    common: list[str]
-    contents: list[str]
+    opening: Opening
+    note: Path | None = None
 
     @classmethod
     def of(
         cls,
-        sources: list[Source],
+        sources: "list[Source]",
         tokenizer: PreTrainedTokenizerBase,
         encoding: EncodingOptions,
         image_options: geometry.ImageOptions,
         options: PreflightOptions,
         ranks: Ranks = ALONE,
     ) -> "DataSpec":
-        """Hash the files, and find the folder in the cache. All ranks call it together.
+        """Hash the files of opened sources. All ranks call it together.
 
         Raises ConfigError where the first records would not be learned as they are asked for (prompt_check).
         """
-        cache_dir = Path(options.cache_dir).expanduser()
-        common = [str(ENCODING_VERSION), repr(encoding), *tokenizer_parts(tokenizer)]
-        common += [
-            repr((source.kind, source.format, source.columns, source.selection, source.on_unmarked_image))
-            for source in sources
-        ]
-        common += [f"{i} {source.bbox_type}" for i, source in enumerate(sources) if source.bbox_type != "real"]
-        # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
-        paths = [path for s in sources for path in (s.image_root, s.video_root, s.path) if path is not None]
-        roots = [real_path(path) for path in paths]
+        from llava_ds.data.open_records import checker_of, facts_of
+
+        opening = Opening(partial(checker_of, sources, tokenizer, encoding, image_options))
         with first_rank_first(ranks):  # rank 0 hashes the files, and the others find the hashes in the cache
-            stamps = ["".join(file_stamp(source, path, cache_dir) for path in source.files) for source in sources]
-            contents = ["".join(file_digest(source, path, cache_dir) for path in source.files) for source in sources]
-        checker = Checker(tuple(sources), encoder_of(tokenizer, encoding, image_options), image_options)
-        refuse_unasked(checker.prompts, sources)
-        form = PAIR_ROWS_FORMAT if checker.takes_pairs else ROWS_FORMAT
-        images = [options_part(image_options), *box_parts(image_options), *video_parts(image_options)]
-        # A newer library may make other ids: rows are made anew, and other ones show in the fingerprint. More rows of
-        # the embedding may accept what is rejected now; what is accepted stays the same.
-        others = versions_of(ENCODING_LIBRARIES)
-        others += [] if checker.encoder.num_rows is None else [f"{checker.encoder.num_rows} rows"]
-        folder = cache_dir / "encoded" / digest_of([form, *common, *images, *stamps, *roots, *others])
-        return cls(checker, options, folder, common, contents)
+            known = facts_of(opening.checker, Path(options.cache_dir).expanduser())
+        return cls(known, EncodingForm.of(tokenizer, encoding, image_options), options, opening)
+
+    @cached_property
+    def common(self) -> list[str]:
+        """Parts of the fingerprint that are known without rows: of the encoding."""
+        types = [source["bbox_type"] for source in self.known["sources"]]
+        readings = [source["reading"] for source in self.known["sources"]]
+        return [*self.form.encoding, *readings, *(f"{i} {kind}" for i, kind in enumerate(types) if kind != "real")]
+
+    @cached_property
+    def contents(self) -> list[str]:
+        """Parts of the fingerprint that are known without rows: of the records' files."""
+        return [source["contents"] for source in self.known["sources"]]
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the data set in the cache."""
+        form = PAIR_ROWS_FORMAT if self.known["are_pairs"] else ROWS_FORMAT
+        stamps = [source["stamp"] for source in self.known["sources"]]
+        # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
+        roots = [real_path(path) for source in self.known["sources"] for path in source["roots"]]
+        digest = digest_of([form, *self.common, *self.form.images, *stamps, *roots, *self.form.others])
+        return Path(self.options.cache_dir).expanduser() / "encoded" / digest
+
+    @property
+    def checker(self) -> "Checker":
+        """What checks and encodes the records."""
+        return self.opening.checker
 
     @property
     def image_options(self) -> geometry.ImageOptions:
-        return self.checker.image_options
+        """Options of the images."""
+        return self.form.image_options
 
     @property
     def names(self) -> list[str]:
         """A short name for each source."""
-        return short_names([source.path for source in self.checker.sources])
+        return [source["name"] for source in self.known["sources"]]
 
     @property
     def descriptions(self) -> list[str]:
         """A line about each source."""
-        return [printable(source.describe()) for source in self.checker.sources]
+        return [source["description"] for source in self.known["sources"]]
+
+    def note_on_earlier(self) -> str:
+        """A line about earlier answers of a conversation, "" where there is nothing to say of them."""
+        line = self.known["earlier"]
+        if line is None:
+            line = self.checker.prompts.note_on_earlier()
+            if self.note is not None:
+                remember_earlier(self.note, line)
+        return line
 
     def open(self, ranks: Ranks) -> EncodedDataset:
         """Open the rows, encoded first if need be, by the first rank of every machine with all its cores."""
@@ -520,7 +587,7 @@ class DataSpec:
 
         def why_outdated() -> str:
             with write_errors(self.options.cache_dir, "the encoded data"):
-                return "" if rows is None else _why_outdated(rows, self.checker, share, processes)
+                return "" if rows is None else _why_outdated(rows, self, share, processes)
 
         reasons = list(filter(None, gather(on_every_rank(ranks, why_outdated), ranks)))
         if reasons:
@@ -529,6 +596,8 @@ class DataSpec:
 
     def encode(self, number: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
         """Encode a generation together with others that do. order: as encode_together takes it."""
+        from llava_ds.data.shards import encode_together
+
         with write_errors(self.options.cache_dir, "the encoded data"):
             encode_together(self.folder, number, self.checker, self.options.num_workers, order)
 
@@ -545,7 +614,7 @@ class DataSpec:
         lines = self.descriptions
         samples = index.accepted
         if len(samples.rows) and samples.facts["answers"] > len(samples.rows):
-            lines += filter(None, [self.checker.prompts.note_on_earlier()])
+            lines += filter(None, [self.note_on_earlier()])
         return EncodedDataset(rows, index, self.names, lines, self.image_options, digest_of(parts))
 
 
@@ -557,18 +626,18 @@ def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
     return everyone[: ranks.rank].count(own), everyone.count(own)
 
 
-def _why_outdated(rows: CachedRows, checker: Checker, share: tuple[int, int], processes: int) -> str:
+def _why_outdated(rows: CachedRows, spec: DataSpec, share: tuple[int, int], processes: int) -> str:
     """The reason why the records have to be checked again, or "". share: the part of the rows to look at; processes:
     that look."""
     if rows.is_stale:
         return "an image file that was read has changed since the data was checked"
     table, index = rows.table, index_of(rows.table, rows.folder)
     part = slice(share[0], None, share[1])
-    if can_now_be_used(table, checker, table.files_of(index.rejected)[part]):
+    if may_be_used_now(table, table.files_of(index.rejected)[part], lambda: spec.checker):
         return "a file that was missing or broken can be used now"
     samples = index.accepted
     with_images = table.files_of(samples.rows[samples.num_images > 0])
-    changed = changed_files(table, checker.image_options, media_of_text, with_images[part], processes)
+    changed = changed_files(table, spec.image_options, media_of_text, with_images[part], processes)
     return f"image files have changed since the data was checked, such as {printable(changed[0])}" if changed else ""
 
 
@@ -603,6 +672,8 @@ def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, 
     allowed = 0 if options.on_bad_sample == "stop" else options.max_bad_fraction * len(table)
     if len(bad) <= allowed and len(bad) < len(table):
         return
+    from llava_ds.data.sources.open import shown
+
     rows = list(rejections(table, bad))
     listing = folder / "rejected.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -10,25 +10,17 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import (
     IGNORE_INDEX,
     IMAGE_TOKEN,
     IMAGE_TOKEN_INDEX,
-    ConfigError,
     DataError,
 )
-from llava_ds.data.chat_template import (
-    AnswerEnd,
-    AnswerPrompt,
-    answer_end,
-    answer_prompt,
-    render_own,
-    render_own_prompt,
-)
+from llava_ds.data.chat_template import AnswerPrompt, answer_prompt, render_own, render_own_prompt
+from llava_ds.data.fingerprint import EncodingOptions
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTokens, refuse_noncharacters
-from llava_ds.data.templates import TEMPLATES, Segment, Span, Template, render, render_prompt, resolve_template
+from llava_ds.data.templates import TEMPLATES, Segment, Span, Template, render, render_prompt
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
 from llava_ds.layouts import ImageText
@@ -41,18 +33,6 @@ TOKENS_BEHIND = 64  # beyond the last one needed, as tokens near the end of a pa
 
 # Qwen's id of "\n", a number in LLaVA-NeXT's preprocess_qwen, supervised in every turn.
 _QWEN_NEWLINE = (198, "Ċ")
-
-
-@dataclass(frozen=True)
-class EncodingOptions:
-    """Everything that the ids of a sample depend on, besides the sample and the tokenizer."""
-
-    template: str  # a key of TEMPLATES
-    max_length: int
-    mm_use_im_start_end: bool = False
-    supervise_last_turn_only: bool = False
-    split_special_tokens: bool = False
-    answer_is_reference: bool = False  # the last answer is compared with those that a model draws, and not learned
 
 
 @dataclass
@@ -460,73 +440,6 @@ def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
             return [*pieces[:i], piece._replace(text=piece.text[:num_chars])]
         num_chars -= len(piece.text)
     return pieces
-
-
-def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Problems of training with a template (a key of TEMPLATES) and this tokenizer, a line each."""
-    problems = []
-    if template == "chat_template" and tokenizer.chat_template is None:
-        problems.append(
-            "--version chat_template takes the tokenizer's own template, but this one has none: give another --version"
-        )
-    elif TEMPLATES[template].write is None:
-        problems += _endless(template, tokenizer)
-    rules = TEMPLATES[template]
-    markers = [marker for marker in rules.end_markers if marker not in _NOT_TOKENS]
-    for token in dict.fromkeys([*markers, *rules.learned]):
-        if _single_id(tokenizer, token) is None:
-            problems.append(
-                f"--version {template} needs {token!r}, which is not one token of this tokenizer (its end marker is "
-                f"{tokenizer.eos_token!r}), so the model would never learn to stop: give the --version that the "
-                "language model was trained with, or chat_template"
-            )
-    return problems
-
-
-def _own_end(template: str, tokenizer: PreTrainedTokenizerBase) -> AnswerEnd | None:
-    """The end of an answer in the tokenizer's own template; None where that writes no conversation, as every record
-    says."""
-    try:
-        return answer_end(tokenizer, as_parts=template == "processor")
-    except DataError:
-        return None
-
-
-def _endless(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The problem of an answer that is learned without a token to stop at, in the tokenizer's own template."""
-    end = _own_end(template, tokenizer)
-    if end is None or end.token is not None:
-        return []
-    other = ", or give --version one of LLaVA's templates" if template == "chat_template" else ""
-    return [
-        f"of an answer 'y', its chat template lets {end.learned!r} be learned, and writes {end.behind!r} behind it: no "
-        f"token of the tokenizer's own ends it, such as {tokenizer.eos_token!r}, so the model would never learn to "
-        "stop: bring the instruction-tuned model's chat template, or one that ends answers with such a token (inside "
-        f"{{% generation %}}, where it marks them){other}"
-    ]
-
-
-def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError with the problems that check_tokenizer finds for these flags."""
-    problems = check_tokenizer(resolve_template(model.version), tokenizer)
-    if problems:
-        raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
-
-
-def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end an answer: the template's end markers that are one token, and the tokenizer's own."""
-    ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
-    if TEMPLATES[template].write is None and (end := _own_end(template, tokenizer)) is not None:
-        ids.append(end.id)
-    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
-
-
-_NOT_TOKENS = ("\n", "###")  # end markers of old templates that are no tokens
-
-
-def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
-    known = {added.content: i for i, added in tokenizer.added_tokens_decoder.items()}
-    return known.get(token, None if token not in tokenizer.get_vocab() else tokenizer.convert_tokens_to_ids(token))
 
 
 def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:

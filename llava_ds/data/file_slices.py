@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
-from llava_ds.files.object_store import RemoteFile, SizedFile, is_remote
-from llava_ds.files.reading import open_without_waiting
+from llava_ds.files.reading import SizedFile, open_without_waiting
+from llava_ds.files.urls import is_remote
 
 # Errors of the machine, not of the file or disk that was used at that moment.
 LACKING = {
@@ -101,6 +101,8 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
     Decoders get no path, as some would map the file, which may shrink.
     """
     if is_remote(ref.path):
+        from llava_ds.files.object_store import RemoteFile
+
         return io.BufferedReader(BoundedFile(RemoteFile(ref.path, ref.offset, ref.num_bytes), max_bytes))
     file = io.FileIO(ref.path, opener=open_without_waiting)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

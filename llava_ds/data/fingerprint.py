@@ -4,9 +4,8 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -14,22 +13,26 @@ import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.boxes import LLAVA_BOXES
-from llava_ds.constants import DataError
-from llava_ds.data.file_slices import read_errors, write_errors
-from llava_ds.data.sources.source import Source
-from llava_ds.data.sources.tars import shard_contents
-from llava_ds.files.places import open_data, real_path
-from llava_ds.files.reading import FileState, read_json, state_of
-from llava_ds.files.writing import write_whole
 from llava_ds.geometry import BICUBIC, ImageOptions
 from llava_ds.tokenizer import first_space_pattern, framing_ids
 
-HASHES_VERSION = 1  # of notes on hashed files; raise it when the same file would get another hash
 # Libraries that make ids of records: another version may make others.
 ENCODING_LIBRARIES = ("tokenizers", "transformers", "jinja2")
 
 DEEP = "deep"  # in a row's media: descriptions of images that use little of their range
 VIDEO_OPTIONS = ("video_fps", "frames_upbound", "pool_stride", "pool_mode", "newline_position")
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """Everything that the ids of a sample depend on, besides the sample and the tokenizer."""
+
+    template: str  # a key of TEMPLATES
+    max_length: int
+    mm_use_im_start_end: bool = False
+    supervise_last_turn_only: bool = False
+    split_special_tokens: bool = False
+    answer_is_reference: bool = False  # the last answer is compared with those that a model draws, and not learned
 
 
 def digest_of(parts: Iterable[str]) -> str:
@@ -107,44 +110,3 @@ def options_that_matter(image_options: ImageOptions, videos: bool) -> ImageOptio
     unused = {"max_pixels"} if videos else {"max_pixels", *VIDEO_OPTIONS}
     defaults = {field.name: field.default for field in dataclasses.fields(image_options) if field.name in unused}
     return dataclasses.replace(image_options, **defaults)
-
-
-def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
-    """A text that differs if encoded rows would. For tars it includes the file's stamp, as slices may move."""
-    if source.kind != "webdataset":
-        return file_digest(source, path, cache_dir)
-    with read_errors(path):
-        return f"{os.path.basename(path)} {state_of(path)}"
-
-
-class _Note(FileState):
-    sha256: str
-
-
-def file_digest(source: Source, path: str, cache_dir: Path) -> str:
-    """A hash of a source's file, remembered in cache_dir while its stamp and some of its blocks stay the same."""
-    with read_errors(path):
-        seen = state_of(path)
-    # The contents count by their stamp and blocks (FileState), and a tar's by its members.
-    note = cache_dir / "hashes" / f"{digest_of([str(HASHES_VERSION), real_path(path), source.kind])}.json"
-    try:
-        known = read_json(note, _Note)
-        if seen.items() <= known.items():
-            return known["sha256"]
-    except (FileNotFoundError, DataError):
-        pass  # not hashed before, or the note was cut short by a kill
-    digest = hashlib.sha256()
-    with read_errors(path):
-        for block in shard_contents(path) if source.kind == "webdataset" else _blocks(path):
-            digest.update(block)
-    sha256 = digest.hexdigest()
-    with write_errors(cache_dir, "the hashes of files"):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(note, json.dumps({**seen, "sha256": sha256}), shared=True)
-    return sha256
-
-
-def _blocks(path: str) -> Iterator[bytes]:
-    with open_data(path) as stream:
-        while block := stream.read(1 << 20):
-            yield block

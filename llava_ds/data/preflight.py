@@ -2,9 +2,7 @@
 
 import itertools
 import json
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,99 +11,24 @@ import pyarrow as pa
 import pyarrow.compute
 
 from llava_ds import geometry
-from llava_ds.boxes import Numbers
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data import token_runs
-from llava_ds.data.cache import RowTable
 from llava_ds.data.encode import Encoded, Encoder
-from llava_ds.data.fingerprint import DEEP
 from llava_ds.data.grounding import write_objects
-from llava_ds.data.images.decode import footage
 from llava_ds.data.media_settings import options_for
 from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
-from llava_ds.data.sample import IMAGE_LEFT_OUT, FileRef, Media, Sample, Transcript
-from llava_ds.data.seen_files import COLUMNS, SeenFile, as_columns, seen_files, stamps_of
+from llava_ds.data.rows import PAIR_ROWS, ROWS, SizedMedia, layout_of, media_to_text
+from llava_ds.data.sample import IMAGE_LEFT_OUT, Media, Sample, Transcript
+from llava_ds.data.seen_files import SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample
-from llava_ds.layouts import ImageText, MediaLayout
+from llava_ds.layouts import ImageText
 from llava_ds.runtime.ranks import printable
-from llava_ds.videos import Footage
 
 Row = dict[str, object]  # of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
-_NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
-
 PART_BYTES = 4 << 20  # of records checked together: their tokens take many times the memory of their text
 
-RECORDS_PER_CALL = 256  # checked by a worker process at a time
-
 MAX_ID = 200  # characters of the id of a rejected record
-
-
-RECORDS = pa.schema(
-    [
-        ("source", pa.int32()),
-        ("file", pa.string()),
-        ("line", pa.int64()),
-        ("index", pa.int64()),
-        ("text", pa.binary()),
-    ]
-)
-
-# One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
-# file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights. unread:
-# names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
-ROWS = pa.schema(
-    [
-        ("source", pa.int32()),
-        ("file", pa.string()),
-        ("line", pa.int64()),
-        ("index", pa.int64()),
-        ("id", pa.string()),
-        ("reason", pa.string()),
-        ("text_to_retry", pa.binary()),
-        *token_runs.COLUMNS,
-        ("media", pa.string()),
-        ("length", pa.int32()),
-        ("num_targets", pa.int32()),
-        ("num_turns", pa.int32()),
-        ("num_pictures", pa.int32()),
-        ("words", pa.int32()),
-        ("truncated", pa.bool_()),
-        *COLUMNS,
-        ("unmarked", pa.string()),
-        token_runs.WEIGHTS,
-        ("unread", pa.string()),
-        ("left_out", pa.int32()),
-    ]
-)
-
-
-# Of preferences: ids and labels of the chosen and then of the rejected answer, the number of the first ones, and by how
-# much the chosen answer is better.
-PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("margin", pa.float64()))
-
-
-@dataclass
-class SizedMedia:
-    """An image or video with the upright size in pixels of each image or sampled frame.
-
-    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a ready model's
-    video; deep: descriptions of its images that use little of their range of more than 8 bits.
-    """
-
-    media: Media
-    sizes: tuple[tuple[int, int], ...]
-    boxes: tuple[Numbers, ...] = ()
-    footage: Footage | None = None
-    deep: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, media: Media, options: geometry.ImageOptions) -> "SizedMedia":
-        """Read the headers of the files. Raises DataError as probe does."""
-        notes: list[str] = []
-        found, sizes = footage(media, options, notes)
-        return cls(media, sizes, footage=found, deep=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -305,11 +228,6 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
-    """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
-    return geometry.media_layout(one.media.kind, one.sizes, num_media, options_for(one.media, options), one.footage)
-
-
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
     """The id of a rejected record if it can be read, else its index."""
     try:
@@ -319,79 +237,3 @@ def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
     found = [record[name] for name in names if name in record] if isinstance(record, dict) else []
     usable = found and isinstance(found[0], (str, int)) and not isinstance(found[0], bool)
     return str(found[0])[:MAX_ID].encode("utf-8", "replace").decode() if usable else str(index)
-
-
-def media_to_text(media: tuple[SizedMedia, ...]) -> str:
-    """Write media as the JSON that the table has."""
-    if not media:
-        return "[]"
-    return json.dumps(
-        [
-            [m.media.kind, [[r.path, r.offset, r.num_bytes] for r in m.media.refs], m.sizes]
-            + [{"settings": m.media.settings}] * bool(m.media.settings)
-            + [{"boxes": m.boxes}] * bool(m.boxes)
-            + [{"footage": m.footage}] * bool(m.footage)
-            + [{DEEP: m.deep}] * bool(m.deep)
-            for m in media
-        ]
-    )
-
-
-def media_from_text(text: str) -> tuple[SizedMedia, ...]:
-    """Read what media_to_text wrote."""
-    return tuple(
-        SizedMedia(
-            Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
-            tuple(tuple(size) for size in sizes),
-            tuple(tuple(numbers) for more in rest for numbers in more.get("boxes", ())),
-            next((Footage(*more["footage"]) for more in rest if "footage" in more), None),
-            tuple(text for more in rest for text in more.get(DEEP, ())),
-        )
-        for kind, refs, sizes, *rest in json.loads(text)
-    )
-
-
-def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:
-    return tuple((name, value) for more in rest for name, value in more.get("settings", ()))
-
-
-def media_of_text(text: str) -> list[Media]:
-    """Read what media_to_text wrote, without the sizes."""
-    return [sized.media for sized in media_from_text(text)]
-
-
-def rejections(table: RowTable, rows: np.ndarray) -> Iterator[dict[str, object]]:
-    """Rejected rows as skipped.jsonl lists them: file, line (from 1), index (from 0), id and reason."""
-    if len(rows):
-        yield from table.take(["file", "line", "index", "id", "reason"], rows).to_pylist()
-
-
-def place_of(row: dict[str, object]) -> str:
-    """The file and line of a record. The line is left out for a JSON list that is all in one line."""
-    return str(row["file"]) if row["line"] == 1 and row["index"] > 0 else f"{row['file']}:{row['line']}"
-
-
-def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
-    """The most frequent reasons, counted together if they differ in names and numbers only."""
-    kinds, first = Counter(), {}
-    for reason in reasons:
-        kind = _NAMES_AND_NUMBERS.sub("…", reason)
-        kinds[kind] += 1
-        first.setdefault(kind, reason)
-    lines = [f"  {count:,} x {kind if count > 1 else first[kind]}" for kind, count in kinds.most_common(most)]
-    return lines + ([f"  and {len(kinds) - most} more reasons"] if len(kinds) > most else [])
-
-
-def can_now_be_used(table: RowTable, checker: Checker, numbers: Sequence[int]) -> bool:
-    """True if a record that was rejected because of a missing or broken file would be accepted now.
-
-    numbers: of the table's files to look at.
-    """
-    columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
-    for rows in table.files(columns, numbers):
-        rows = rows.select(columns)
-        for batch in rows.to_batches(max_chunksize=RECORDS_PER_CALL):
-            tried = pa.Table.from_batches([batch.filter(batch.column("text_to_retry").is_valid())])
-            if len(tried) and checker(tried.rename_columns(RECORDS.names)).column("reason").null_count:
-                return True
-    return False

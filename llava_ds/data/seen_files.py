@@ -22,8 +22,8 @@ from llava_ds.constants import DataError
 from llava_ds.data.cache import RowTable
 from llava_ds.data.images.decode import used_files
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.files.object_store import is_remote
 from llava_ds.files.reading import Stamp, blocks_digest, stamp_of, why_not_regular
+from llava_ds.files.urls import is_remote
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.processes import in_processes

@@ -10,7 +10,6 @@ import numpy as np
 
 from llava_ds.config.arguments import Arguments, TrainingArguments, steps_go_across_epochs
 from llava_ds.config.data_flags import GROUPINGS
-from llava_ds.data import shards
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sample_order import SampleOrder
@@ -272,7 +271,11 @@ def pack_of(lengths: np.ndarray, num_tokens: int) -> list[int]:
 def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrder:
     """The order of the samples that the flags ask for."""
     data, training = args.data, args.training
-    drawn = "shards" if data.stream else "random"
+    drawn, together = "random", 1
+    if data.stream:
+        from llava_ds.data.shards import SHARD_RECORDS
+
+        drawn, together = "shards", math.ceil(data.shuffle_buffer_size / SHARD_RECORDS)
     how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), drawn if data.shuffle else "file")
     return SampleOrder(
         num_samples=len(dataset),
@@ -283,7 +286,7 @@ def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrd
         micro_batch_size=training.per_device_train_batch_size,
         accumulation=training.gradient_accumulation_steps,
         folder=dataset.order_folder,
-        shuffled_together=math.ceil(data.shuffle_buffer_size / shards.SHARD_RECORDS),
+        shuffled_together=together,
     )
 
 

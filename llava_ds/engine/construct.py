@@ -10,9 +10,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.ds_config.parallel import for_engine
-from llava_ds.engine.pipeline import OwnedByStages
 from llava_ds.engine.placement import placement_of
-from llava_ds.model import lora, quantize
 from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
@@ -43,11 +41,7 @@ def build_model(
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks, _elsewhere(model, name))
         if args.lora_enable:
-            lora.add_lora(model, plan.lora, args, seed)
-        if args.lora_weight_path is not None:
-            file = adapter_file(args.lora_weight_path)
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad and plan.lora.holds(name)}
-            load_weights(trained, WeightFiles(file, lora.names_from_peft(model)), ranks, "--lora_weight_path")
+            _add_lora(model, plan, args, seed, ranks)
     if ds_config["zero_optimization"].get("stage") == 3:
         if args.use_dora:
             _gather_as_one(model)
@@ -55,6 +49,17 @@ def build_model(
     if ranks.is_first:
         print_first(*unused_tensors(plan.sources))
     return model
+
+
+def _add_lora(model: LlavaModel, plan: ModelPlan, args: ModelArguments, seed: int, ranks: Ranks) -> None:
+    """Put LoRA beside the layers, with the weights of --lora_weight_path."""
+    from llava_ds.model.lora import add_lora, names_from_peft
+
+    add_lora(model, plan.lora, args, seed)
+    if args.lora_weight_path is not None:
+        file = adapter_file(args.lora_weight_path)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and plan.lora.holds(name)}
+        load_weights(trained, WeightFiles(file, names_from_peft(model)), ranks, "--lora_weight_path")
 
 
 def _construct(
@@ -72,6 +77,8 @@ def _construct(
     if mesh.pp > 1:
         flops = flops_of_model(model, plan.text_config, plan.tower, args)
         counts = flops.layers_of_stages(plan.text_config.num_hidden_layers, plan.images.num_tokens, mesh.pp)
+        from llava_ds.engine.pipeline import OwnedByStages
+
         model.placement = OwnedByStages.of(model, counts, mesh)
         keep_stage(model, counts, mesh.pp_rank, mesh.pp_group)
         print_first(f"layers of the pipeline's stages: {', '.join(map(str, counts))}")
@@ -85,18 +92,22 @@ def _construct(
         deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
 
     if args.bits < 16:
-        names = lora.linear_names(model.language_model)
-        quantize.quantize_layers(model.language_model, names, args, dtype)
-        quantize.move_unpacked(model, ranks.device)
+        from llava_ds.model.lora import linear_names
+        from llava_ds.model.quantize import move_unpacked, quantize_layers
+
+        quantize_layers(model.language_model, linear_names(model.language_model), args, dtype)
+        move_unpacked(model, ranks.device)
     return model
 
 
 def _gather_as_one(model: LlavaModel) -> None:
     """Let ZeRO-3 gather a layer with DoRA, which reads the weight beside it, with all of its parameters, where it is in
     no layer that is gathered as one."""
+    from llava_ds.model.lora import lora_layers
+
     leaves = tuple(layer_classes(model))
     inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules()}
-    for _, layer in lora.lora_layers(model):
+    for _, layer in lora_layers(model):
         if id(layer) not in inside:
             deepspeed.utils.set_z3_leaf_module(layer, True)
 

@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llava_ds.engine.placement import Placement, Share
-from llava_ds.model.upcycling import expert_layers, expert_of
+from llava_ds.model.families.upcycled import expert_layers, expert_of
 from llava_ds.runtime.mesh import Mesh
 
 

@@ -8,9 +8,7 @@ from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.lora import choose_adapters
-from llava_ds.model.quantize import is_packed, num_packed
-from llava_ds.model.upcycling import trained_of
+from llava_ds.model.packed import is_packed, num_packed
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
@@ -27,10 +25,14 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     if hasattr(model, "newline"):
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
     if args.model.lora_enable:
+        from llava_ds.model.lora import choose_adapters
+
         choose_adapters(model, args.model.lora_bias)
     else:
         model.language_model.requires_grad_("language_model" in parts)
         if "language_model" in parts and args.model.train_modules is not None:
+            from llava_ds.model.upcycling import trained_of
+
             named = dict(model.language_model.named_parameters())
             trained = trained_of(list(named), args.model)
             for name, parameter in named.items():

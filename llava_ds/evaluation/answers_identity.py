@@ -18,7 +18,7 @@ from llava_ds.files.model_files import (
     own_file,
 )
 from llava_ds.files.reading import MAX_JSON_BYTES, blocks_digest, read_bytes, read_json, stamp_of
-from llava_ds.infer.engines import EngineOptions
+from llava_ds.infer.infer_flags import EngineOptions
 
 # What decides about answers beside the weights.
 SETTINGS = tuple(sorted((*JSON_FILES, *OTHER_FILES)))

@@ -16,17 +16,18 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
+from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.engine.twin import twin_of, whole_weights
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.question import Question, with_resized_sizes
 from llava_ds.evaluation.scores import Scored, metric_of
-from llava_ds.evaluation.tasks import CHOSEN_METRICS, TASKS, read_questions
+from llava_ds.evaluation.task_names import CHOSEN_METRICS
+from llava_ds.evaluation.tasks import TASKS, read_questions
 from llava_ds.infer.generate import decode_media, media_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank
-from llava_ds.train.best import check_metric
 from llava_ds.train.evals import Asks
 from llava_ds.train.plan import Plan
 from llava_ds.train.sampling import DrawRules, draw_answers
@@ -134,18 +135,14 @@ def _entries(path: str) -> dict[str, Any]:
     return entries
 
 
-def open_tasks(plan: Plan, ranks: Ranks) -> Asks | None:
-    """Read the questions of --eval_tasks, and return what asks them of a model; None without the flag.
+def open_tasks(plan: Plan, ranks: Ranks) -> tuple[Asks, tuple[str, ...]]:
+    """Read the questions of --eval_tasks: what asks them of a model, and the names of the tasks.
 
     All ranks call it together. Raises ConfigError or DataError on each.
     """
     args = plan.args
-    if args.training.eval_tasks is None:
-        on_every_rank(ranks, partial(check_metric, args, plan.evals.eval_set, ()))
-        return None
     tasks = on_every_rank(ranks, partial(read_eval_tasks, args.training.eval_tasks, args.data.cache_dir))
-    on_every_rank(ranks, partial(check_metric, args, plan.evals.eval_set, tuple(task.name for task in tasks)))
-    return partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks)
+    return partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks), tuple(task.name for task in tasks)
 
 
 def refuse_without_rows(tasks: Sequence[EvalTask], encoder: Encoder) -> None:

@@ -8,14 +8,15 @@ import torch
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import Encoder, EncodingOptions, end_markers
+from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.end_markers import end_markers
 from llava_ds.engine.frozen import FrozenPlan, open_frozen, plan_alone
 from llava_ds.engine.twin import twin_of
 from llava_ds.evaluation.question import Question
 from llava_ds.files.model_files import is_there
-from llava_ds.infer.engines import DTYPES, EngineOptions
 from llava_ds.infer.formats import CHECKPOINT_FLAGS
 from llava_ds.infer.generate import Answer, Prompt, decode_media, media_of
+from llava_ds.infer.infer_flags import EngineOptions
 from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
 from llava_ds.model.value_head import value_head_file
 from llava_ds.runtime.ranks import Ranks
@@ -30,7 +31,7 @@ class Judge:
         """flag: that names the folder; must_score: refuse a model without a value head. All ranks call it together."""
         plan = _plan(flag, path, options, must_score)
         self.has_value_head = plan.model.has_value_head
-        self._model = RewardModel(plan, DTYPES.get(options.dtype, torch.float32), ranks)
+        self._model = RewardModel(plan, options.precision or torch.float32, ranks)
         self._plan, self._encoder = plan, _encoder(plan)
 
     def describe(self) -> str:
@@ -89,7 +90,7 @@ class BestOfN:
         ends = tuple(end_markers(self._encoder.options.template, self._tokenizer))
         length = getattr(self._plan.model.text_config, "max_position_embeddings", None) or 2**31
         self._rules = DrawRules(count, max_new_tokens, length, ends, self._plan.images)
-        self._model = twin_of(open_frozen(self._plan, DTYPES.get(options.dtype, torch.float32), ranks))
+        self._model = twin_of(open_frozen(self._plan, options.precision or torch.float32, ranks))
 
     def __call__(self, questions: list[Question], numbers: list[int]) -> list[Answer]:
         drawn = draw_answers(

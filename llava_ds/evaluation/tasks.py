@@ -30,8 +30,6 @@ TASKS = {
         for name, benchmark in {**WITH_IMAGE_FOLDER, "pope": POPE, "mmbench": MMBENCH, **BENCHMARKS}.items()
     },
 }
-# What --metric offers for a LLaVA-format file.
-CHOSEN_METRICS = ("exact", "vqa", "yes_no", "choice", "caption")
 
 
 def read_questions(task: str, given: Given, limit: int | None) -> list[Question]:

@@ -2,20 +2,23 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from llava_ds.config.arguments import Arguments, ModelArguments, trains_projector_only
 from llava_ds.constants import ConfigError
-from llava_ds.export.safetensors_shards import DEFAULT_SHARD_SIZE, parse_size
-from llava_ds.export.tensors import Names
-from llava_ds.export.tokenizer_files import refuse_lost_tokens
+from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
-from llava_ds.model.native_mixture import native_config
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.projector import square_stride
+
+if TYPE_CHECKING:
+    from llava_ds.export.tensors import Names
+
+GGUF_FILES = ("model.gguf", "mmproj.gguf", "Modelfile")  # all that form "gguf" writes
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,10 @@ class ExportPlan:
         return self.form in ("hf", "llava")
 
     @cached_property
-    def names(self) -> Names:
+    def names(self) -> "Names":
         """Names and ties of the language model's parameters."""
+        from llava_ds.export.tensors import Names  # with all that reads weights
+
         return Names.of(self.model.text_config)
 
 
@@ -68,8 +73,11 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
         return kind, ""
     if why := own_vision(plan, args, image_options):
         return None, why
-    if is_upcycled(plan.text_config) and (why := native_config(plan.text_config)[1]):
-        return None, why
+    if is_upcycled(plan.text_config):
+        from llava_ds.model.native_mixture import native_config
+
+        if why := native_config(plan.text_config)[1]:
+            return None, why
     ratio, merge = image_options.aspect_ratio, image_options.merge_type
     flags = f"--image_aspect_ratio {ratio} with --mm_patch_merge_type {merge}"
     if image_options.is_anyres and merge != "spatial_unpad":
@@ -143,13 +151,19 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
         )
     note = "" if plan.ready is not None else not_llavas(plan, args.model)
     if wanted == "llava":
-        refuse_lost_tokens(plan.tokenizer)
+        _refuse_lost_tokens(plan)
         return wanted, [note] if note else []
     kind, why = hf_kind(plan, args.model, image_options)
     if kind is not None:
         return "hf", []
     if "export_format" in args.given:
         raise ConfigError(f"--export_format hf is not possible: {why}; or give --export_format llava")
-    refuse_lost_tokens(plan.tokenizer)
+    _refuse_lost_tokens(plan)
     line = f"the model will be written in LLaVA's own format, for {why}"
     return "llava", [f"{line}; {note}" if note else line]
+
+
+def _refuse_lost_tokens(plan: ModelPlan) -> None:
+    from llava_ds.export.tokenizer_files import refuse_lost_tokens
+
+    refuse_lost_tokens(plan.tokenizer)

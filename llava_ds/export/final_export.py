@@ -18,21 +18,17 @@ from llava_ds.data.collate import collate
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.placement import full_precision_gathers
 from llava_ds.engine.runner import Runner
-from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter
 from llava_ds.export.bit_check import Written, check_written
 from llava_ds.export.card import write_card
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
-from llava_ds.export.ready_folder import source_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_bits, describe_comparison
-from llava_ds.export.reload_llava import check_projector, compare_reloaded_llava
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.quantize import exact_products
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.tf32 import exact_fp32
 from llava_ds.tracking.best_rule import BestCheckpoint
@@ -68,6 +64,8 @@ def export_model(
             return
         written = write_live_folder(export, runner.engine.module, output_dir, ranks)
         if ranks.is_first:
+            from llava_ds.export.reload_llava import check_projector
+
             files = ", ".join(str(output_dir / name) for name in PROJECTOR_FILES)
             check = partial(check_projector, export, written)
             print(f"projector: {files} ({describe_bits(args.training.check_export, check)})")
@@ -124,8 +122,11 @@ def _refusal(error: Exception) -> OSError | None:
 
 
 def _write(engine, export: ExportPlan, folder: Path, ranks: Ranks) -> Written:
-    write = export_adapter if export.form == "adapter" else write_live_folder
-    return write(export, engine.module, folder, ranks)
+    if export.form == "adapter":
+        from llava_ds.export.adapter import export_adapter
+
+        return export_adapter(export, engine.module, folder, ranks)
+    return write_live_folder(export, engine.module, folder, ranks)
 
 
 def _export_folder(
@@ -141,7 +142,11 @@ def _export_folder(
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch, logits = collate([sample], dataset.image_options).to(ranks.device), None
     if check != "off":
-        with exact_products(runner.engine.module):
+        with contextlib.ExitStack() as stack:
+            if args.model.bits < 16:
+                from llava_ds.model.quantize import exact_products
+
+                stack.enter_context(exact_products(runner.engine.module))
             logits = _logits_everywhere(runner, batch, check)
     written = _write(runner.engine, export, output_dir, ranks)
     if not ranks.is_first:
@@ -153,12 +158,21 @@ def _export_folder(
     what, form, library = "model", "", "transformers"
     compare = partial(compare_reloaded, output_dir, batch, layouts, tower.mean, tower.std, logits)
     if export.form == "llava":
+        from llava_ds.export.reload_llava import compare_reloaded_llava
+
         form, library = "in LLaVA's format, ", "llava_ds"
         compare = partial(compare_reloaded_llava, output_dir, export, batch, logits)
     elif export.form == "adapter":
+        from llava_ds.export.adapter import compare_reloaded_adapter
+
         what, library = "adapter", "peft"
         by_layers = partial(compare_reloaded_adapter, output_dir, export, batch, logits)
-        compare = by_layers if export.model.ready is None else partial(compare, base=source_folder(export))
+        if export.model.ready is None:
+            compare = by_layers
+        else:
+            from llava_ds.export.ready_folder import source_folder
+
+            compare = partial(compare, base=source_folder(export))
     if export.is_whole_model and is_upcycled(export.model.text_config) and export.dtype != torch.float32:
         compare = _refuse_to_compare
     compare = partial(_compare_both, written, compare)

@@ -15,13 +15,13 @@ import torch
 
 from llava_ds.constants import ConfigError
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
+from llava_ds.export.export_plan import GGUF_FILES, ExportPlan, hf_container, own_vision
 from llava_ds.export.gguf_tokenizer import add_tokenizer, modelfile
 from llava_ds.export.tensors import Entry
 from llava_ds.export.transformers_folder import hf_entries, tokenizer_and_rows
 from llava_ds.model.families.language import is_upcycled
 
-GGUF_FILES = (MODEL_FILE, TOWER_FILE, MODELFILE) = ("model.gguf", "mmproj.gguf", "Modelfile")
+MODEL_FILE, TOWER_FILE, MODELFILE = GGUF_FILES
 # transformers' model_type and llama.cpp's architecture.
 ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2"}
 TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # of --dtype

@@ -13,8 +13,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.constants import ConfigError
 from llava_ds.export.bit_check import Written
-from llava_ds.export.export_plan import ExportPlan
-from llava_ds.export.gguf_folder import GGUF_FILES, write_gguf
+from llava_ds.export.export_plan import GGUF_FILES, ExportPlan
 from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_value_head, write_value_head
 from llava_ds.export.tokenizer_files import ORIGINAL_FILES
@@ -34,7 +33,14 @@ MODEL_FILES = (
     f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
 )  # fmt: skip
 
-WRITERS = {"hf": write_hf, "llava": write_llava, "gguf": write_gguf, "projector": write_projector}
+
+def _write_gguf(export: ExportPlan, entries: list[Entry], output_dir: Path) -> None:
+    from llava_ds.export.gguf_folder import write_gguf
+
+    write_gguf(export, entries, output_dir)
+
+
+WRITERS = {"hf": write_hf, "llava": write_llava, "gguf": _write_gguf, "projector": write_projector}
 ENTRIES = {"hf": hf_entries, "llava": llava_entries, "projector": projector_entries}
 
 

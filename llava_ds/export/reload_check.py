@@ -14,7 +14,7 @@ from llava_ds.batch import Batch
 from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer_by_layer
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import final_logits
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import READY, family_of
 from llava_ds.model.families.ready_family import ReadyFamily, media_ids
 from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
 
@@ -93,7 +93,7 @@ def compare_reloaded(
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
         batch = batch.to(device)
         pixels = (batch.pixel_values.float() / 255 - mean.to(device)) / std.to(device)  # (N, 3, S, S)
-        if config.model_type not in READY or READY[config.model_type].casts_pixels:
+        if config.model_type not in READY or family_of(config.model_type).casts_pixels:
             pixels = pixels.to(logits.dtype)
         inputs = _inputs(reloaded, batch, layouts, pixels, len(logits))
         # The rows of <image> and <video> are the export's own.
@@ -110,7 +110,7 @@ def _inputs(
     model_type = reloaded.config.model_type
     ids = batch.input_ids.clone()
     ids[0, batch.placing.positions] = reloaded.config.image_token_id
-    family = READY.get(model_type)
+    family = family_of(model_type)
     if layouts and layouts[0].cells is not None:
         return _first_images(reloaded, family, batch, layouts, pixels, num_positions)
     if not layouts:

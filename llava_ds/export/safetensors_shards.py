@@ -2,28 +2,16 @@
 
 import json
 import os
-import re
 import struct
 from pathlib import Path
 
 import torch
 
-from llava_ds.constants import ConfigError
 from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.export.tensors import Entry
 
 # As safetensors spells them.
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-SIZES = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
-DEFAULT_SHARD_SIZE = "5GB"
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size like 5GB, as transformers counts. Raises ConfigError for other texts."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)", text.strip().upper())
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(f"--max_shard_size {text}: give a size like 5GB or 200MB")
-    return int(float(found[1]) * SIZES[found[2]])
 
 
 def num_bytes(entries: list[Entry], dtype: torch.dtype) -> int:

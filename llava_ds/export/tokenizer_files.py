@@ -9,7 +9,7 @@ from tokenizers import Regex, normalizers
 from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerBase
 
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError
-from llava_ds.data.encode import end_markers
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.templates import resolve_template
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_json_if_there
 from llava_ds.template_variables import split_defaults

@@ -25,7 +25,6 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.llava_folder import plain_config, with_old_names
-from llava_ds.export.ready_folder import ready_entries, write_ready
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_generation_config, write_hf_tokenizer
@@ -46,6 +45,8 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     all as it came.
     """
     if export.model.ready is not None:
+        from llava_ds.export.ready_folder import ready_entries
+
         return ready_entries(export, entries)
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     names = export.names
@@ -65,6 +66,8 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
     there is no class, the folder is for inference in this process alone, which puts its own parts into the class.
     """
     if export.model.ready is not None:
+        from llava_ds.export.ready_folder import write_ready
+
         return write_ready(export, entries, output_dir, holes=holes)
     kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)

@@ -9,11 +9,9 @@ import contextlib
 import errno
 import functools
 import hashlib
-import io
 import json
 import os
 import random
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,18 +20,15 @@ from typing import NamedTuple, TypeVar
 
 from llava_ds.constants import ConfigError, FileChanged
 from llava_ds.files.object_cache import ObjectCache
+from llava_ds.files.reading import SizedFile
+from llava_ds.files.urls import ALLOW_HTTP, FOLDER, HTTP, MAX_BYTES, URL, is_remote
 
 BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block
 TRIES, FIRST_WAIT_S, MOST_WAIT_S = 6, 0.5, 8.0  # some 16 s in all
-HTTP = ("http", "https")
-LOCAL = ("file", "local")
 # Names of what tells the content of an object, in the infos of fsspec's implementations, the surest first.
 MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "Digest", "LastModified")
 MARKS += ("last_modified", "Last-Modified", "updated", "mtime", "modified", "created")
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# The settings, which are for every process of a run, started by whichever library: a child inherits its environment.
-_FOLDER, _MAX_BYTES, _ALLOW_HTTP = (f"LLAVA_DS_OBJECT_{name}" for name in ("CACHE", "CACHE_BYTES", "HTTP"))
 _DEFAULT_FOLDER, _DEFAULT_BYTES = "~/.cache/llava_ds/objects", 100 * 10**9
 
 Result = TypeVar("Result")
@@ -46,24 +41,9 @@ class Identity(NamedTuple):
     mark: str
 
 
-def configure(folder: str | os.PathLike, max_bytes: int, allow_http: bool) -> None:
-    """Set the cache, and whether web servers may be read, for this process and those that it starts."""
-    os.environ[_FOLDER] = str(Path(folder).expanduser().absolute())
-    os.environ[_MAX_BYTES] = str(max_bytes)
-    os.environ[_ALLOW_HTTP] = "1" if allow_http else "0"
-
-
-def is_remote(path: str | os.PathLike) -> bool:
-    """True for a URL of a store or server; False for paths, and for file://."""
-    if not isinstance(path, str) or path.startswith("/"):
-        return False
-    match = _URL.match(path)
-    return match is not None and match[1].lower() not in LOCAL
-
-
 def url_problem(url: str, allow_http: bool) -> str | None:
     """The reason why a URL can't be read from, to follow it in a message; None if it can, as far as its form tells."""
-    protocol = _URL.match(url)[1].lower()
+    protocol = URL.match(url)[1].lower()
     if "::" in url:
         return " chains several file systems: name the objects themselves"
     if protocol in HTTP and not allow_http:
@@ -108,25 +88,6 @@ def known_identity(url: str) -> Identity:
     """The identity of an object as it was last asked for, while the cache has it. Raises OSError."""
     noted = _cache().get(_key("identity", url))
     return identity_of(url) if noted is None else Identity(*json.loads(noted))
-
-
-class SizedFile(io.RawIOBase):
-    """A file of num_bytes, of which readinto gives what lies at _at."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__()
-        self.num_bytes, self._at = num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
-        self._at = max(0, start + offset)
-        return self._at
 
 
 class RemoteFile(SizedFile):
@@ -193,7 +154,7 @@ def found_in(url: str, look: Callable[[object, str], Result]) -> Result:
 
 def full_url(url: str, path: str) -> str:
     """The URL of a path in a file system that the file system of another URL gave."""
-    return path if is_remote(path) else f"{_URL.match(url)[0]}{path}"
+    return path if is_remote(path) else f"{URL.match(url)[0]}{path}"
 
 
 def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
@@ -219,7 +180,7 @@ def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
 
 def _file_system(url: str) -> tuple[object, str]:
     """fsspec's file system of a URL, this process's own, and the path in it. Raises ConfigError."""
-    if problem := url_problem(url, os.environ.get(_ALLOW_HTTP) == "1"):
+    if problem := url_problem(url, os.environ.get(ALLOW_HTTP) == "1"):
         raise ConfigError(f"{url}{problem}")
     import fsspec
 
@@ -227,8 +188,8 @@ def _file_system(url: str) -> tuple[object, str]:
 
 
 def _cache() -> ObjectCache:
-    folder = os.environ.get(_FOLDER) or os.path.expanduser(_DEFAULT_FOLDER)
-    return ObjectCache(Path(folder), int(os.environ.get(_MAX_BYTES, _DEFAULT_BYTES)))
+    folder = os.environ.get(FOLDER) or os.path.expanduser(_DEFAULT_FOLDER)
+    return ObjectCache(Path(folder), int(os.environ.get(MAX_BYTES, _DEFAULT_BYTES)))
 
 
 def _keep(key: str, data: bytes) -> None:

@@ -5,30 +5,38 @@ import io
 import os
 import urllib.parse
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
 
-from llava_ds.files.object_store import HTTP, RemoteFile, found_in, full_url, is_remote, known_identity
+from llava_ds.files.urls import HTTP, is_remote
 
 READ_BYTES = 1 << 20
+
+
+def _store() -> ModuleType:
+    """What reads stores, once there is a URL."""
+    from llava_ds.files import object_store
+
+    return object_store
 
 
 def open_data(path: str) -> BinaryIO:
     """Open a file for reading. Raises OSError."""
     if is_remote(path):
-        return io.BufferedReader(RemoteFile(path), READ_BYTES)
+        return io.BufferedReader(_store().RemoteFile(path), READ_BYTES)
     return open(path, "rb")
 
 
 def size_of(path: str) -> int:
     """Bytes of a file. Raises OSError."""
-    return known_identity(path).num_bytes if is_remote(path) else os.stat(path).st_size
+    return _store().known_identity(path).num_bytes if is_remote(path) else os.stat(path).st_size
 
 
 def is_file(path: str) -> bool:
     """True for a file, links followed."""
     if not is_remote(path):
         return os.path.isfile(path)
-    return bool(found_in(path, lambda fs, inner: fs.isfile(inner)))
+    return bool(_store().found_in(path, lambda fs, inner: fs.isfile(inner)))
 
 
 def is_folder(path: str) -> bool:
@@ -37,7 +45,7 @@ def is_folder(path: str) -> bool:
         return os.path.isdir(path)
     if path.lower().startswith(HTTP):
         return False
-    return bool(found_in(path, lambda fs, inner: fs.isdir(inner)))
+    return bool(_store().found_in(path, lambda fs, inner: fs.isdir(inner)))
 
 
 def exists(path: str) -> bool:
@@ -71,7 +79,8 @@ def join(folder: str, path: str) -> str:
 def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
     """The files of a folder and its folders whose names end so, sorted. Hidden ones and __folders__ are left out."""
     if is_remote(folder):
-        found = [full_url(folder, name) for name in found_in(folder, lambda fs, inner: fs.find(inner))]
+        store = _store()
+        found = [store.full_url(folder, name) for name in store.found_in(folder, lambda fs, inner: fs.find(inner))]
         return sorted(file for file in found if file.lower().endswith(endings) and not _is_hidden(file, folder))
     found = []
     for root, folders, files in os.walk(folder):
@@ -98,14 +107,15 @@ def names_in(folder: str) -> list[str]:
     """What a folder has, sorted."""
     if not is_remote(folder):
         return sorted(os.listdir(folder))
-    return sorted(found_in(folder, lambda fs, inner: fs.ls(inner, detail=False)))
+    return sorted(_store().found_in(folder, lambda fs, inner: fs.ls(inner, detail=False)))
 
 
 def matching(pattern: str) -> list[str]:
     """What matches a pattern, sorted."""
     if not is_remote(pattern):
         return sorted(glob.glob(pattern, recursive=True))
-    return sorted(full_url(pattern, name) for name in found_in(pattern, lambda fs, inner: fs.glob(inner)))
+    store = _store()
+    return sorted(store.full_url(pattern, name) for name in store.found_in(pattern, lambda fs, inner: fs.glob(inner)))
 
 
 def inside(root: str, name: str) -> str | None:

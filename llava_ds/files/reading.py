@@ -6,6 +6,7 @@ tell a file from any other that takes its place, without reading all of a large 
 """
 
 import hashlib
+import io
 import json
 import os
 import stat
@@ -19,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
-from llava_ds.files.object_store import RemoteFile, identity_of, is_remote, known_identity
+from llava_ds.files.urls import is_remote
 
 MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; nested lists take twenty times their text in memory
 MAX_LINE_BYTES = 16 << 20
@@ -36,6 +37,25 @@ KINDS = {  # of files that are not regular
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+class SizedFile(io.RawIOBase):
+    """A file of num_bytes, of which readinto gives what lies at _at."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.num_bytes, self._at = num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
+        self._at = max(0, start + offset)
+        return self._at
 
 
 def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
@@ -159,6 +179,8 @@ class Stamp(NamedTuple):
 def stamp_of(path: str | Path) -> Stamp:
     """The stamp of a file, links followed; of an object its size and the store's mark. Raises OSError."""
     if is_remote(path):
+        from llava_ds.files.object_store import identity_of
+
         size, mark = identity_of(path)
         return Stamp(size, int(mark[:15], 16), 0, 0)
     stat = os.stat(path)
@@ -178,7 +200,11 @@ def state_of(path: str | Path) -> FileState:
     Raises OSError, and DataError for what is no regular file.
     """
     stamp = list(stamp_of(path))
-    return {"stamp": stamp, "blocks": known_identity(path).mark if is_remote(path) else blocks_digest(path)}
+    if not is_remote(path):
+        return {"stamp": stamp, "blocks": blocks_digest(path)}
+    from llava_ds.files.object_store import known_identity
+
+    return {"stamp": stamp, "blocks": known_identity(path).mark}
 
 
 def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
@@ -188,6 +214,8 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_
     32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
     """
     if is_remote(path):
+        from llava_ds.files.object_store import RemoteFile
+
         with RemoteFile(path, offset, num_bytes) as file:
             return _digest(file.read_at, file.num_bytes, whole_bytes)
     with open_regular(path, buffering=0) as file:

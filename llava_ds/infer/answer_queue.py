@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.infer.chat import Conversation
-from llava_ds.infer.generate import Reply, Sampling
+from llava_ds.infer.generate import Reply
+from llava_ds.infer.infer_flags import Sampling
 
 IDLE_S = 3600.0
 # Answers a conversation, calling on_text with each piece and stopped() after each token: chat.ask with its model.

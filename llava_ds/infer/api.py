@@ -31,7 +31,7 @@ from llava_ds.infer.chat_completions import (
     event,
     read_completion,
 )
-from llava_ds.infer.generate import Sampling
+from llava_ds.infer.infer_flags import Sampling
 from llava_ds.infer.load import LoadedModel
 from llava_ds.infer.local_server import ADDRESS, listening, make_server
 

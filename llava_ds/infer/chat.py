@@ -15,12 +15,13 @@ import torch
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.preflight import SizedMedia, layout_of
+from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.turns import with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE, join_parts, shown_text
-from llava_ds.infer.generate import Prompt, Reply, Sampling, stream
+from llava_ds.infer.generate import Prompt, Reply, stream
+from llava_ds.infer.infer_flags import Sampling
 from llava_ds.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, printable
 

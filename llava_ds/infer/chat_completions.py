@@ -16,7 +16,8 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError, did_you_mean
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.infer.answer_queue import Closing, Ended, Question
 from llava_ds.infer.chat import Conversation
-from llava_ds.infer.generate import Reply, Sampling
+from llava_ds.infer.generate import Reply
+from llava_ds.infer.infer_flags import Sampling
 
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARS = 1024, 1024, 16, 256
 MAX_FIELDS = 64  # of an object

@@ -4,110 +4,28 @@ With every engine, generate() is transformers' own.
 """
 
 import contextlib
-import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from llava_ds.constants import ConfigError
-from llava_ds.infer.formats import MOVED_FLAGS, UnloadedModel, open_model
+from llava_ds.infer.formats import UnloadedModel, open_model
+from llava_ds.infer.infer_flags import EngineOptions
 from llava_ds.infer.load import LoadedModel, check_weights, construct_model, load_model, with_settings
 from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import HFModel
-from llava_ds.runtime.command import given_path
 from llava_ds.runtime.ranks import Ranks, on_every_rank
 from llava_ds.runtime.tf32 import allow_tf32
-from llava_ds.template_variables import parse_variables, set_variables
-
-if TYPE_CHECKING:
-    import argparse
-
-ENGINES = ("hf", "deepspeed")
-OFFLOADS = ("none", "cpu", "nvme")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from llava_ds.template_variables import set_variables
 
 NO_KERNELS = (
     "DeepSpeed's kernels are not injected: its layers return tuples and keep a cache of their own, which transformers "
     "5's language models don't take"
 )
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """engine: one of ENGINES; offload: the place of the parameters, one of OFFLOADS, with a folder for NVMe; dtype: one
-    of DTYPES, or auto for the weights' own; chat_template_kwargs: variables of the chat template, a JSON object;
-    version and moved: see open_model."""
-
-    engine: str = "hf"
-    offload: str = "none"
-    offload_path: str | None = None
-    dtype: str = "auto"
-    version: str | None = None
-    chat_template_kwargs: str | None = None
-    moved: Mapping[str, str] = field(default_factory=dict)
-
-
-def add_engine_flags(parser: "argparse.ArgumentParser") -> None:
-    """Add the flags of the model and its engine."""
-    parser.add_argument(
-        "--model_path",
-        "--model-path",
-        type=given_path,
-        default="output/tiny-finetune",
-        help="exported folder, checkpoint-<step>, any folder of transformers' Llava or in LLaVA's format, or LoRA over "
-        "one (default: %(default)s)",
-    )
-    for name, text in MOVED_FLAGS.items():
-        parser.add_argument(
-            f"--{name}", *["--model-base"] * (name == "model_base"), type=given_path, metavar="PATH", help=text
-        )
-    parser.add_argument(
-        "--version", "--conv-mode", help="conversation template, where the folder does not say it (then: v1)"
-    )
-    parser.add_argument(
-        "--chat_template_kwargs",
-        metavar="JSON",
-        help="""variables of the chat template, like '{"enable_thinking": false}' (default: those of training)""",
-    )
-    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="precision; auto: the weights' own")
-    parser.add_argument(
-        "--engine",
-        choices=ENGINES,
-        default="hf",
-        help="hf: transformers; deepspeed: init_inference, the language model cut over the ranks that deepspeed "
-        "--num_gpus starts (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--offload",
-        choices=OFFLOADS,
-        default="none",
-        help="with --engine deepspeed: ZeRO-Inference, parameters in CPU memory or on NVMe (default: %(default)s)",
-    )
-    parser.add_argument("--offload_path", type=given_path, help="folder on an NVMe disk, for --offload nvme")
-
-
-def parse_engine_options(args: "argparse.Namespace") -> EngineOptions:
-    """The options from the flags of add_engine_flags. Raises ConfigError for flags that contradict each other."""
-    moved = {name: os.path.expanduser(path) for name in MOVED_FLAGS if (path := getattr(args, name)) is not None}
-    variables = args.chat_template_kwargs
-    parse_variables(variables)
-    options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version, variables, moved)
-    problems = []
-    if options.offload != "none" and options.engine != "deepspeed":
-        problems.append(f"--offload {options.offload} is DeepSpeed's: give --engine deepspeed with it")
-    if options.offload == "nvme" and options.offload_path is None:
-        problems.append("--offload nvme needs --offload_path, a folder on an NVMe disk")
-    if options.offload != "nvme" and options.offload_path is not None:
-        problems.append("--offload_path goes with --offload nvme")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return options
 
 
 def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:
@@ -117,7 +35,7 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
     generate together. Raises ConfigError or DataError for models that can't be opened, or sharded over the ranks.
     """
     allow_tf32(False)
-    how = {"dtype": DTYPES.get(options.dtype), "version": options.version, "moved": options.moved}
+    how = {"dtype": options.precision, "version": options.version, "moved": options.moved}
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which is for answers
         if options.engine == "hf":
             if ranks is None:
@@ -204,7 +122,7 @@ def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks)
     from llava_ds.engine.construct import construction
     from llava_ds.model.loading import load_weights, return_freed_memory
 
-    dtype = opened.precision(DTYPES.get(options.dtype))
+    dtype = opened.precision(options.precision)
     _check_precision(dtype, ranks, str(opened.path))
     config = zero_config(dtype, options, ranks)
     on_every_rank(ranks, lambda: check_weights(opened, dtype))

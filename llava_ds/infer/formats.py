@@ -16,7 +16,7 @@ from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, read_config, shown
 from llava_ds.model.families.language import EXPERTS, config_of
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import READY, family_of
 from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk, part_of
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
     from llava_ds.export.tensors import Entry
 
 # Flags for the present place of models that a checkpoint, an adapter or a folder in LLaVA's format does not hold.
-MOVED_FLAGS = {
-    "model_name_or_path": "where a checkpoint's base language model lies now",
-    "model_base": "the model under an adapter, where the adapter does not say it",
-    "vision_tower": "where the vision tower of a checkpoint, an adapter or a folder in LLaVA's format lies now",
-    "pretrain_mm_mlp_adapter": "where the projector that a checkpoint began with lies now",
-}
 CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # for checkpoints only
 
 
@@ -180,7 +174,7 @@ def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model:
     function from names on disk to these, or to None."""
     text = model.config.get_text_config()
     experts = EXPERTS.get(text.model_type)
-    if (family := READY.get(model.config.model_type)) is not None:
+    if (family := family_of(model.config.model_type)) is not None:
         found = weights(ReadyNames(ReadyModel(family, model.config), text).to_memory)
         return Upright(found, text) if experts is not None and experts.may_be_turned else found
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -19,15 +19,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.encode import end_markers
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.preflight import SizedMedia, layout_of
+from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message, Transcript
 from llava_ds.geometry import ImageOptions, Size
+from llava_ds.infer.infer_flags import Sampling
 from llava_ds.infer.load import LoadedModel
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import family_of
 from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
@@ -153,25 +154,6 @@ class _GreedyLogprobs(LogitsProcessor):
         lengths = counted.sum(dim=1)
         # Four digits: more would depend on rounding.
         return [(round(total, 4) + 0.0, length) for total, length in zip(sums.tolist(), lengths.tolist(), strict=True)]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters. temperature 0 is greedy, top_k 0 all tokens; the penalty counts the answer's tokens."""
-
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def options(self) -> dict[str, object]:
-        """Arguments of generate(), which override the model's own settings."""
-        options: dict[str, object] = {"repetition_penalty": self.repetition_penalty, "do_sample": self.temperature > 0}
-        if self.temperature > 0:
-            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return options
 
 
 @dataclass(frozen=True)
@@ -385,6 +367,6 @@ def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict
     if not layouts:
         return inputs
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
-    family, pixels = READY[config.model_type], (batch.pixel_values.float() / 255 - mean) / std
+    family, pixels = family_of(config.model_type), (batch.pixel_values.float() / 255 - mean) / std
     pixels = pixels.to(loaded.model.dtype) if family.casts_pixels else pixels
     return {**inputs, **family.outer_inputs(config, family.processed(config, pixels, layouts), layouts, is_media)}

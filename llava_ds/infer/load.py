@@ -21,7 +21,7 @@ from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import FILTERS, ImageOptions
 from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.model.families.language import is_upcycled
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import family_of
 from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HFModel, attention_options, hf_class, let_generate_take_embeddings
@@ -184,7 +184,7 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     mean, std = (tuple(processor[name]) for name in ("image_mean", "image_std"))
     exported = getattr(model.config, "llava_ds_version", None)
     notes = unloaded.notes
-    if (family := READY.get(model.config.model_type)) is not None:
+    if (family := family_of(model.config.model_type)) is not None:
         return _ready_settings(model, family, processor, unloaded, version)
     if version is None and exported is not None:
         try:

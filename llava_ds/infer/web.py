@@ -13,7 +13,7 @@ from types import ModuleType
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.infer.chat import Conversation, ask, print_note, read_media, speed_line
-from llava_ds.infer.generate import Sampling
+from llava_ds.infer.infer_flags import Sampling
 from llava_ds.infer.load import LoadedModel
 from llava_ds.infer.local_server import ADDRESS, listening, make_server
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from llava_ds.batch import Batch, Inputs
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import READY, family_of
 from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import with_newlines
 from llava_ds.model.ready import outer_class
@@ -70,7 +70,7 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
     no frames.
     """
     embeds = model.get_input_embeddings()(batch.input_ids)
-    if (family := READY.get(model.config.model_type)) is not None:
+    if (family := family_of(model.config.model_type)) is not None:
         features = family.features(model.get_submodule(family.vision), pixels, batch.tower)
         connected = family.connect(model.get_submodule(*family.connector), model.config, features)
         return merge_features(embeds, connected, batch.placing, None)[0]

@@ -4,7 +4,7 @@
 """The composition of tower, projector and language model, over one micro-batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,10 +16,11 @@ from llava_ds.model import attention, last_layer, output_loss
 from llava_ds.model.families.language import has_layer_embeddings, has_state, hold_rotary_angles, is_upcycled
 from llava_ds.model.heads import SUMMED, Head
 from llava_ds.model.projector import Newline, Projector
-from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
-from llava_ds.model.upcycling import add_experts
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
+
+if TYPE_CHECKING:
+    from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
 
 
 class LlavaModel(nn.Module):
@@ -27,8 +28,8 @@ class LlavaModel(nn.Module):
 
     def __init__(
         self,
-        vision_tower: VisionTower | ReadyTower,
-        projector: Projector | Connector,
+        vision_tower: "VisionTower | ReadyTower",
+        projector: "Projector | Connector",
         language_model: nn.Module,
         newline: Newline | None = None,
         value_head: ValueHead | None = None,
@@ -174,7 +175,7 @@ def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
 
 def assemble(
     text_config: PreTrainedConfig,
-    tower: TowerPlan | ReadyVision,
+    tower: "TowerPlan | ReadyVision",
     args: ModelArguments,
     mean: torch.Tensor,
     std: torch.Tensor,
@@ -186,6 +187,8 @@ def assemble(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
     if is_upcycled(text_config):
+        from llava_ds.model.upcycling import add_experts
+
         add_experts(language_model, text_config, args)
     hold_rotary_angles(language_model)
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off

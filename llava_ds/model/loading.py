@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import DataError
-from llava_ds.model import quantize
 from llava_ds.model.open.weights import Weights
+from llava_ds.model.packed import is_packed
 from llava_ds.runtime.mesh import sum_over
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
@@ -53,8 +53,10 @@ def load_weights(
         if name not in parameters:
             continue
         parameter = parameters[name]
-        if quantize.is_packed(parameter):
-            packed = quantize.pack(module, name, read(), ranks.device)
+        if is_packed(parameter):
+            from llava_ds.model.quantize import pack  # with bitsandbytes
+
+            packed = pack(module, name, read(), ranks.device)
             sums[order[name]] = bit_sum(packed.data)
             if partitioned_one is not None:
                 partitioned_one.convert_to_zero_parameters(param_list=[packed])

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.families.language import is_mixture, is_upcycled
+from llava_ds.model.families.upcycled import expert_layers
 from llava_ds.model.lora import LoraLayout
-from llava_ds.model.upcycling import expert_layers
 
 WAYS = {
     "grouped_mm": "all of a layer in one grouped matrix product",

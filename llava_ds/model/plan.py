@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -15,20 +16,21 @@ from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_depth, check_fit
-from llava_ds.model.lora import LoraLayout, check_lora, lora_layout
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_prefix
 from llava_ds.model.open.merged_adapters import non_lora_file
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.ready import ReadyModel, ReadyVision, plan_vision
 from llava_ds.model.rows import fit_vocabulary, frozen_rows
-from llava_ds.model.upcycling import upcycle
 from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
 from llava_ds.template_variables import set_variables
 from llava_ds.tokenizer import open_ready_tokenizer, open_tokenizer, read_template
+
+if TYPE_CHECKING:
+    from llava_ds.model.lora import LoraLayout
+    from llava_ds.model.ready import ReadyModel, ReadyVision
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -40,7 +42,7 @@ class Parts:
 
     folder: ModelFolder
     text_config: PreTrainedConfig
-    tower: TowerPlan | ReadyVision
+    tower: "TowerPlan | ReadyVision"
     sources: Sources
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -85,9 +87,11 @@ def read_parts(args: ModelArguments) -> Parts:
     return Parts(folder, folder.text_config, tower, sources)
 
 
-def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan | ReadyVision, Source, Source | None]:
+def _tower_of(folder: ModelFolder, args: ModelArguments) -> "tuple[TowerPlan | ReadyVision, Source, Source | None]":
     """The tower, the source of the layers that run, and the source of the rest if that is another."""
     if folder.ready is not None:
+        from llava_ds.model.ready import plan_vision
+
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
         if not any(map(is_there, files)):  # an adapter has one only for sizes of its own
@@ -143,18 +147,18 @@ class ModelPlan:
     """All that is known of a model before it is built."""
 
     text_config: PreTrainedConfig
-    tower: TowerPlan | ReadyVision
+    tower: "TowerPlan | ReadyVision"
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about what the flags make of the model
-    lora: LoraLayout | None = None  # None without --lora_enable
+    lora: "LoraLayout | None" = None  # None without --lora_enable
 
     @property
-    def ready(self) -> ReadyModel | None:
+    def ready(self) -> "ReadyModel | None":
         """A ready model's family and configuration; None for a composition of this package."""
-        return self.tower.ready if isinstance(self.tower, ReadyVision) else None
+        return self.tower.ready
 
     def last_layer_note(self) -> str:
         """A line about the positions of the last layer."""
@@ -187,7 +191,10 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     value_head: give the model one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
     packages, and DataError for weights that don't fit.
     """
-    check_lora(args)
+    if args.lora_enable or args.bits < 16:
+        from llava_ds.model.lora import check_lora
+
+        check_lora(args)
     parts = read_parts(args)
     _check_last_layers(args, parts)
     _check_layer_embeddings(args, parts)
@@ -201,6 +208,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     text_config, sources, grown = fit_vocabulary(text_config, sources, tokenizer, args)
     notes += grown
     if args.moe_enable:
+        from llava_ds.model.upcycling import upcycle
+
         text_config, sources, lines = upcycle(text_config, sources, args)
         notes += lines
     with torch.device("meta"):
@@ -216,6 +225,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     if text_config.vocab_size != parts.text_config.vocab_size:
         plan = replace(plan, notes=(*plan.notes, *frozen_rows(model.language_model, args)))
     if args.lora_enable:
+        from llava_ds.model.lora import lora_layout
+
         plan = replace(plan, lora=lora_layout(model, args, plan.ready, text_config))
     return plan
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
+from llava_ds.model.packed import is_packed
 
 BLOCK = 64  # weights of one scale in 4 bits
 OUTLIERS = 6.0  # activations above it are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)
@@ -71,17 +72,6 @@ def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metada
     for key in [key for key in state_dict if key.startswith((f"{prefix}weight.", f"{prefix}weight_format"))]:
         del state_dict[key]
     state_dict.pop(f"{prefix}SCB", None)
-
-
-def is_packed(parameter: nn.Parameter) -> bool:
-    """True for the weight of a layer that quantize_layers made."""
-    return type(parameter).__name__ in ("Params4bit", "Int8Params")
-
-
-def num_packed(parameter: nn.Parameter) -> int:
-    """Weights in a packed parameter."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()
 
 
 @torch.no_grad()

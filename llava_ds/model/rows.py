@@ -17,7 +17,6 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import Source, Sources, Weights
-from llava_ds.model.upcycling import trained_of
 from llava_ds.tokenizer import add_image_tokens, note_rows, num_rows, tokens_without_rows
 
 NUM_MARKS = 2  # <im_start> and <im_end>
@@ -192,6 +191,8 @@ def frozen_rows(language_model: nn.Module, args: ModelArguments) -> list[str]:
     ends = dict.fromkeys(names[id(end)] for end in (inputs, outputs))
     parts, trained = trained_parts(args), set()
     if "language_model" in parts and not args.unfreeze_topk_llm:
+        from llava_ds.model.upcycling import trained_of
+
         trained = trained_of(list(names.values()), args)
     elif "output_layer" in parts and outputs is not inputs:
         trained = {names[id(outputs)]}

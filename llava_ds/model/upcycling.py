@@ -9,11 +9,9 @@ use_residual layers.N.mlp.mlp.* and layers.N.mlp.coefficient.*. The configuratio
 import copy
 import dataclasses
 import math
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,14 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.config.arguments import Arguments, ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.families.language import UPCYCLED, is_mixture, is_upcycled
-from llava_ds.model.families.upcycled import Mixture
+from llava_ds.model.families.upcycled import GATE, NAMES, OF_UPCYCLED, Mixture, expert_of
 from llava_ds.model.open.weights import Sources, Weights
-
-if TYPE_CHECKING:
-    from llava_ds.model.expert_layer import ExpertLayer
-
-GATE, EXPERTS = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts."
-_EXPERT = re.compile(rf"^(.*\.{re.escape(EXPERTS)})(\d+)(\..+)$")
 
 
 def upcycle(
@@ -131,11 +123,6 @@ def add_experts(language_model: nn.Module, config: PreTrainedConfig, args: Model
         layer.mlp = ExpertLayer(layer.mlp, config.hidden_size, mixture, args.capacity_factor, args.min_capacity)
 
 
-def expert_layers(model: nn.Module) -> "dict[str, ExpertLayer]":
-    """The mixtures of an upcycled model, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "deepspeed_moe")}
-
-
 class Upcycled:
     """A language model's weights, in which MLPs are copied to every expert, and routers start at random.
 
@@ -162,7 +149,7 @@ class Upcycled:
             return
         rest = name.removeprefix(f"{block}.")
         for expert in range(self._mixture.num_experts):
-            yield f"{block}.{EXPERTS}{expert}.{rest}"
+            yield f"{block}.{NAMES}{expert}.{rest}"
         if self._mixture.use_residual:
             yield f"{block}.mlp.{rest}"
 
@@ -181,12 +168,6 @@ def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def expert_of(name: str) -> tuple[str, int, str] | None:
-    """The parts of an expert's parameter's name: before its number, the number, and after it; None for all others."""
-    found = _EXPERT.match(name)
-    return None if found is None else (found[1], int(found[2]), found[3])
 
 
 def trained_of(names: list[str], args: ModelArguments) -> set[str]:
@@ -215,7 +196,7 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
     """Raise ConfigError, with every reason, for what does not go with an upcycled model; for others, for its flags."""
     model, training = args.model, args.training
     if not is_upcycled(config):
-        needing = [name for name in ("capacity_factor", "min_capacity", "train_modules") if name in args.given]
+        needing = sorted(args.given & OF_UPCYCLED)
         if needing or training.ep_size > 1:
             raise ConfigError(
                 f"--{needing[0] if needing else 'ep_size'} is for experts out of --moe_enable True, which --model_name_"

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ class TowerPlan:
     stride: int = 1
     cells: FlexTiling | None = None
     second: "TowerPlan | None" = None
+    ready: ClassVar[None] = None  # as of a ReadyVision
 
     def image_options(self, args: Arguments) -> ImageOptions:
         """Image preprocessing for this tower with the given flags. Raises ConfigError for flags that don't fit it."""

@@ -23,6 +23,7 @@ from llava_ds.model.plan import ModelPlan
 from llava_ds.planning.activations import MicroBatch
 from llava_ds.planning.fit import GB, Run, advice, fits, most_stage
 from llava_ds.planning.memory import Placement, Setup, ZeroSettings, most_activations
+from llava_ds.planning.named_models import SUPERVISED
 from llava_ds.planning.shapes import ModelShape, shape_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
@@ -30,7 +31,6 @@ GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_d
 FULL_TOKENS = 8192  # a GPU computes no faster with larger micro-batches
 MOST_TOKENS_ON_CPU = 8192
 ROUND_TOKENS = 64  # auto chooses a multiple of it, where that is no less than the longest sample
-SUPERVISED = 0.25  # of the tokens, before the data is read; LLaVA-1.5's instruction data have about a sixth
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,12 @@ def run_on_ranks(
 
 def choose_tokens_per_micro_batch(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
-) -> int | None:
-    """The value of --tokens_per_micro_batch; "auto" is resolved and printed. All ranks call it together.
+) -> int:
+    """Choose the value of --tokens_per_micro_batch auto, and print it. All ranks call it together.
 
-    auto is the value of the checkpoint being resumed, for another would round otherwise; else as many as have room.
+    It is the value of the checkpoint being resumed, for another would round otherwise; else as many as have room.
     """
     training = resolved.args.training
-    if training.tokens_per_micro_batch != "auto":
-        return training.tokens_per_micro_batch
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as in the checkpoint being resumed"
     if tokens is None:

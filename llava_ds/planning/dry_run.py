@@ -1,4 +1,4 @@
-"""Lines about a run before it begins: its plan, and the dry run's report on data, memory and time."""
+"""The dry run's report on data, memory and time."""
 
 import statistics
 from pathlib import Path
@@ -8,32 +8,18 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.data.loader import windows
 from llava_ds.data.step_plan import StepPlan
-from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.engine.schedule import describe_schedule
 from llava_ds.planning.fit import GB, Run, advice, description, table, verdict
 from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.data_page import in_terminal
-from llava_ds.tracking.run_files import is_number, read_run
+from llava_ds.tracking.run_files import read_run
+from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import duration
 
 LONGEST_TEXT = 800  # characters shown of a sample
 # By fit.verdict, the worst first.
 STATES = {"too big": "would run out of memory", "tight": "may run out of memory", "fits": "ready"}
-
-
-def plan_lines(resolved: ResolvedConfig, steps: StepPlan) -> list[str]:
-    """Describe the data, the steps and the DeepSpeed configuration of a run."""
-    training, num_steps = resolved.args.training, steps.num_steps
-    epochs = num_steps / steps.steps_per_epoch
-    schedule = describe_schedule(training, num_steps, resolved.config.get("scheduler"))
-    return [
-        *steps.dataset.summary(),
-        f"{num_steps:,} optimizer steps of {steps.batch_size} samples ({epochs:.2f} epochs), {schedule}",
-        f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
-        *resolved.explain(),
-    ]
 
 
 def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:

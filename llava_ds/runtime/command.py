@@ -99,9 +99,17 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     if reads is not None:
         try:
-            reads(sys.argv[1:])
+            _read(reads)
         except (ConfigError, DataError) as error:
             exit_for_bad_input(error, program)
+
+
+def _read(reads: Callable[[list[str]], object]) -> None:
+    try:
+        reads(sys.argv[1:])
+    except SystemExit:  # of --help
+        check_output()
+        raise
 
 
 def exit_with(

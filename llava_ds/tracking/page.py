@@ -6,18 +6,18 @@ import time
 from pathlib import Path
 
 from llava_ds.config.arguments import flag_default
-from llava_ds.data.preflight import reasons_in_short
+from llava_ds.data.rows import reasons_in_short
 from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.files.writing import write_output, write_whole
 from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre, render, styled, table, tiles
 from llava_ds.tracking.chart import bar_chart
-from llava_ds.tracking.curves import learning_curves, machine_curves
+from llava_ds.tracking.curves import learning_curves, machine_curves, objective_curves
 from llava_ds.tracking.mistakes import mistakes_part
-from llava_ds.tracking.objective_numbers import objective_curves
 from llava_ds.tracking.result import evaluation_part, result_card
 from llava_ds.tracking.rewarded import rewarded_answers
-from llava_ds.tracking.run_files import RunFiles, is_number, read_run
+from llava_ds.tracking.run_files import RunFiles, read_run
 from llava_ds.tracking.sampled import sampled_answers
+from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
 
 FILE = "report.html"

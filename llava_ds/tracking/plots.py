@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llava_ds.files.writing import write_whole
-from llava_ds.tracking.chart import is_far_apart, short
 from llava_ds.tracking.series import running_mean, thinned
 
 EVERY_S = 60.0  # at least, between two drawings while it trains
@@ -73,6 +72,8 @@ def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[f
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    from llava_ds.tracking.chart import is_far_apart, short
 
     figure = Figure(figsize=(8, 4.5))
     figure.subplots_adjust(left=0.12, right=0.88, bottom=0.2, top=0.92)  # finding them out would draw it twice

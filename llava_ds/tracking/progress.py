@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from llava_ds.data.loader import Counts
-from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import MetricsLog, read_metrics
 from llava_ds.model.flops import ModelFlops
@@ -23,7 +22,7 @@ from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.metrics_csv import MetricsTable
 from llava_ds.tracking.objective_numbers import COLUMNS, bar_parts
 from llava_ds.tracking.plots import LossPlot
-from llava_ds.tracking.series import Smoothed
+from llava_ds.tracking.series import Smoothed, means_by_source
 from llava_ds.tracking.trackers import Trackers
 
 

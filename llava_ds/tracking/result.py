@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from llava_ds.tracking.blocks import COLOURS, Block, details, heading, note, pre, table
-from llava_ds.tracking.run_files import RunFiles, is_number
+from llava_ds.tracking.run_files import RunFiles
+from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import shown_score
 
 MAIN_FILE = "evaluation.json"  # the card shows this one, or else the first with scores by condition and kind

@@ -9,7 +9,7 @@ from pathlib import Path
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json, read_rows
 from llava_ds.tracking.best_rule import BestRule, best_rule
-from llava_ds.tracking.series import running_mean
+from llava_ds.tracking.series import is_number, running_mean
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -150,10 +150,6 @@ def read_run(output_dir: Path) -> RunFiles:
 def is_run(folder: Path) -> bool:
     """True if a folder has files of a run."""
     return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _read(path: Path, read: Callable[[Path], object], nothing: object, problems: dict[str, str], required: bool):

@@ -13,7 +13,7 @@ from llava_ds.constants import IMAGE_TOKEN, DataError
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import FileRef
 from llava_ds.tracking.blocks import Block, note, styled
-from llava_ds.tracking.run_files import is_number
+from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import duration
 
 MOST_QUESTIONS, MOST_ANSWERS = 24, 12

@@ -45,3 +45,13 @@ def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POIN
         kept += [min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)]
     kept = sorted(set(kept))
     return [steps[i] for i in kept], [values[i] for i in kept]
+
+
+def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
+    """Mean loss per supervised token of each data source that has any, to five digits."""
+    means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
+    return {name: float(f"{mean:.5g}") for name, mean in means.items()}
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

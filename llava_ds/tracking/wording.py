@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts
 from llava_ds.tracking.chart import short
-from llava_ds.tracking.run_files import RunFiles, is_number
+from llava_ds.tracking.run_files import RunFiles
+from llava_ds.tracking.series import is_number
 
 PARTS = {
     "vision_tower": "the vision tower",

@@ -18,9 +18,8 @@ from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
-from llava_ds.data.encode import end_markers
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.loader import micro_batches
-from llava_ds.data.sources.source import means_by_source
 from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.runner import Runner
@@ -32,6 +31,7 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_fi
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.tracking.best_rule import best_rule
 from llava_ds.tracking.eval_log import EvalLoss, Evals
+from llava_ds.tracking.series import means_by_source
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.best import Best
 from llava_ds.train.objectives.objective import MicroLoss, Objective

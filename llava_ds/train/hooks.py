@@ -6,11 +6,9 @@ from llava_ds.config.arguments import Arguments
 from llava_ds.engine.non_finite import settle_skipped_steps
 from llava_ds.extensions.base import Hook, Phase, StepEnd
 from llava_ds.runtime.ranks import Ranks, print_first
-from llava_ds.tracking.page import report_at_end
 from llava_ds.tracking.peak import peak_flops
 from llava_ds.tracking.progress import Progress, RunFacts
 from llava_ds.tracking.trackers import called
-from llava_ds.train.data_books import write_data_books
 from llava_ds.train.session import Session
 from llava_ds.train.skipped_samples import SkippedSamples
 from llava_ds.train.skipped_steps import SkippedSteps
@@ -64,6 +62,8 @@ class Log(Hook):
     def close(self) -> None:
         self.progress.close()
         if self.session.ranks.is_first:
+            from llava_ds.tracking.page import report_at_end
+
             report_at_end(self.session.plan.output_dir)
 
 
@@ -94,6 +94,8 @@ class Health(Hook):
             for watch in (self.skipped, self.skipped_steps):
                 watch.log.write([])  # what waits for room on the disk
         if self.session.plan.steps.dataset.is_streamed and not self.session.state.stops:
+            from llava_ds.train.data_books import write_data_books
+
             write_data_books(self.session.plan, self.skipped, self.session.ranks)
 
 

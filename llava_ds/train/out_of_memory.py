@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.config.arguments import TrainingArguments
+from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
 from llava_ds.data.step_plan import StepPlan

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
@@ -13,7 +14,7 @@ from llava_ds.config.arguments import Arguments, with_objective_defaults
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
-from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.data.splits import split_datasets
 from llava_ds.data.step_plan import (
     Packing,
@@ -24,26 +25,19 @@ from llava_ds.data.step_plan import (
     total_steps,
     with_steps_of_epochs,
 )
-from llava_ds.data.stream import open_streamed
 from llava_ds.data.templates import resolve_template
-from llava_ds.engine.critic import plan_critic
 from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
-from llava_ds.engine.frozen import FrozenPlan, plan_frozen
+from llava_ds.engine.schedule import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
-from llava_ds.export.safetensors_shards import parse_size
-from llava_ds.export.trial import try_export
+from llava_ds.export.shard_size import parse_size
 from llava_ds.extensions.active import Active, active
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.families.language import length_note
+from llava_ds.model.families.language import is_upcycled, length_note
+from llava_ds.model.families.upcycled import OF_UPCYCLED
 from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.mixture import check_experts_with_lora, check_mixture_flags
 from llava_ds.model.open.folder import sharing_problems
 from llava_ds.model.plan import ModelPlan, plan_model
-from llava_ds.model.upcycling import capacity_note, check_stage, check_upcycled
-from llava_ds.planning import dry_run
-from llava_ds.planning.auto import choose_for_ranks, choose_tokens_per_micro_batch, run_on_ranks
-from llava_ds.planning.shapes import shape_of
 from llava_ds.runtime.ranks import (
     Ranks,
     broadcast_from_first,
@@ -55,9 +49,11 @@ from llava_ds.runtime.ranks import (
 )
 from llava_ds.tiny import default as tiny
 from llava_ds.train.best import check_best
-from llava_ds.train.ready_trial import check_ready
-from llava_ds.train.rewards import Reward, open_rewards
 from llava_ds.train.start import Start
+
+if TYPE_CHECKING:
+    from llava_ds.engine.frozen import FrozenPlan
+    from llava_ds.train.rewards import Reward
 
 
 @dataclass(frozen=True)
@@ -83,10 +79,10 @@ class Plan:
     evals: EvalSets
     resume: ResumePlan
     export: ExportPlan
-    rewards: tuple[Reward, ...] = ()
-    critic: FrozenPlan | None = None
-    reward_model: FrozenPlan | None = None
-    reference: FrozenPlan | None = None
+    rewards: "tuple[Reward, ...]" = ()
+    critic: "FrozenPlan | None" = None
+    reward_model: "FrozenPlan | None" = None
+    reference: "FrozenPlan | None" = None
 
     @property
     def active(self) -> Active:
@@ -110,7 +106,15 @@ class Plan:
 
     def describe(self) -> list[str]:
         """Describe data, steps and DeepSpeed configuration."""
-        return dry_run.plan_lines(self.resolved, self.steps)
+        training, steps = self.args.training, self.steps
+        epochs = steps.num_steps / steps.steps_per_epoch
+        schedule = describe_schedule(training, steps.num_steps, self.resolved.config.get("scheduler"))
+        return [
+            *steps.dataset.summary(),
+            f"{steps.num_steps:,} optimizer steps of {steps.batch_size} samples ({epochs:.2f} epochs), {schedule}",
+            f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
+            *self.resolved.explain(),
+        ]
 
 
 def make_plan(start: Start) -> Plan:
@@ -122,24 +126,26 @@ def make_plan(start: Start) -> Plan:
     with first_rank_first(ranks):
         args = tiny.fill_in(start.args)
     args = with_objective_defaults(args.replaced(version=resolve_template(args.model.version)))
-    judge = args.training.reward_model_name_or_path
-    named = args.training.reward_funcs, args.training.reward_weights, judge is not None
-    rewards = on_every_rank(ranks, partial(open_rewards, *named))
+    rewards = _open_rewards(args, ranks)
     model, images, form = _plan_model(args)
     if model.ready is not None:
+        from llava_ds.train.ready_trial import check_ready
+
         tried = model, images, model.sources.vision_tower.path, args.data.cache_dir
         print_first(broadcast_from_first(ranks, partial(check_ready, *tried)))
-    judging = model, images, args.data.model_max_length
-    reward_model = judge and plan_frozen("--reward_model_name_or_path", judge, *judging, value_head=True)
-    reference = args.training.ref_model_name_or_path
-    reference = reference and plan_frozen("--ref_model_name_or_path", reference, *judging)
-    critic = plan_critic(args, model, images)
+    judges = _plan_judges(args, model, images)
     raw_config = start.raw_config
     if raw_config is None:
+        from llava_ds.planning.auto import choose_for_ranks
+        from llava_ds.planning.shapes import shape_of
+
         shape = shape_of(model.text_config, model.tower, args)
         raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
         print_first(line)
-    check_stage(model.text_config, raw_config)
+    if is_upcycled(model.text_config):
+        from llava_ds.model.upcycling import check_stage
+
+        check_stage(model.text_config, raw_config)
     resolve = partial(
         resolve_ds_config,
         raw_config,
@@ -155,10 +161,34 @@ def make_plan(start: Start) -> Plan:
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
-    judges = critic, reward_model, reference
     plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards, *judges)
     print_first(*plan.describe(), *lines)
     return plan
+
+
+def _open_rewards(args: Arguments, ranks: Ranks) -> "tuple[Reward, ...]":
+    """Open the rewards that the flags name. All ranks call it together."""
+    training = args.training
+    has_model = training.reward_model_name_or_path is not None
+    if training.reward_funcs is None and not has_model:
+        return ()
+    from llava_ds.train.rewards import open_rewards
+
+    return on_every_rank(ranks, partial(open_rewards, training.reward_funcs, training.reward_weights, has_model))
+
+
+def _plan_judges(args: Arguments, model: ModelPlan, images: ImageOptions) -> "tuple[FrozenPlan | None, ...]":
+    """Plan the models beside the one that trains: Plan.critic, Plan.reward_model and Plan.reference."""
+    training, judging = args.training, (model, images, args.data.model_max_length)
+    judge, reference = training.reward_model_name_or_path, training.ref_model_name_or_path
+    if training.objective != "ppo" and judge is None and reference is None:
+        return None, None, None
+    from llava_ds.engine.critic import plan_critic
+    from llava_ds.engine.frozen import plan_frozen
+
+    reward_model = judge and plan_frozen("--reward_model_name_or_path", judge, *judging, value_head=True)
+    reference = reference and plan_frozen("--ref_model_name_or_path", reference, *judging)
+    return plan_critic(args, model, images), reward_model, reference
 
 
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
@@ -167,10 +197,7 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
         raise ConfigError("\n".join(shared))
     check_axes(args, model.text_config)
-    check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
-    check_experts_with_lora(args.training, model.lora)
-    check_upcycled(args, model.text_config)
-    print_first(*model.notes, *filter(None, [capacity_note(args.model)]))
+    print_first(*model.notes, *_check_experts(args, model))
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
     if args.training.sequence_parallel_size > 1:
@@ -182,6 +209,22 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     form, lines = export_format(args, model, images)
     print_first(*lines)
     return model, images, form
+
+
+def _check_experts(args: Arguments, model: ModelPlan) -> list[str]:
+    """Raise ConfigError for flags that the model's experts don't go with, or that need experts; returns lines."""
+    lines = []
+    if args.training.router_aux_loss_coef or args.training.experts_implementation:
+        from llava_ds.model.mixture import check_experts_with_lora, check_mixture_flags
+
+        check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
+        check_experts_with_lora(args.training, model.lora)
+    if is_upcycled(model.text_config) or args.training.ep_size > 1 or args.given & OF_UPCYCLED:
+        from llava_ds.model.upcycling import capacity_note, check_upcycled
+
+        check_upcycled(args, model.text_config)
+        lines += filter(None, [capacity_note(args.model)])
+    return lines
 
 
 def _plan_steps(
@@ -198,11 +241,19 @@ def _plan_steps(
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
     active(args.own).check(known)
-    opened = open_streamed if args.data.stream else open_together
-    dataset = opened(known.args, model.tokenizer, images, ranks)
+    if args.data.stream:
+        from llava_ds.data.stream import open_streamed
+
+        dataset = open_streamed(known.args, model.tokenizer, images, ranks)
+    else:
+        dataset = open_together(known.args, model.tokenizer, images, ranks)
     dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
-    tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
+    tokens = known.args.training.tokens_per_micro_batch
+    if tokens == "auto":
+        from llava_ds.planning.auto import choose_tokens_per_micro_batch
+
+        tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
     packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
@@ -233,6 +284,10 @@ def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks
 
 def show_dry_run(plan: Plan, ranks: Ranks) -> int:
     """Print the first batch, the memory that training needs, and whether the run can start. Returns the exit code."""
+    from llava_ds.export.trial import try_export
+    from llava_ds.planning import dry_run
+    from llava_ds.planning.auto import run_on_ranks
+
     steps, done = plan.steps, plan.resumed_step
     planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
     if plan.export.is_whole_model:

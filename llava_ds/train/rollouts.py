@@ -12,7 +12,7 @@ from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import BrokenSample
-from llava_ds.data.encode import end_markers
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights

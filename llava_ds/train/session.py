@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import deepspeed
+import torch
+from transformers import PreTrainedConfig
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
@@ -15,34 +18,22 @@ from llava_ds.constants import DataError
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
-from llava_ds.engine.activation_budget import choose_checkpointed_layers
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
 from llava_ds.engine.checkpoint_files import read_lora_start
-from llava_ds.engine.compile import compile_layers
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.critic import add_critic
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.expert_parallel import share_experts
-from llava_ds.engine.frozen import open_frozen
 from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
-from llava_ds.engine.pipeline import Pipelined
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
-from llava_ds.export.final_export import export_model, write_model
-from llava_ds.export.trial import try_export
 from llava_ds.extensions.base import Hook
 from llava_ds.model.attention import attention_report
-from llava_ds.model.delta_net import delta_net_report
-from llava_ds.model.families.language import is_mixture, is_upcycled
+from llava_ds.model.families.language import has_state, is_mixture, is_upcycled
 from llava_ds.model.heads import Head
-from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel, all_models
-from llava_ds.model.mixture import choose_experts, routers_of
-from llava_ds.model.mlp_tiles import tile_mlps
-from llava_ds.model.shared_tokens import share_tokens
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
@@ -53,19 +44,15 @@ from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
 from llava_ds.train.best import protected_checkpoint
 from llava_ds.train.evals import Asks, Evaluation, Tasks
-from llava_ds.train.objectives.dpo import DPO, PairLoss
-from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
 from llava_ds.train.objectives.objective import Objective
-from llava_ds.train.objectives.ppo import PPO, ActorCriticLoss
-from llava_ds.train.objectives.reward import Reward, RewardLoss
-from llava_ds.train.objectives.routed import Routed
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
-from llava_ds.train.reference import Reference, add_reference, forward_digest
-from llava_ds.train.rollouts import Rollouts
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
+
+if TYPE_CHECKING:
+    from llava_ds.train.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
@@ -87,7 +74,7 @@ class Session:
     memory: MemoryWatch
     watchdog: Watchdog
     stop: Stopping
-    rollouts: Rollouts | None = None
+    rollouts: "Rollouts | None" = None
 
     def windows(self) -> Iterator[Window]:
         """This rank's micro-batches of every step that is left."""
@@ -116,7 +103,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started, asks)
     objective = _objective(plan, mesh)
-    runner = Pipelined(engine) if mesh.pp > 1 else Direct(engine)
+    runner = _runner(engine, mesh)
     if training.objective == "dpo" and objective.loss.has_reference:
         _add_reference(plan, engine, ranks, mesh)
     if point.path is not None:
@@ -128,6 +115,9 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     evaluation = Evaluation(runner, plan, objective, tasks, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
+        from llava_ds.model.mixture import routers_of
+        from llava_ds.train.objectives.routed import Routed
+
         objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
     saver = _saver(plan, engine, evaluation, ranks)
     return Session(
@@ -149,12 +139,32 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     )
 
 
+def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
+    """What runs micro-batches over this mesh."""
+    if mesh.pp == 1:
+        return Direct(engine)
+    from llava_ds.engine.pipeline import Pipelined
+
+    return Pipelined(engine)
+
+
+def _share_tokens(model: LlavaModel, mesh: Mesh) -> None:
+    """Let the ranks of a mesh that share a micro-batch's tokens do so."""
+    if mesh.sp > 1:
+        from llava_ds.model.shared_tokens import share_tokens
+
+        share_tokens(model.language_model)
+
+
 def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:
     """Give all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
+    from llava_ds.engine.frozen import open_frozen
+    from llava_ds.train.reference import Reference, add_reference, forward_digest
+
     dtype, other = plan.resolved.compute_dtype, plan.reference
     model = engine if other is None else open_frozen(other, dtype, ranks)
-    if other is not None and mesh.sp > 1:
-        share_tokens(model.language_model)
+    if other is not None:
+        _share_tokens(model, mesh)
     described = (plan.model, plan.args.model, plan.images) if other is None else (other.model, other.args, other.images)
     reference = Reference(model, dtype, forward_digest(*described))
     workers = plan.args.data.dataloader_num_workers
@@ -171,6 +181,8 @@ def finish(session: Session, hooks: Sequence[Hook]) -> int:
     session.stop.end(can_be_resumed(training))
     if plan.resolved.config.get("comms_logger", {}).get("enabled"):
         deepspeed.comm.log_summary()
+    from llava_ds.export.final_export import export_model
+
     best = _take_best(session)
     export_model(session.runner, plan.export, plan.args, plan.steps.dataset, ranks, best)
     for hook in hooks:
@@ -225,12 +237,14 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
     broadcast_from_first(ranks, record)
     if plan.export.is_whole_model:
+        from llava_ds.export.trial import try_export
+
         print_first(broadcast_from_first(ranks, partial(try_export, plan.export, output_dir)))
 
 
 def _build_engine(
     plan: Plan, started: Start, asks: Asks | None
-) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, Tasks | None]:
+) -> "tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, Tasks | None]":
     """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
     answers where that is the objective, and what asks --eval_tasks."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
@@ -240,24 +254,30 @@ def _build_engine(
         model_plan = replace(model_plan, lora=replace(model_plan.lora, start=read_lora_start(point)))
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
-    lines = attention_report(*computed), delta_net_report(*computed), plan.model.last_layer_note()
-    print_first(*filter(None, lines))
+    print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
     if args.training.use_liger_kernel:
+        from llava_ds.model.liger import use_liger
+
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
-    if mesh.sp > 1:
-        share_tokens(model.language_model)
+    _share_tokens(model, mesh)
     share_experts(model, mesh)
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
-    rollouts = Rollouts(model, plan, ranks, mesh) if draws else None
+    rollouts = _rollouts(model, plan, started) if draws else None
     tasks = None if asks is None else asks(model)
     if plan.critic is not None:  # after what draws was made, which has no part in it
+        from llava_ds.engine.critic import add_critic
+
         add_critic(model, plan.critic, resolved, args, ranks)
     models = all_models(model).values()
     if args.training.mlp_tile_tokens is not None:
+        from llava_ds.model.mlp_tiles import tile_mlps
+
         lines = [tile_mlps(each.language_model, args.training.mlp_tile_tokens) for each in models]
         print_first(lines[0])
     if is_mixture(text_config):
+        from llava_ds.model.mixture import choose_experts
+
         wanted = args.training.experts_implementation
         compiled = args.training.torch_compile or deep_compiles(resolved.config)
         lines = [choose_experts(each.language_model, wanted, ranks.device, compiled) for each in models]
@@ -273,6 +293,22 @@ def _build_engine(
     return model, engine, checkpointed, rollouts, tasks
 
 
+def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """A line about layers with a state across tokens, of a language model that has them."""
+    if not has_state(config):
+        return []
+    from llava_ds.model.delta_net import delta_net_report
+
+    return [delta_net_report(config, device, dtype)]
+
+
+def _rollouts(model: LlavaModel, plan: Plan, started: Start) -> "Rollouts":
+    """What draws answers to train on."""
+    from llava_ds.train.rollouts import Rollouts
+
+    return Rollouts(model, plan, started.ranks, started.mesh)
+
+
 def _warm_up(
     plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
 ) -> None:
@@ -283,6 +319,8 @@ def _warm_up(
     if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
         largest = largest_micro_batch(plan.steps, done, probe, ranks, started.mesh)
     if largest and chooses_layers:
+        from llava_ds.engine.activation_budget import choose_checkpointed_layers
+
         with memory.warm_up(largest):
             print_first(
                 *choose_checkpointed_layers(
@@ -292,6 +330,8 @@ def _warm_up(
     if deep_compiles(config):
         engine.compile()
     elif training.torch_compile:
+        from llava_ds.engine.compile import compile_layers
+
         count = compile_layers(model, training.torch_compile_backend)
         print_first(f"{count} layers are compiled when they first run")
     if largest:
@@ -303,13 +343,19 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
     """The objective that --objective names."""
     training, num_sources = plan.args.training, len(plan.steps.dataset.sources)
     if training.objective == "dpo":
+        from llava_ds.train.objectives.dpo import DPO, PairLoss
+
         names = (field.name for field in fields(PairLoss))
         loss = PairLoss(**{name: getattr(training, name) for name in names})
         return DPO(loss, num_sources, mesh.grad_ranks, mesh)
     if training.objective == "reward":
+        from llava_ds.train.objectives.reward import Reward, RewardLoss
+
         loss = RewardLoss(training.center_rewards_coefficient, training.reward_loss)
         return Reward(loss, num_sources, mesh.grad_ranks)
     if training.objective == "grpo":
+        from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
+
         loss = PolicyLoss(
             training.epsilon,
             training.epsilon if training.epsilon_high is None else training.epsilon_high,
@@ -320,6 +366,8 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
         )
         return GRPO(loss, num_sources, mesh.grad_ranks)
     if training.objective == "ppo":
+        from llava_ds.train.objectives.ppo import PPO, ActorCriticLoss
+
         loss = ActorCriticLoss(training.cliprange, training.cliprange_value, training.vf_coef, training.temperature)
         return PPO(loss, num_sources, mesh.grad_ranks)
     return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
@@ -328,6 +376,8 @@ def _objective(plan: Plan, mesh: Mesh) -> Objective:
 def _saver(plan: Plan, engine, evaluation: Evaluation, ranks: Ranks) -> Saver:
     training, model_writer = plan.args.training, None
     if training.save_only_model:
+        from llava_ds.export.final_export import write_model
+
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
     saver = Saver(engine, training, plan.resume, ranks, model_writer, protected_checkpoint(evaluation.best))
     saver.lora_start = engine.module.lora_start

@@ -12,8 +12,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from llava_ds.engine.ds_config.resolve import axes_from, flags_in, read_ds_config
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.export.safetensors_shards import parse_size
-from llava_ds.model.liger import check_liger
+from llava_ds.export.shard_size import parse_size
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.determinism import use_deterministic_kernels
@@ -87,5 +86,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     if args.data.dataloader_num_workers is None:
         args = args.replaced(dataloader_num_workers=GPU_WORKERS if ranks.device.type == "cuda" else 0)
     if args.training.use_liger_kernel:
+        from llava_ds.model.liger import check_liger
+
         check_liger(ranks.device)
     return Start(args, raw_config, ranks, mesh)

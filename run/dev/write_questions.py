@@ -9,7 +9,7 @@ of them held out.
 import argparse
 
 from llava_ds.tiny.questions import KINDS
-from llava_ds.tiny.scene_files import DESCRIBE, write_questions
+from llava_ds.tiny.scene_splits import DESCRIBE, write_questions
 
 OTHERS = [kind for kind in KINDS if kind != "count"]
 

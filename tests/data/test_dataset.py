@@ -25,12 +25,14 @@ from thinking_templates import QWEN3, TOKENS
 from transformers import AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data import cache, fingerprint, preflight, seen_files, shards
+from llava_ds.data import cache, fingerprint, seen_files, shards
 from llava_ds.data import dataset as dataset_module
 from llava_ds.data import preflight as preflight_module
+from llava_ds.data import rows as rows_module
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
-from llava_ds.data.preflight import Checker, reasons_in_short
+from llava_ds.data.preflight import Checker
+from llava_ds.data.rows import media_of_text, reasons_in_short
 from llava_ds.data.sources import read_samples
 from llava_ds.files import reading as file_contents
 from llava_ds.runtime.ranks import Ranks
@@ -58,7 +60,7 @@ def no_work(monkeypatch):
 
     def start():
         monkeypatch.setattr(Checker, "__call__", refuse)
-        monkeypatch.setattr(dataset_module, "encode_together", refuse)
+        monkeypatch.setattr(shards, "encode_together", refuse)
 
     return start
 
@@ -409,10 +411,10 @@ def test_many_images_are_looked_at_by_several_processes(many, tmp_path, monkeypa
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x")
     table, options = data.table, data.image_options
-    assert seen_files.changed_files(table, options, preflight.media_of_text, range(8), 4) == [str(path)]
+    assert seen_files.changed_files(table, options, media_of_text, range(8), 4) == [str(path)]
     monkeypatch.setattr(seen_files, "_digest_or_none", lambda _: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(DataError, match="a helping process was killed"):
-        seen_files.changed_files(table, options, preflight.media_of_text, range(8), 4)
+        seen_files.changed_files(table, options, media_of_text, range(8), 4)
 
 
 def test_all_ranks_look_for_changed_images_each_at_its_part(many, tmp_path, monkeypatch):
@@ -475,7 +477,7 @@ def test_another_reason_is_no_reason_to_encode_anew_and_few_are_tried_at_once(op
     first = opened(data_path=path, max_bad_fraction=1.0)
     for i in range(10, 20):
         (images / f"{i}.jpg").write_bytes(b"no picture")
-    monkeypatch.setattr(preflight, "RECORDS_PER_CALL", 8)
+    monkeypatch.setattr(rows_module, "RECORDS_PER_CALL", 8)
     monkeypatch.setattr(shards, "RECORDS_PER_CALL", 8)
     tried, check = [], Checker.__call__
     monkeypatch.setattr(Checker, "__call__", lambda self, some: tried.append(len(some)) or check(self, some))

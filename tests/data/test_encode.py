@@ -10,7 +10,8 @@ from token_text import runs, text_of_ids
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import encode
-from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, check_tokenizer, end_markers
+from llava_ds.data.encode import Encoded, Encoder, EncodingOptions
+from llava_ds.data.end_markers import check_tokenizer, end_markers
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.tokenizer import note_rows, tokens_without_rows

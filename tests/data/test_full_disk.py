@@ -15,7 +15,7 @@ import toys
 from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.data import dataset as dataset_module
+from llava_ds.data import shards
 from llava_ds.data.file_slices import read_errors
 from llava_ds.data.sources import source as source_module
 from llava_ds.tiny.scene_files import write_dataset
@@ -106,7 +106,7 @@ def test_what_the_machine_lacks_is_not_called_a_full_cache(tmp_path, tokenizer, 
         code = getattr(errno, number)
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(dataset_module, "encode_together", failing)
+    monkeypatch.setattr(shards, "encode_together", failing)
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
     assert ("--cache_dir" in str(caught.value)) == (number in ("ENOSPC", "EACCES"))
@@ -118,7 +118,7 @@ def test_an_error_of_none_of_the_users_files_is_no_full_cache(tmp_path, tokenize
     def failing(*_, **__):
         raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))  # of a worker that ended
 
-    monkeypatch.setattr(dataset_module, "encode_together", failing)
+    monkeypatch.setattr(shards, "encode_together", failing)
     with pytest.raises(ConnectionResetError):
         toys.encoded(**data, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
 

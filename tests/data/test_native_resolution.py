@@ -20,7 +20,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.native_resolution import axis_positions, tower_inputs
 from llava_ds.export.ready_folder import write_image_sizes
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import family_of
 from llava_ds.model.plan import plan_model, read_parts
 from llava_ds.tilings import BudgetTiling, CellTiling, FrameCells, Grid
 from llava_ds.videos import FrameChoice
@@ -66,7 +66,7 @@ def test_sizes_within_a_budget_are_the_processors():
     layouts = [SimpleNamespace(cells=each, moments=1, is_video=False, num_tokens=0) for each in cells]
     config = SimpleNamespace(vision_config=SimpleNamespace(pooling_kernel_size=2))
     patches = torch.zeros(4 * sum(across * down for across, down in cells), 3)
-    own = READY["gemma4"].outer_inputs(config, patches, layouts, torch.zeros(1, 1) > 0)["image_position_ids"]
+    own = family_of("gemma4").outer_inputs(config, patches, layouts, torch.zeros(1, 1) > 0)["image_position_ids"]
     assert torch.equal(own, found[:, : own.shape[1]]) and (found[:, own.shape[1] :] == -1).all()
     rows, columns = tower_inputs([Grid(*cells[0])], tiling)["position_ids"].T
     across, down = cells[0]

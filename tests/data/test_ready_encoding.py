@@ -19,16 +19,16 @@ from transformers.video_utils import VideoMetadata
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data import preflight
-from llava_ds.data.encode import end_markers
+from llava_ds.data import rows as rows_module
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_images, load_media, probe
 from llava_ds.data.native_resolution import axis_positions
-from llava_ds.data.preflight import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.ready_encode import encoder_of
+from llava_ds.data.rows import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.layouts import MediaLayout
-from llava_ds.model.families.ready import READY
+from llava_ds.model.families.ready import family_of
 from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.plan import read_parts
 from llava_ds.tilings import FrameCells
@@ -243,10 +243,10 @@ def test_pixels_are_the_processors(ready, tmp_path):
         crops = {"crop_to_patches": True} if hasattr(processor.image_processor, "crop_to_patches") else {}
         plain = {"do_rescale": False, "do_normalize": False, **crops}
         expected = processor.image_processor(image(size), return_tensors="pt", **plain)
-        assert torch.equal(READY[kind].processed(config, tiles.float(), [layout]), as_tiles(expected))
+        assert torch.equal(family_of(kind).processed(config, tiles.float(), [layout]), as_tiles(expected))
         normalised = (tiles.float() / 255 - mean) / std
         expected = processor.image_processor(image(size), return_tensors="pt", **crops)
-        assert torch.equal(READY[kind].processed(config, normalised, [layout]), as_tiles(expected))
+        assert torch.equal(family_of(kind).processed(config, normalised, [layout]), as_tiles(expected))
         assert layout.num_tiles == len(tiles)
         assert torch.equal(load_media(media, sizes, layout, options, [0]), tiles[:1])
 
@@ -267,7 +267,7 @@ def test_pixels_of_videos_are_the_processors(ready, tmp_path):
     for media in shown:
         sized = SizedMedia.of(media, options)
         assert media_from_text(media_to_text((sized,))) == (sized,)
-        layout = preflight.layout_of(sized, 1, options)
+        layout = rows_module.layout_of(sized, 1, options)
         frames = [np.array(each) for each in load_images(media, sized.sizes, options)]
         assert {each.shape[:2] for each in frames} == {sized.sizes[0][::-1]}
         tiles = load_media(media, sized.sizes, layout, options)
@@ -277,7 +277,7 @@ def test_pixels_of_videos_are_the_processors(ready, tmp_path):
         expected = found["pixel_values" if "pixel_values" in found else "pixel_values_videos"]
         if "video_position_ids" in found:
             expected = expected[found["video_position_ids"].amin(-1) >= 0]
-        own = READY[config.model_type].processed(config, (tiles.float() / 255 - mean) / std, [layout])
+        own = family_of(config.model_type).processed(config, (tiles.float() / 255 - mean) / std, [layout])
         assert torch.equal(own, expected[0] if expected.ndim == 5 else expected)
     assert len({SizedMedia.of(media, options).sizes for media in shown[1:]}) == len(shown[1:])
 

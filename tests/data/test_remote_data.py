@@ -15,7 +15,7 @@ import yaml
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.sources import SourceOptions, open_sources, read_samples
-from llava_ds.files import object_store
+from llava_ds.files import object_store, urls
 
 KINDS = "titti"
 
@@ -116,13 +116,13 @@ def test_a_replaced_image_is_other_data(given, tmp_path, tokenizer):
 
 def test_a_store_that_fails_in_training_costs_a_sample(given, tmp_path, tokenizer, monkeypatch):
     data = toys.encoded(**remote(given), tokenizer=tokenizer, cache_dir=tmp_path / "c")
-    object_store.configure(tmp_path / "other", 10**9, allow_http=False)
+    urls.configure(tmp_path / "other", 10**9, allow_http=False)
     stores.state("failures").write_text(str(object_store.TRIES))
     broken = data[1]
     assert isinstance(broken, BrokenSample) and "the store failed 6 times" in broken.reason
     assert not isinstance(data[1], BrokenSample), "the store works again"
     (Path(given["image_folder"]) / "4.png").unlink()
-    object_store.configure(tmp_path / "third", 10**9, allow_http=False)
+    urls.configure(tmp_path / "third", 10**9, allow_http=False)
     assert isinstance(data[4], BrokenSample) and "there is no such object" in data[4].reason
 
 

@@ -112,7 +112,7 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
         monkeypatch.chdir(folder)
         compared = ["--compare_without_image", "--compare_blank_image", "--show_wrong", "2"]
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *asked, *compared])
-        main()
+        main(sys.argv[1:])
         files = ["x.blank_image.jsonl", "x.json", "x.jsonl", "x.without_picture.jsonl"]
         assert sorted(file.name for file in folder.iterdir()) == files
         return capsys.readouterr().out, [(folder / file).read_bytes() for file in files]
@@ -145,7 +145,7 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
 
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", str(tmp_path), "--output", "x.json", *asked[:4]])
     with pytest.raises(ConfigError, match="holds no model"):
-        main()
+        main(sys.argv[1:])
     assert (broken / "x.json").read_bytes() == whole[1]  # a slip moves nothing aside
 
 
@@ -157,7 +157,7 @@ def test_questions_about_videos(tmp_path, monkeypatch):
     main = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]
     asked = [token for name, value in flags.items() for token in (f"--{name}", value)]
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *asked])
-    main()
+    main(sys.argv[1:])
     rows = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     frames = [str(tmp_path / "data" / "images" / f"0-{i}.png") for i in range(5)]
     row = next(row for row in rows if row["images"] == frames[:1])
@@ -394,4 +394,4 @@ def test_a_split_of_nothing_is_refused(monkeypatch, flags, says):
     parse = runpy.run_path(str(ROOT / "run" / "evaluate.py"))["parse"]
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", "m", *flags])
     with pytest.raises(ConfigError, match=says):
-        parse()
+        parse(sys.argv[1:])

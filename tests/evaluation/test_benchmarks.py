@@ -21,6 +21,7 @@ from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.benchmarks import BENCHMARKS
 from llava_ds.evaluation.eval_tasks import read_eval_tasks
 from llava_ds.evaluation.question import Question
+from llava_ds.evaluation.task_names import TASK_NAMES
 from llava_ds.evaluation.tasks import TASKS, read_questions
 from llava_ds.infer.generate import Answer
 
@@ -394,3 +395,7 @@ def test_run_evaluate_scores_every_benchmark(tmp_path, capsys):
         assert [row["prompt"] for row in rows] == [text for text, *_ in LAYOUTS[task][1]]
         assert scores["task"] == task and scores["metric"] in ("accuracy", "anls")
         assert f"{scores['metric']} of {model}" in capsys.readouterr().out
+
+
+def test_the_flag_knows_every_task_and_no_other():
+    assert sorted(TASK_NAMES) == sorted(TASKS)

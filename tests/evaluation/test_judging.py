@@ -162,7 +162,7 @@ def run(monkeypatch, *words: object) -> None:
     import runpy
 
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
-    runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"]()
+    runpy.run_path(str(ROOT / "run" / "evaluate.py"))["main"](sys.argv[1:])
 
 
 def test_the_command_scores_pairs_with_and_without_the_image(toy, tmp_path, monkeypatch, capsys):

@@ -28,7 +28,7 @@ def evaluate():
 def refusal(monkeypatch, read, *words: str) -> str:
     monkeypatch.setattr(sys, "argv", ["x", *words])
     with pytest.raises(ConfigError) as caught:
-        read()
+        read(sys.argv[1:])
     return str(caught.value)
 
 
@@ -62,14 +62,14 @@ def test_evaluation_refuses_what_its_questions_do_not_use(evaluate, monkeypatch,
 
 def test_what_is_read_is_taken(evaluate, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x", "--model_path", "m", "--data_path", "d.json", "--image_folder", "."])
-    assert evaluate.parse().max_new_tokens == 64
+    assert evaluate.parse(sys.argv[1:]).max_new_tokens == 64
 
 
 def test_a_port_needs_a_server(monkeypatch):
     chat = script("chat")
     monkeypatch.setattr(sys, "argv", ["x", "--model_path", "m", "--port", "8000"])
     with pytest.raises(ConfigError, match="--port goes with --web or --serve: give one of them, or leave it out"):
-        chat.check_flags(chat.parse())
+        chat.parse(sys.argv[1:])
 
 
 def test_samples_of_a_page_need_the_page():

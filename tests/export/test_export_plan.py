@@ -8,7 +8,7 @@ import toys
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import export_format, hf_kind
-from llava_ds.export.safetensors_shards import parse_size
+from llava_ds.export.shard_size import parse_size
 from llava_ds.model.plan import plan_model
 
 

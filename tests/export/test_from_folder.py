@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,11 +47,7 @@ def trained(request, tmp_path_factory):
 
 def convert(*arguments: object) -> None:
     """run/export.py in this process."""
-    before, sys.argv = sys.argv, ["export.py", *map(str, arguments)]
-    try:
-        runpy.run_path(str(ROOT / "run" / "export.py"))["main"]()
-    finally:
-        sys.argv = before
+    runpy.run_path(str(ROOT / "run" / "export.py"))["main"]([*map(str, arguments)])
 
 
 def same_weights(a: Path, b: Path) -> bool:

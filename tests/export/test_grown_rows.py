@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,11 +33,7 @@ ENDS = {
 
 def convert(*arguments: object) -> None:
     """run/export.py in this process."""
-    before, sys.argv = sys.argv, ["export.py", *map(str, arguments)]
-    try:
-        runpy.run_path(str(ROOT / "run" / "export.py"))["main"]()
-    finally:
-        sys.argv = before
+    runpy.run_path(str(ROOT / "run" / "export.py"))["main"]([*map(str, arguments)])
 
 
 def exported(folder: Path, form: str, vocab_size: int = 400, **flags: object):

@@ -130,11 +130,7 @@ def run_many(
 
 def run_script(name: str, *arguments: object) -> None:
     """A script of run/ in this process, as a command line would run it; errors are raised."""
-    before, sys.argv = sys.argv, [name, *map(str, arguments)]
-    try:
-        runpy.run_path(str(ROOT / "run" / name))["main"]()
-    finally:
-        sys.argv = before
+    runpy.run_path(str(ROOT / "run" / name))["main"]([*map(str, arguments)])
 
 
 def command_line(flags: dict[str, object]) -> list[str]:

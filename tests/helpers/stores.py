@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from llava_ds.files import object_store
+from llava_ds.files import object_store, urls
 
 PROTOCOL = "toystore"
 
@@ -51,7 +51,7 @@ def prepare(folder: Path, monkeypatch) -> Path:
     for name in ("CACHE", "CACHE_BYTES", "HTTP"):  # restored at the end
         monkeypatch.setenv(f"LLAVA_DS_OBJECT_{name}", "0")
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
-    object_store.configure(folder / "cache" / "objects", 10**9, allow_http=False)
+    urls.configure(folder / "cache" / "objects", 10**9, allow_http=False)
     return folder / "store"
 
 

@@ -162,7 +162,7 @@ def test_the_script(folder, pictures, monkeypatch, capsys):
     def run(*arguments: str, typed: str = "") -> str:
         monkeypatch.setattr(sys, "argv", ["run/chat.py", "--model-path", str(folder), *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        script.main()
+        script.main(sys.argv[1:])
         return capsys.readouterr().out
 
     loaded = load_model(folder)

@@ -19,7 +19,8 @@ from llava_ds.model.llava import assemble
 from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
-from llava_ds.planning.shapes import CLIP_L_336, NAMED
+from llava_ds.planning.named_models import NAMED
+from llava_ds.planning.shapes import CLIP_L_336
 
 TERA = 1e12
 LENGTH, TARGETS = 20, 5

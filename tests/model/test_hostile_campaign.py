@@ -35,7 +35,7 @@ from launching import command_line as words_of
 from llava_ds.checkpoint import commit
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
-from llava_ds.data.encode import refuse_unfit_tokenizer
+from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.engine.construct import build_model
@@ -175,12 +175,7 @@ def run_here(command: str, kind: str, folder: Path, good: dict[str, Path], versi
         opened_for_training(flags_of(kind, folder, good), version, folder.parent / "out")
         return
     argv = command_line(command, kind, folder, good, version)
-    main = SCRIPTS[command].main
-    if command in ("inspect_data", "estimate"):
-        main(argv)
-    else:
-        sys.argv = [command, *argv]
-        main()
+    SCRIPTS[command].main(argv)
 
 
 def in_a_process(case: Path, work) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
 from llava_ds.model.families.language import EXPERTS, is_upcycled
-from llava_ds.model.families.upcycled import Mixture
+from llava_ds.model.families.upcycled import Mixture, expert_layers, expert_of
 from llava_ds.model.mixture import Gates, choose_experts
 from llava_ds.model.native_mixture import native_config, native_name
 from llava_ds.model.open.experts import Stacked, from_disk
@@ -22,8 +22,6 @@ from llava_ds.model.upcycling import (
     add_experts,
     check_stage,
     check_upcycled,
-    expert_layers,
-    expert_of,
     trained_of,
     upcycle,
     upcycled_config,

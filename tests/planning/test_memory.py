@@ -23,7 +23,8 @@ from llava_ds.planning.activations import MicroBatch, activation_bytes, loss_byt
 from llava_ds.planning.auto import placement_of
 from llava_ds.planning.fit import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
 from llava_ds.planning.memory import PLACEMENTS, Placement, Setup, ZeroSettings, estimate
-from llava_ds.planning.shapes import NAMED, ModelShape, shape_named, shape_of, shape_of_count
+from llava_ds.planning.named_models import NAMED
+from llava_ds.planning.shapes import ModelShape, shape_named, shape_of, shape_of_count
 
 TEXT = LlamaConfig(
     hidden_size=64,

@@ -1,5 +1,6 @@
 """What surrounds every command, seen from outside: exit codes, Ctrl-C, and readers that leave."""
 
+import json
 import os
 import pwd
 import signal
@@ -186,14 +187,51 @@ def test_bad_input_is_one_line_and_a_failure_has_its_traceback():
     assert code == 1 and "ZeroDivisionError" in said
 
 
-def test_help_of_training_opens_no_heavy_library():
-    code = "import runpy, sys; sys.argv = ['run/train.py', '--help']\n"
-    code += "try: runpy.run_path('run/train.py', run_name='__main__')\n"
-    code += "except SystemExit: print(sorted({'torch', 'deepspeed', 'bitsandbytes', 'peft'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    lines = done.stdout.splitlines()
-    assert lines[-1] == "[]", done.stderr
-    assert lines[0].startswith("usage: ") and done.stderr == ""
+LIGHT = """
+    import contextlib, io, json, os, runpy, sys
+    from pathlib import Path
+    import llava_ds.config.parsing, llava_ds.runtime.command
+    leave, found = os._exit, {}
+
+    def run(script, flag, writing):
+        said = io.StringIO()
+
+        def tell(code):
+            loaded = {"torch", "transformers", "deepspeed", "numpy"} & set(sys.modules)
+            os.write(writing, json.dumps([code, sorted(loaded), said.getvalue()]).encode())
+            leave(0)
+
+        os._exit, sys.argv = tell, [script, flag]
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            llava_ds.runtime.command.keep_streams = lambda ends: None
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as leaving:
+                tell(leaving.code)
+
+    for script in sys.argv[1:]:
+        for flag in ("--help", "--no_such_flag=1"):
+            reading, writing = os.pipe()
+            if os.fork() == 0:
+                run(script, flag, writing)
+                leave(1)
+            os.close(writing)
+            found[f"{script} {flag}"] = json.loads(os.fdopen(reading).read() or "null")
+            os.wait()
+    print(json.dumps(found))
+"""
+
+
+def test_help_and_wrong_flags_of_every_script_come_before_large_libraries():
+    scripts = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "run").glob("*.py"))
+    command = [sys.executable, "-c", textwrap.dedent(LIGHT), *scripts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout)
+    assert len(found) == 2 * len(scripts) and len(scripts) > 12, done.stderr
+    for run, (code, loaded, said) in found.items():
+        assert loaded == [], run
+        expected = (0, "usage: ") if run.endswith("--help") else (EXIT_BAD_INPUT, "error: ")
+        assert code in (expected[0], None) and expected[1] in said, (run, code, said)
 
 
 @pytest.fixture

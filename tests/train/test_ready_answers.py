@@ -9,7 +9,7 @@ from ready_models import FAMILIES
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import end_markers
+from llava_ds.data.end_markers import end_markers
 from llava_ds.data.sample import Message
 from llava_ds.engine.twin import twin_of
 from llava_ds.infer.generate import Prompt, answer, decode_media, media_of

@@ -16,9 +16,9 @@ from llava_ds.data.sources.media_parts import Mark, is_absent, joined, read_file
 from llava_ds.data.sources.options import EMPTY, short
 from llava_ds.data.sources.source import Source
 from llava_ds.data.sources.tars import VIDEO_SUFFIXES
-from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import inside, size_of
 from llava_ds.files.reading import KINDS
+from llava_ds.files.urls import is_remote
 
 MAX_PATH_BYTES = 4096  # Linux's own limit
 MAX_NAME = 255  # characters of a file's name, the same

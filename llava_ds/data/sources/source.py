@@ -182,12 +182,6 @@ def short_names(paths: list[str]) -> list[str]:
     return [f"{path} ({paths[: i + 1].count(path)})" if paths.count(path) > 1 else path for i, path in enumerate(paths)]
 
 
-def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
-    """Mean loss per supervised token of each data source that has any, to five digits."""
-    means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
-    return {name: float(f"{mean:.5g}") for name, mean in means.items()}
-
-
 class _Nowhere:
     """A file that discards its bytes."""
 

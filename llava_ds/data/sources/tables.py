@@ -24,8 +24,8 @@ from llava_ds.data.sources.options import (
     TOOLS,
     Columns,
 )
-from llava_ds.files.object_store import is_remote
 from llava_ds.files.places import open_data
+from llava_ds.files.urls import is_remote
 
 if TYPE_CHECKING:
     import datasets

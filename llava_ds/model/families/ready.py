@@ -1,20 +1,30 @@
 """The families of ready vision-language models that can be trained, and the way to one in a folder.
 
-To add a family: write its file beside this one, whose FAMILY says what ready_family.py lists, and put it into FAMILIES.
+To add a family: write its file beside this one, whose FAMILY says what ready_family.py lists, and put it into READY.
 Its tiles are in llava_ds/tilings.py, its videos are a VideoRule (llava_ds/videos.py). Then add its small model to
 tests/helpers/ready_models.py and a row to docs/ready_models.md.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from transformers import AutoModelForCausalLM
 
-from llava_ds.model.families import gemma3, gemma4, idefics3, internvl, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from llava_ds.model.families.ready_family import ReadyFamily
+if TYPE_CHECKING:
+    from llava_ds.model.families.ready_family import ReadyFamily
 
-FAMILIES = (
-    idefics3.FAMILY, internvl.FAMILY, gemma3.FAMILY, gemma4.FAMILY, qwen2_vl.FAMILY, qwen2_5_vl.FAMILY, qwen3_vl.FAMILY,
-    qwen3_vl.MIXTURE, qwen3_5.FAMILY,
-)  # fmt: skip
-READY: dict[str, ReadyFamily] = {kind: family for family in FAMILIES for kind in family.model_types}
+READY = {  # model_type in config.json: the file beside this one, and its family's name there
+    "idefics3": ("idefics3", "FAMILY"),
+    "smolvlm": ("idefics3", "FAMILY"),
+    "internvl": ("internvl", "FAMILY"),
+    "gemma3": ("gemma3", "FAMILY"),
+    "gemma4": ("gemma4", "FAMILY"),
+    "qwen2_vl": ("qwen2_vl", "FAMILY"),
+    "qwen2_5_vl": ("qwen2_5_vl", "FAMILY"),
+    "qwen3_vl": ("qwen3_vl", "FAMILY"),
+    "qwen3_vl_moe": ("qwen3_vl", "MIXTURE"),
+    "qwen3_5": ("qwen3_5", "FAMILY"),
+}
 
 # Ready models of transformers' that people fine-tune, and the reason why not with this program.
 NOT_YET = {
@@ -27,9 +37,16 @@ NOT_YET = {
 }
 
 
-def register_text_models() -> None:
-    """Let transformers build the language models of ready models alone where it has no class for them, or none that
+def family_of(model_type: str) -> "ReadyFamily | None":
+    """The family of a ready model, whose file is imported; None for another kind of model."""
+    if model_type not in READY:
+        return None
+    file, name = READY[model_type]
+    return getattr(import_module(f"{__package__}.{file}"), name)
+
+
+def register_text_models(family: "ReadyFamily") -> None:
+    """Let transformers build the language models of a ready family alone where it has no class for them, or none that
     keeps samples apart."""
-    for family in FAMILIES:
-        for model in family.text_models:
-            AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
+    for model in family.text_models:
+        AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)

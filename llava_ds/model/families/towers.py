@@ -7,26 +7,8 @@ for it. Names of its tensors that differ between disk and memory are in model/op
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from transformers import (
-    Aimv2VisionConfig,
-    Aimv2VisionModel,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    Dinov2Config,
-    Dinov2Model,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-    DINOv3ViTConfig,
-    DINOv3ViTModel,
-    InternVLVisionConfig,
-    InternVLVisionModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def _one(config: PreTrainedConfig) -> int:
@@ -41,17 +23,16 @@ def _none(config: PreTrainedConfig) -> int:
 class TowerFamily:
     """A family of vision models of transformers'.
 
-    config, model: its classes; patch_embedding: its first layer, and norm: the one behind the last layer, by name;
-    first_tokens: how many come before the patches: a class token, and registers behind it; crops: its image processor
-    crops the centre where it does not say otherwise; any_size: it takes images of any size, so that the image
-    processor's counts; any_shape: it may see images in their own shape (flex_tower.py); llavas: LLaVA's own code has a
-    class for it; in_hf: what is before its tensors' names in a llava-hf folder; settings: of its configuration, in
-    training: parts that would never run, and chance, are off; mlp_width: width of the MLPs in its layers; problem: why
-    such a configuration can't be trained, "" if it can.
+    name: what the names of its classes begin with, Config and Model behind it; patch_embedding: its first layer, and
+    norm: the one behind the last layer, by name; first_tokens: how many come before the patches: a class token, and
+    registers behind it; crops: its image processor crops the centre where it does not say otherwise; any_size: it takes
+    images of any size, so that the image processor's counts; any_shape: it may see images in their own shape
+    (flex_tower.py); llavas: LLaVA's own code has a class for it; in_hf: what is before its tensors' names in a llava-hf
+    folder; settings: of its configuration, in training: parts that would never run, and chance, are off; mlp_width:
+    width of the MLPs in its layers; problem: why such a configuration can't be trained, "" if it can.
     """
 
-    config: type[PreTrainedConfig]
-    model: type[PreTrainedModel]
+    name: str
     patch_embedding: str
     norm: str
     first_tokens: Callable[[PreTrainedConfig], int] = _none
@@ -63,6 +44,16 @@ class TowerFamily:
     settings: dict[str, object] = field(default_factory=dict)
     mlp_width: Callable[[PreTrainedConfig], int] = lambda config: config.intermediate_size
     problem: Callable[[PreTrainedConfig], str] = lambda config: ""
+
+    @property
+    def config(self) -> type[PreTrainedConfig]:
+        """The class of its configuration."""
+        return getattr(transformers, f"{self.name}Config")
+
+    @property
+    def model(self) -> type[PreTrainedModel]:
+        """The class of the model, whose file transformers imports when it is asked for."""
+        return getattr(transformers, f"{self.name}Model")
 
 
 def _with_registers(config: PreTrainedConfig) -> int:
@@ -84,22 +75,13 @@ _DINOV2S = {
 }  # fmt: skip
 # By model_type of a vision model's own configuration.
 TOWERS = {
-    "clip_vision_model": TowerFamily(
-        CLIPVisionConfig, CLIPVisionModel, **_CLIPS, first_tokens=_one, crops=True, llavas=True
-    ),
-    "siglip_vision_model": TowerFamily(
-        SiglipVisionConfig, SiglipVisionModel, **_CLIPS, llavas=True, settings={"vision_use_head": False}
-    ),
-    "siglip2_vision_model": TowerFamily(
-        Siglip2VisionConfig, Siglip2VisionModel, **_CLIPS, any_shape=True, settings={"vision_use_head": False}
-    ),
-    "dinov2": TowerFamily(Dinov2Config, Dinov2Model, **_DINOV2S, first_tokens=_one),
-    "dinov2_with_registers": TowerFamily(
-        Dinov2WithRegistersConfig, Dinov2WithRegistersModel, **_DINOV2S, first_tokens=_with_registers
-    ),
+    "clip_vision_model": TowerFamily("CLIPVision", **_CLIPS, first_tokens=_one, crops=True, llavas=True),
+    "siglip_vision_model": TowerFamily("SiglipVision", **_CLIPS, llavas=True, settings={"vision_use_head": False}),
+    "siglip2_vision_model": TowerFamily("Siglip2Vision", **_CLIPS, any_shape=True, settings={"vision_use_head": False}),
+    "dinov2": TowerFamily("Dinov2", **_DINOV2S, first_tokens=_one),
+    "dinov2_with_registers": TowerFamily("Dinov2WithRegisters", **_DINOV2S, first_tokens=_with_registers),
     "dinov3_vit": TowerFamily(
-        DINOv3ViTConfig,
-        DINOv3ViTModel,
+        "DINOv3ViT",
         patch_embedding="embeddings.patch_embeddings",
         norm="norm",
         first_tokens=_with_registers,
@@ -108,8 +90,7 @@ TOWERS = {
         settings=dict.fromkeys(("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")),
     ),
     "aimv2_vision_model": TowerFamily(
-        Aimv2VisionConfig,
-        Aimv2VisionModel,
+        "Aimv2Vision",
         patch_embedding="embeddings.patch_embed",
         norm="rms_norm",
         crops=True,
@@ -117,8 +98,7 @@ TOWERS = {
         settings={"use_head": False},
     ),
     "internvl_vision": TowerFamily(
-        InternVLVisionConfig,
-        InternVLVisionModel,
+        "InternVLVision",
         patch_embedding="embeddings.patch_embeddings.projection",
         norm="layernorm",
         first_tokens=_one,

@@ -1,14 +1,19 @@
 """The experts of an upcycled model, as its configuration has them."""
 
+import re
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import shown
 from llava_ds.model.families.language import UPCYCLED
 
+GATE, NAMES = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts."  # in the place of an MLP
+OF_UPCYCLED = frozenset({"capacity_factor", "min_capacity", "train_modules"})  # flags that need such experts
 MOST_EXPERTS = 1024  # of a layer, in a folder from elsewhere
+_EXPERT = re.compile(rf"^(.*\.{re.escape(NAMES)})(\d+)(\..+)$")
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,14 @@ def _are_numbers(values: object, least: int, most: int) -> bool:
     if not isinstance(values, list) or not values:
         return False
     return all(isinstance(n, int) and not isinstance(n, bool) and least <= n <= most for n in values)
+
+
+def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The mixtures of an upcycled model, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "deepspeed_moe")}
+
+
+def expert_of(name: str) -> tuple[str, int, str] | None:
+    """The parts of an expert's parameter's name: before its number, the number, and after it; None for all others."""
+    found = _EXPERT.match(name)
+    return None if found is None else (found[1], int(found[2]), found[3])

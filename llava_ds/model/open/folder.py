@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
@@ -32,7 +32,6 @@ from llava_ds.model.families.language import (
 from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.experts import Stacked, Upright, from_disk
 from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.merged_adapters import (
     ADAPTER_CONFIG,
@@ -43,10 +42,11 @@ from llava_ds.model.open.merged_adapters import (
     non_lora_file,
     read_adapter,
 )
-from llava_ds.model.open.ready_folder import language_model_rename, read_ready
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
-from llava_ds.model.ready import ReadyModel
 from llava_ds.model.vision import read_processor, vision_config
+
+if TYPE_CHECKING:
+    from llava_ds.model.ready import ReadyModel
 
 FLAG = "--model_name_or_path"
 
@@ -117,7 +117,7 @@ class ModelFolder:
     trained_with: tuple[str | None, int | None] = (None, None)
     base: str | None = None
     tower_changes: tuple[Callable[[Weights], Weights], ...] = ()
-    ready: ReadyModel | None = None
+    ready: "ReadyModel | None" = None
 
 
 def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
@@ -156,6 +156,7 @@ def _language_model(path: str, config: PreTrainedConfig, rename: Callable[[str],
     experts = EXPERTS.get(config.model_type)
     if experts is None:
         return Source(FLAG, path, rename)
+    from llava_ds.model.open.experts import Stacked, Upright, from_disk
 
     def in_memory(on_disk: str) -> str | None:
         name = rename(on_disk)
@@ -254,6 +255,8 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
 
 def _read_ready(path: str, config: dict) -> ModelFolder:
     """A ready model, whose own processor says how images and conversations are written."""
+    from llava_ds.model.open.ready_folder import language_model_rename, read_ready
+
     ready, text, names = read_ready(path, config, f"{FLAG} {path}")
     renames = names.renames()
     return ModelFolder(

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import library_errors
 from llava_ds.model.families.language import config_of, trunk_name
-from llava_ds.model.families.ready import READY, register_text_models
+from llava_ds.model.families.ready import family_of, register_text_models
 from llava_ds.model.loading import persistent_buffers
 from llava_ds.model.open.weights import WeightFiles, tensor_names
 from llava_ds.model.ready import ReadyModel, outer_class
@@ -31,8 +31,8 @@ class ReadyNames:
     """Names of a ready model's tensors, from a part's name to transformers' in memory, and from any to the part's."""
 
     def __init__(self, ready: ReadyModel, text_config: PreTrainedConfig) -> None:
-        register_text_models()
         family = ready.family
+        register_text_models(family)
         self._prefixes = {
             **{f"{path}.": ("projector", f"{CONNECTOR}{inner}") for path, inner in family.connector.items()},
             f"{family.vision}.": ("vision_tower", TOWER),  # which may have the connector in it
@@ -118,7 +118,7 @@ def _ends_differ(path: str, embedding: str, output: str) -> bool:
 
 def missing_parts(config: dict) -> list[str]:
     """Parts of a ready model's config.json that are not there, for which transformers would take its defaults."""
-    text = () if READY[config["model_type"]].is_flat and "hidden_size" in config else ("text_config",)
+    text = () if family_of(config["model_type"]).is_flat and "hidden_size" in config else ("text_config",)
     return [name for name in (*text, "vision_config") if not isinstance(config.get(name), dict)]
 
 
@@ -127,14 +127,15 @@ def read_ready(path: str, config: dict, where: str) -> tuple[ReadyModel, PreTrai
 
     config: the content of config.json. Raises ConfigError where a part is missing, or of a kind that has no class.
     """
-    register_text_models()
+    family = family_of(config["model_type"])
+    register_text_models(family)
     if missing := missing_parts(config):
         raise ConfigError(f"{where}: its config.json has no {' and no '.join(missing)}: copy it again")
     whole = config_of(config, where, path)
     text = copy.deepcopy(whole.text_config)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a causal language model")
-    ready = ReadyModel(READY[config["model_type"]], whole)
+    ready = ReadyModel(family, whole)
     with library_errors(where, "config.json is not what transformers expects"):
         names = ReadyNames(ready, text)
     if names.is_tied:  # as transformers ties, which leaves apart what is in the files twice and differs

@@ -7,7 +7,7 @@ import numpy as np
 
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.tiny.questions import ANSWERS, KINDS, TURN_SHARES, caption
-from llava_ds.tiny.scene_files import question_records
+from llava_ds.tiny.scene_splits import question_records
 from llava_ds.tiny.scenes import draw_scene, sample_scene
 
 SEED = 22

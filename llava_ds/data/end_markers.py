@@ -1,0 +1,80 @@
+"""Tokens that end an answer under a conversation template, and tokenizers that lack them."""
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.templates import TEMPLATES, resolve_template
+
+if TYPE_CHECKING:
+    from llava_ds.data.chat_template import AnswerEnd
+
+_NOT_TOKENS = ("\n", "###")  # end markers of old templates that are no tokens
+
+
+def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Problems of training with a template (a key of TEMPLATES) and this tokenizer, a line each."""
+    problems = []
+    if template == "chat_template" and tokenizer.chat_template is None:
+        problems.append(
+            "--version chat_template takes the tokenizer's own template, but this one has none: give another --version"
+        )
+    elif TEMPLATES[template].write is None:
+        problems += _endless(template, tokenizer)
+    rules = TEMPLATES[template]
+    markers = [marker for marker in rules.end_markers if marker not in _NOT_TOKENS]
+    for token in dict.fromkeys([*markers, *rules.learned]):
+        if _single_id(tokenizer, token) is None:
+            problems.append(
+                f"--version {template} needs {token!r}, which is not one token of this tokenizer (its end marker is "
+                f"{tokenizer.eos_token!r}), so the model would never learn to stop: give the --version that the "
+                "language model was trained with, or chat_template"
+            )
+    return problems
+
+
+def refuse_unfit_tokenizer(model: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError with the problems that check_tokenizer finds for these flags."""
+    problems = check_tokenizer(resolve_template(model.version), tokenizer)
+    if problems:
+        raise ConfigError("\n".join(f"--model_name_or_path {model.model_name_or_path}: {p}" for p in problems))
+
+
+def end_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end an answer: the template's end markers that are one token, and the tokenizer's own."""
+    ids = [_single_id(tokenizer, marker) for marker in TEMPLATES[template].end_markers if marker not in _NOT_TOKENS]
+    if TEMPLATES[template].write is None and (end := _own_end(template, tokenizer)) is not None:
+        ids.append(end.id)
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
+    known = {added.content: i for i, added in tokenizer.added_tokens_decoder.items()}
+    return known.get(token, None if token not in tokenizer.get_vocab() else tokenizer.convert_tokens_to_ids(token))
+
+
+def _own_end(template: str, tokenizer: PreTrainedTokenizerBase) -> "AnswerEnd | None":
+    """The end of an answer in the tokenizer's own template; None where that writes no conversation, as every record
+    says."""
+    from llava_ds.data.chat_template import answer_end  # renders templates
+
+    try:
+        return answer_end(tokenizer, as_parts=template == "processor")
+    except DataError:
+        return None
+
+
+def _endless(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The problem of an answer that is learned without a token to stop at, in the tokenizer's own template."""
+    end = _own_end(template, tokenizer)
+    if end is None or end.token is not None:
+        return []
+    other = ", or give --version one of LLaVA's templates" if template == "chat_template" else ""
+    return [
+        f"of an answer 'y', its chat template lets {end.learned!r} be learned, and writes {end.behind!r} behind it: no "
+        f"token of the tokenizer's own ends it, such as {tokenizer.eos_token!r}, so the model would never learn to "
+        "stop: bring the instruction-tuned model's chat template, or one that ends answers with such a token (inside "
+        f"{{% generation %}}, where it marks them){other}"
+    ]

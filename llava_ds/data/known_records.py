@@ -1,0 +1,95 @@
+"""What an earlier start found out about records, noted in --cache_dir: a start from the cache opens no source.
+
+Opening tells the format of records from the first of them, and checks that answers are asked for as they are learned.
+The notes hold as long as the files that were read are the same, and only for records whose files were named: folders,
+patterns and stores are searched anew.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from typing_extensions import TypedDict
+
+from llava_ds import __version__
+from llava_ds.config.arguments import Arguments
+from llava_ds.constants import DataError
+from llava_ds.data.file_slices import write_errors
+from llava_ds.data.fingerprint import digest_of
+from llava_ds.files.reading import FileState, read_json, state_of
+from llava_ds.files.writing import write_whole
+
+NOTES_VERSION = 1  # raise it when the same records would give other facts
+FLAGS = ("data_path", "data_split", "data_format", "data_columns", "image_folder", "video_folder")
+FLAGS += ("on_unmarked_image", "bbox_type", "cache_dir")
+# A file that was written so shortly before it was opened may change again with the same time.
+RACY_S = 2.0
+
+
+class KnownSource(TypedDict):
+    """Facts of a source. name: a short one; description: for a person; reading: how its files are read; roots: folders
+    of its images, and its own path; stamp, contents: of all of its files."""
+
+    name: str
+    description: str
+    reading: str
+    bbox_type: str
+    roots: list[str]
+    stamp: str
+    contents: str
+
+
+class KnownRecords(TypedDict):
+    """Facts of the records of all sources. earlier: PromptCheck.note_on_earlier, None until it is asked for."""
+
+    sources: list[KnownSource]
+    are_pairs: bool
+    earlier: str | None
+
+
+class _Note(TypedDict):
+    files: dict[str, FileState]
+    known: KnownRecords
+
+
+def note_path(args: Arguments, encoding: Iterable[str]) -> Path:
+    """The file of the facts that these flags give. encoding: texts of all else that the facts depend on."""
+    flags = [f"{name} {getattr(args.data, name)}" for name in FLAGS]
+    here = [__version__, os.getcwd(), os.path.expanduser("~"), args.training.objective]
+    digest = digest_of([str(NOTES_VERSION), *here, *flags, *encoding])
+    return Path(args.data.cache_dir).expanduser() / "records" / f"{digest}.json"
+
+
+def recall(note: Path) -> KnownRecords | None:
+    """The facts in a note; None where there is none, or a file that they are of has changed."""
+    try:
+        found = read_json(note, _Note)
+        if all(state_of(path) == state for path, state in found["files"].items()):
+            return found["known"]
+    except (OSError, DataError):  # no note, one that a kill cut short, or a file that is gone
+        pass
+    return None
+
+
+def remember(note: Path, known: KnownRecords, files: Iterable[str], began: float) -> None:
+    """Note the facts of files, unless one was being written. began: the time before the first of them was opened."""
+    states = {path: state_of(path) for path in files}
+    if any(os.stat(path).st_mtime > began - RACY_S for path in states):
+        return
+    _write(note, {"files": states, "known": known})
+
+
+def remember_earlier(note: Path, earlier: str) -> None:
+    """Add KnownRecords' earlier to a note, if there is one."""
+    try:
+        found = read_json(note, _Note)
+    except (OSError, DataError):
+        return
+    _write(note, {**found, "known": {**found["known"], "earlier": earlier}})
+
+
+def _write(note: Path, content: _Note) -> None:
+    with write_errors(note.parent.parent, "the facts of records"):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(note, json.dumps(content), shared=True)
