@@ -27,13 +27,14 @@ from transformers import AutoImageProcessor, AutoProcessor, PreTrainedConfig
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError, in_short
-from llava_ds.data.chat_template import own_template, parts_of
+from llava_ds.data.chat_template import parts_of
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of, tokenizer_parts, versions_of, video_parts
 from llava_ds.data.images.decode import moments_of
 from llava_ds.data.images.resize import cut_by
+from llava_ds.data.jinja_templates import own_template
 from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message
 from llava_ds.export.ready_folder import processor_files, sizes_differ
