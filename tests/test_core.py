@@ -22,12 +22,12 @@ SLACK = 0.01
 BARS = {
     "imported files": 182,
     "imported lines": 29937,
-    "files at the end": 218,
-    "lines at the end": 35862,
+    "files at the end": 213,
+    "lines at the end": 34536,
     "feature words": 853,
     "kernel files": 109,
-    "kernel lines": 16338,
-    "all lines": 68286,
+    "kernel lines": 16340,
+    "all lines": 68302,
 }
 
 # What one reads to understand training.

@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.chat_template import own_template
 from llava_ds.data.encode import Encoded, Encoder
+from llava_ds.data.jinja_templates import own_template
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.sources import Source, to_sample
 from llava_ds.data.turn_form import holds_thought

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import ConfigError
-from llava_ds.data.chat_template import llama_cpp_template
 from llava_ds.data.end_markers import end_markers
+from llava_ds.data.jinja_templates import llama_cpp_template
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, render, resolve_template
 from llava_ds.export.export_plan import ExportPlan

@@ -5,6 +5,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -15,8 +16,10 @@ from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.families.ready import READY, family_of
-from llava_ds.model.families.ready_family import ReadyFamily, media_ids
 from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
+
+if TYPE_CHECKING:
+    from llava_ds.model.families.ready_family import ReadyFamily
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
 MEMORY_PART = 0.8
@@ -135,13 +138,15 @@ def _inputs(
 
 def _first_images(
     reloaded: HFModel,
-    family: ReadyFamily,
+    family: "ReadyFamily",
     batch: Batch,
     layouts: list[MediaLayout],
     pixels: torch.Tensor,
     num_positions: int,
 ) -> dict[str, torch.Tensor]:
     """The same of a sample whose images have any shape, up to the end of the image that the last position is in."""
+    from llava_ds.model.families.ready_family import media_ids
+
     places = batch.placing.positions.tolist()
     ends = list(itertools.accumulate(layout.num_tokens for layout in layouts))
     starts = [0, *ends[:-1]]

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llava_ds.constants import IMAGE_TOKEN
-from llava_ds.data.chat_template import chat_template
+from llava_ds.data.jinja_templates import chat_template
 from llava_ds.data.templates import resolve_template
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision

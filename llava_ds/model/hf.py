@@ -17,7 +17,6 @@ from llava_ds.batch import Batch, Inputs
 from llava_ds.model.families.ready import READY, family_of
 from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import with_newlines
-from llava_ds.model.ready import outer_class
 from llava_ds.model.vision import VisionTower
 
 HFModel = LlavaForConditionalGeneration | LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
@@ -32,6 +31,8 @@ HF_CLASSES = {  # by model_type
 def hf_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """transformers' class of a LLaVA or a ready model; None for another kind."""
     if config.model_type in READY:
+        from llava_ds.model.ready import outer_class
+
         return outer_class(config)
     return HF_CLASSES.get(config.model_type)
 

@@ -7,9 +7,10 @@ import pytest
 from tokenizers import AddedToken
 
 from llava_ds.constants import DataError
-from llava_ds.data.chat_template import CHAT_TEMPLATES, chat_template, render_own, render_own_prompt
+from llava_ds.data.chat_template import render_own, render_own_prompt
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.end_markers import check_tokenizer, end_markers
+from llava_ds.data.jinja_templates import CHAT_TEMPLATES, chat_template
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES, render, render_prompt
 

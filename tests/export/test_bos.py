@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, IMAGE_TOKEN_INDEX
-from llava_ds.data.chat_template import CHAT_TEMPLATES, ROLES, chat_template
+from llava_ds.data.chat_template import ROLES
 from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.jinja_templates import CHAT_TEMPLATES, chat_template
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES
 from llava_ds.export.tokenizer_files import hf_tokenizer, write_hf_tokenizer

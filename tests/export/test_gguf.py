@@ -23,8 +23,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IMAGE_TOKEN, IMAGE_TOKEN_INDEX, ConfigError
-from llava_ds.data.chat_template import ROLES, llama_cpp_template
+from llava_ds.data.chat_template import ROLES
 from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.jinja_templates import llama_cpp_template
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, render, render_prompt
 from llava_ds.engine.construct import build_model

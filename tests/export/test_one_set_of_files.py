@@ -13,8 +13,8 @@ from ready_models import FAMILIES, QWEN_PROCESSORS, write_ready
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, GenerationConfig, ProcessorMixin
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.data.chat_template import chat_template
 from llava_ds.data.images.resize import cut_by
+from llava_ds.data.jinja_templates import chat_template
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.output_folder import planned_entries, write_folder
 from llava_ds.files.processor_files import SETTINGS_FILES
