@@ -68,8 +68,8 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.dataset import EncodedDataset, open_data
+from llava_ds.data.encoded_rows import media_from_text
 from llava_ds.data.end_markers import refuse_unfit_tokenizer
-from llava_ds.data.rows import media_from_text
 from llava_ds.files.model_files import read_json_if_there
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem

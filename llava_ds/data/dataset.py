@@ -23,6 +23,15 @@ from llava_ds.config.training_flags import DRAWING_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
+from llava_ds.data.encoded_rows import (
+    layout_of,
+    may_be_used_now,
+    media_from_text,
+    media_of_text,
+    place_of,
+    reasons_in_short,
+    rejections,
+)
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import (
     ENCODING_LIBRARIES,
@@ -38,15 +47,6 @@ from llava_ds.data.fingerprint import (
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.images.deep_images import deep_images_line
 from llava_ds.data.known_records import KnownRecords, note_path, recall, remember, remember_earlier
-from llava_ds.data.rows import (
-    layout_of,
-    may_be_used_now,
-    media_from_text,
-    media_of_text,
-    place_of,
-    reasons_in_short,
-    rejections,
-)
 from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since

@@ -14,10 +14,10 @@ from llava_ds import geometry
 from llava_ds.constants import ConfigError, DataError, FileProblem
 from llava_ds.data import token_runs
 from llava_ds.data.encode import Encoded, Encoder
+from llava_ds.data.encoded_rows import PAIR_ROWS, ROWS, SizedMedia, layout_of, media_to_text
 from llava_ds.data.grounding import write_objects
 from llava_ds.data.media_settings import options_for
 from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
-from llava_ds.data.rows import PAIR_ROWS, ROWS, SizedMedia, layout_of, media_to_text
 from llava_ds.data.sample import IMAGE_LEFT_OUT, Media, Sample, Transcript
 from llava_ds.data.seen_files import SeenFile, as_columns, seen_files, stamps_of
 from llava_ds.data.sources import Source, to_sample

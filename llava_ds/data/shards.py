@@ -29,8 +29,8 @@ from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
 from llava_ds.data.cache import DONE, Listed, put_in_place, remove_older
+from llava_ds.data.encoded_rows import RECORDS, RECORDS_PER_CALL
 from llava_ds.data.preflight import Checker
-from llava_ds.data.rows import RECORDS, RECORDS_PER_CALL
 from llava_ds.data.sources import Source
 from llava_ds.data.sources.embedded import IMAGES
 from llava_ds.files.reading import read_json

@@ -33,8 +33,8 @@ from llava_ds.data.dataset import (
     data_spec,
     num_of_part,
 )
+from llava_ds.data.encoded_rows import media_of_text
 from llava_ds.data.fingerprint import box_parts, digest_of, options_part, options_that_matter, video_parts
-from llava_ds.data.rows import media_of_text
 from llava_ds.data.sample_order import shards_in_order
 from llava_ds.data.seen_files import changed_files
 from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_first, printable

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from llava_ds.constants import ConfigError, FileChanged
 from llava_ds.files.object_cache import ObjectCache
-from llava_ds.files.reading import SizedFile
+from llava_ds.files.sized_file import SizedFile
 from llava_ds.files.urls import ALLOW_HTTP, FOLDER, HTTP, MAX_BYTES, URL, is_remote
 
 BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block

@@ -6,7 +6,6 @@ tell a file from any other that takes its place, without reading all of a large 
 """
 
 import hashlib
-import io
 import json
 import os
 import stat
@@ -37,25 +36,6 @@ KINDS = {  # of files that are not regular
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-
-
-class SizedFile(io.RawIOBase):
-    """A file of num_bytes, of which readinto gives what lies at _at."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__()
-        self.num_bytes, self._at = num_bytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.num_bytes}[whence]
-        self._at = max(0, start + offset)
-        return self._at
 
 
 def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:

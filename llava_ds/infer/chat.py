@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.encoded_rows import SizedMedia, layout_of
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.sources.media_parts import Mark
 from llava_ds.data.sources.turns import with_marks

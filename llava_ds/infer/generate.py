@@ -19,9 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.encoded_rows import SizedMedia, layout_of
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media, Message, Transcript
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.infer.infer_flags import Sampling

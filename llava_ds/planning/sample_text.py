@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 from llava_ds.boxes import Numbers
 from llava_ds.constants import IGNORE_INDEX, DataError
 from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.encoded_rows import SizedMedia, media_from_text, place_of
 from llava_ds.data.images.decode import load_images
 from llava_ds.data.media_settings import options_for
-from llava_ds.data.rows import SizedMedia, media_from_text, place_of
 from llava_ds.geometry import ImageOptions, coordinate_frame
 from llava_ds.tracking.data_page import Run, ShownSample, draw_boxes, runs_of
 

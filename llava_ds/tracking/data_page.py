@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.boxes import Numbers
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava_ds.data.rows import place_of
+from llava_ds.data.encoded_rows import place_of
 from llava_ds.runtime.ranks import printable
 from llava_ds.tracking.blocks import note, pre, render, table
 from llava_ds.tracking.sampled import data_uri

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from llava_ds.config.arguments import flag_default
-from llava_ds.data.rows import reasons_in_short
+from llava_ds.data.encoded_rows import reasons_in_short
 from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.files.writing import write_output, write_whole
 from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre, render, styled, table, tiles

@@ -27,12 +27,12 @@ from transformers import AutoTokenizer
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import cache, fingerprint, seen_files, shards
 from llava_ds.data import dataset as dataset_module
+from llava_ds.data import encoded_rows as rows_module
 from llava_ds.data import preflight as preflight_module
-from llava_ds.data import rows as rows_module
 from llava_ds.data.dataset import BrokenSample, EncodedDataset, check_same_data
 from llava_ds.data.encode import Encoder
+from llava_ds.data.encoded_rows import media_of_text, reasons_in_short
 from llava_ds.data.preflight import Checker
-from llava_ds.data.rows import media_of_text, reasons_in_short
 from llava_ds.data.sources import read_samples
 from llava_ds.files import reading as file_contents
 from llava_ds.runtime.ranks import Ranks

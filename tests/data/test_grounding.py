@@ -18,8 +18,8 @@ from llava_ds.boxes import THOUSANDTHS, BoxFormat
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError
 from llava_ds.data.dataset import ALONE, EncodedDataset, PreflightOptions, open_encoded
+from llava_ds.data.encoded_rows import media_from_text
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.rows import media_from_text
 from llava_ds.data.sources import SourceOptions, open_sources, read_samples
 from llava_ds.geometry import ReadyImageOptions, coordinate_frame, media_layout
 from llava_ds.model.plan import read_parts

@@ -55,7 +55,17 @@ def equal(one: Window, other: Window) -> bool:
         for a, b in zip(one.batches, other.batches)
         for field in dataclasses.fields(a)
     ]
-    return same and all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+    return same and all(itertools.starmap(equal_values, pairs))
+
+
+def equal_values(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_values(value, other[name]) for name, value in one.items())
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(equal_values, one, other))
+    return one == other
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -21,9 +21,9 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.collate import collate
 from llava_ds.data.dataset import ALONE, PreflightOptions, open_encoded
+from llava_ds.data.encoded_rows import SizedMedia, layout_of
 from llava_ds.data.images.decode import load_images, load_media
 from llava_ds.data.media_settings import options_for
-from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.infer.generate import Prompt, media_of

@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
+from llava_ds.data.encoded_rows import SizedMedia, layout_of
 from llava_ds.data.ready_encode import encoder_of
-from llava_ds.data.rows import SizedMedia, layout_of
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.data.special_tokens import PART_END, in_lines, join_parts, split_parts
 from llava_ds.data.templates import render

@@ -19,12 +19,12 @@ from transformers.video_utils import VideoMetadata
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data import rows as rows_module
+from llava_ds.data import encoded_rows as rows_module
+from llava_ds.data.encoded_rows import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_images, load_media, probe
 from llava_ds.data.native_resolution import axis_positions
 from llava_ds.data.ready_encode import encoder_of
-from llava_ds.data.rows import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.layouts import MediaLayout

@@ -60,15 +60,15 @@ def ended(base, tmp_path, monkeypatch, capsys):
         dataset = SimpleNamespace(example=lambda: sample, image_options=options)
         engine = SimpleNamespace(module=model, eval=model.eval, empty_partition_cache=lambda: None)
         planned = export_plan(model, plan, model_args, options, form=form)
-        for name in ("write_live_folder", "export_adapter"):
-            write = getattr(final_export, name)
+        for module, name in ((final_export, "write_live_folder"), (adapter, "export_adapter")):
+            write = getattr(module, name)
 
             def written(*arguments, write=write):
                 found = write(*arguments)
                 change(tmp_path / "out")
                 return found
 
-            monkeypatch.setattr(final_export, name, written)
+            monkeypatch.setattr(module, name, written)
         (tmp_path / "out").mkdir(exist_ok=True)
         try:
             final_export.export_model(Direct(engine), planned, args, dataset, RANKS)

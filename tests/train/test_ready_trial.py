@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
-from llava_ds.data import collate
+from llava_ds.data import native_resolution
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention, delta_net
 from llava_ds.model.families import ready_family
@@ -101,7 +101,7 @@ def test_positions_of_one_axis_are_refused(planned, monkeypatch, tmp_path):
     def along_the_text(input_ids, cells):
         return torch.arange(len(input_ids)).expand(3, -1)
 
-    monkeypatch.setattr(collate, "axis_positions", along_the_text)
+    monkeypatch.setattr(native_resolution, "axis_positions", along_the_text)
     with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by (1 |[01]\.\d)"):
         ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
 
