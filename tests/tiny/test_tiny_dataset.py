@@ -11,6 +11,7 @@ from PIL import Image
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.tiny import scene_files as dataset
+from llava_ds.tiny import scene_splits
 from llava_ds.tiny.questions import ANSWERS, KINDS
 from llava_ds.tiny.scenes import is_heldout
 
@@ -26,12 +27,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def heldout():
-    return dataset.heldout_records(np.random.default_rng([0, 2]), 1200)
+    return scene_splits.heldout_records(np.random.default_rng([0, 2]), 1200)
 
 
 @pytest.fixture(scope="module")
 def finetune():
-    return dataset.finetune_records(np.random.default_rng([0, 1]), 1500)
+    return scene_splits.finetune_records(np.random.default_rng([0, 1]), 1500)
 
 
 def test_files_are_llava_records_with_pictures_that_open(folder):
@@ -151,7 +152,7 @@ def test_the_best_answer_per_question_text_is_no_better_than_guessing(split, hel
 
 
 def test_training_and_heldout_show_disjoint_arrangements(heldout, finetune):
-    pretrain = dataset.pretrain_records(np.random.default_rng([0, 0]), 500)
+    pretrain = scene_splits.pretrain_records(np.random.default_rng([0, 0]), 500)
     training = {scene.arrangement for _, scene in pretrain + finetune if scene is not None}
     assert not training & {scene.arrangement for _, scene in heldout}
     assert all(is_heldout(scene.arrangement) for _, scene in heldout)
