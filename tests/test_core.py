@@ -20,14 +20,14 @@ PACKAGES = ("llava_ds", "run")
 SLACK = 0.01
 
 BARS = {
-    "imported files": 182,
-    "imported lines": 29937,
-    "files at the end": 213,
-    "lines at the end": 34536,
-    "feature words": 853,
+    "imported files": 187,
+    "imported lines": 30307,
+    "files at the end": 218,
+    "lines at the end": 34950,
+    "feature words": 796,
     "kernel files": 109,
-    "kernel lines": 16340,
-    "all lines": 68302,
+    "kernel lines": 16259,
+    "all lines": 67725,
 }
 
 # What one reads to understand training.

@@ -41,7 +41,6 @@ JOBS: dict[str, tuple[int, int, str, dict[str, object]]] = {
     "experts-alone": (1, 1, "toy", MOE),
     "lora": (2, 2, "toy", LORA),
     "lora-dora": (1, 3, "toy", {**LORA, "use_dora": True}),
-    "qlora": (1, 2, "toy", {**LORA, "bits": 8}),
     "ema": (2, 2, "toy", {"enable_ema": True}),
     "dpo": (2, 2, "pairs", {"objective": "dpo"}),
     "dpo-lora": (1, 3, "pairs", {"objective": "dpo", **LORA}),
