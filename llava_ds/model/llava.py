@@ -43,7 +43,7 @@ class LlavaModel(nn.Module):
         if value_head is not None:
             self.value_head = value_head
         self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
-        self._short_last_layer = False
+        self.short_last_layer = False
         self.lora_start: dict[str, torch.Tensor] = {}  # set by add_lora
         output_loss.add_loss(language_model.get_output_embeddings())
 
@@ -53,13 +53,13 @@ class LlavaModel(nn.Module):
         Only for models whose loss stays the same, as probe.py tests.
         """
         last_layer.shorten(self.language_model)
-        self._short_last_layer = True
+        self.short_last_layer = True
 
     def forward(self, batch: Batch, head: Head = SUMMED) -> Any:
         """Return what a head computes from the language model's last hidden states; by default the summed loss."""
         wanted = head.positions(batch)  # (n,)
         embeds, options = self.begin(batch)
-        if self._short_last_layer and head.shortens:
+        if self.short_last_layer and head.shortens:
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
         # Not the whole language model, whose output layer takes no targets.
@@ -84,7 +84,7 @@ class LlavaModel(nn.Module):
 
     def end(self, hidden: torch.Tensor, batch: Batch, head: Head, wanted: torch.Tensor) -> Any:
         """Return the head's result. hidden (1, T, D), or at `wanted`, the head's positions, alone."""
-        short = self._short_last_layer and head.shortens
+        short = self.short_last_layer and head.shortens
         hidden = hidden[0, : len(wanted)] if short else hidden[0].index_select(0, wanted)  # (n, D)
         return head(self, hidden, batch)
 

@@ -7,17 +7,19 @@ from transformers import AttentionInterface
 
 from llava_ds.model.attention import in_autocast, varlen_attention
 from llava_ds.model.exchange import to_heads, to_tokens
+from llava_ds.model.llava import LlavaModel
 
 NAME = "llava_ds_shared"
 
 
-def share_tokens(language_model: nn.Module) -> None:
-    """Let a language model take parts of packs: batches whose trunk inputs name a sequence_group.
+def share_tokens(model: LlavaModel) -> None:
+    """Let a model take parts of packs, batches whose trunk inputs name a sequence_group, beside whole packs.
 
-    Other batches are computed as before.
+    Its last layer is computed at all positions: a rank has the keys of a part only, without the exchange.
     """
+    model.short_last_layer = False
     AttentionInterface.register(NAME, shared_attention)
-    for module in language_model.modules():
+    for module in model.language_model.modules():
         if getattr(module, "config", None) is not None:
             module.config._attn_implementation = NAME
 

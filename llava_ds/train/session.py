@@ -153,7 +153,7 @@ def _share_tokens(model: LlavaModel, mesh: Mesh) -> None:
     if mesh.sp > 1:
         from llava_ds.model.shared_tokens import share_tokens
 
-        share_tokens(model.language_model)
+        share_tokens(model)
 
 
 def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:

@@ -49,7 +49,7 @@ def test_forward_and_backward_of_a_part(group, rank, family, change):
     with gpu() as rules:
         with rules.building():
             model = built(text, tower_plan("clip", args), args, short=False)
-            share_tokens(model.language_model)
+            share_tokens(model)
             if change == "recomputed":
                 checkpoint_layers(model.language_model)
             if change == "tiled":

@@ -77,7 +77,9 @@ def runs(folder, given) -> dict[tuple[str, int, int], Path]:
     outputs = {at: folder / "-".join(map(str, at)) for at in RUNS}
     for ranks, is_cut in ((1, False), (2, False), (2, True)):  # a process has the groups of one mesh
         todo = [
-            flags_of(given, outputs[at], at[1], **KINDS[at[0]], **reference_of(folder, at[0]), **more)
+            flags_of(
+                given, outputs[at], at[1], **KINDS[at[0]], **reference_of(folder, at[0]), **own_cache(outputs[at], more)
+            )
             for at, more in RUNS.items()
             if (int(str(at[2])[0]), "cut" in str(at[2])) == (ranks, is_cut)
         ]
@@ -90,6 +92,11 @@ def textbook(folder, given) -> dict[str, list[dict[str, float]]]:
     """Loss and metrics of every step, by kind, in float64: float32 alone moves them by up to 4e-6 (hinge)."""
     pairs = read_pairs(folder, given)
     return {kind: loop(folder, pairs, kind == "other", **flags) for kind, flags in KINDS.items()}
+
+
+def own_cache(output: Path, more: dict) -> dict[str, object]:
+    """The flags of a run, with a cache of its own where ranks share samples, so that they compute the reference."""
+    return {**more, "cache_dir": output / "cache"} if "sequence_parallel_size" in more else more
 
 
 def reference_of(folder: Path, kind: str) -> dict[str, Path]:

@@ -60,7 +60,7 @@ def main() -> None:
     alone = kept_bytes(model, whole)
 
     mesh = Mesh.of(ranks, ranks.world_size)
-    share_tokens(model.language_model)
+    share_tokens(model)
     part, tiles = cut(fill(whole, mesh.sp), Part(mesh.sp_rank, mesh.sp), options)
     pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(image[:1])
     part = dataclasses.replace(part, pixel_values=pixels, trunk={"sequence_group": mesh.sp_group})
