@@ -28,7 +28,6 @@ from llava_ds.export.reload_check import compare_reloaded, compared_positions, d
 from llava_ds.files.writing import REMEDIES, described
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.heads import Logits
-from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.tf32 import exact_fp32
 from llava_ds.tracking.best_rule import BestCheckpoint
@@ -199,7 +198,7 @@ def _logits_everywhere(runner: Runner, batch: Batch, check: str) -> torch.Tensor
     engine.eval()
     with full_precision_gathers(engine.module):
         positions = compared_positions(check, batch.input_ids.shape[1], batch.input_ids.device)
-        logits = runner.forward(engine.module, batch, partial(_logits_at, positions=positions))
+        logits = runner.forward(engine.module, batch, lambda model, batch: model(batch, Logits(positions)))
         if logits is None:  # another rank sees them
             rows, dtype = engine.module.language_model.config.vocab_size, next(engine.module.parameters()).dtype
             logits = torch.empty(len(positions), rows, dtype=dtype, device=positions.device)
@@ -207,7 +206,3 @@ def _logits_everywhere(runner: Runner, batch: Batch, check: str) -> torch.Tensor
     # ZeRO-3 has begun to gather parameters for a backward pass; until it lets go of them, nobody else can gather them.
     engine.empty_partition_cache()
     return logits
-
-
-def _logits_at(model: LlavaModel, batch: Batch, positions: torch.Tensor) -> torch.Tensor:
-    return model(batch, Logits(positions))

@@ -70,10 +70,8 @@ class LogProbs:
         divisor = self.temperature * logits_divisor(language_model.config)
         hidden = hidden if divisor == 1 else hidden / divisor
         # c tanh(x / c) / t is (c / t) tanh((x / t) / (c / t)).
-        softcap = _softcap(language_model)
-        softcap = None if softcap is None else softcap / self.temperature
-        output_layer = language_model.get_output_embeddings()
-        return output_layer(hidden, targets=batch.targets, softcap=softcap, by_row=True)
+        softcap = (cap := _softcap(language_model)) and cap / self.temperature
+        return language_model.get_output_embeddings()(hidden, targets=batch.targets, softcap=softcap, by_row=True)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A start from the cache knows the records by the note of an earlier one, and opens them where anything has changed."""
 
+import dataclasses
 import json
 import os
 import time
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import toys
 
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.config.parsing import parse_arguments
-from llava_ds.data import open_records
+from llava_ds.data import known_records, open_records
 from llava_ds.data.dataset import open_data
+from llava_ds.data.sources.options import SourceOptions
 
 OLD_S = 3600  # no file was being written when it was opened
 
@@ -72,6 +75,29 @@ def test_whatever_has_changed_is_opened(change, data, start, opened, tmp_path):
     again = start(**data, **({"bbox_type": "norm1000"} if change == "flag" else {}))
     assert len(opened) == 2
     assert (again.fingerprint == first.fingerprint) == (change == "note")
+
+
+FLAGS = {  # of every field of SourceOptions, a flag that changes it
+    "data_format": {"data_format": "jsonl"},
+    "columns": {"data_columns": "text=caption"},
+    "image_folder": {"image_folder": "elsewhere"},
+    "video_folder": {"video_folder": "elsewhere"},
+    "cache_dir": {"cache_dir": "elsewhere"},
+    "on_unmarked_image": {"on_unmarked_image": "text"},
+    "bbox_type": {"bbox_type": "norm1000"},
+    "split": {"data_split": "train"},
+    "are_preferences": {"objective": "dpo"},
+}
+
+
+def test_every_option_of_sources_counts_for_the_note():
+    assert FLAGS.keys() == {field.name for field in dataclasses.fields(SourceOptions)}
+
+    def note(**flags: str) -> Path:
+        args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
+        return known_records.note_path(args.replaced(**flags), ["encoding"])
+
+    assert len({note(), *(note(**flags) for flags in FLAGS.values())}) == 1 + len(FLAGS)
 
 
 def test_a_file_that_was_just_written_and_a_folder_are_opened_every_time(data, start, opened):
