@@ -36,10 +36,10 @@ def load_train():
 
 def leave_no_model() -> None:
     """Let runs try and export no finished model, which takes as long as a few steps."""
-    from llava_ds.train import plan, session
+    from llava_ds.export import final_export, trial
 
-    plan.try_export = session.try_export = lambda *_, **more: "nothing is exported"
-    session.export_model = lambda *_: None
+    trial.try_export = lambda *_, **more: "nothing is exported"
+    final_export.export_model = lambda *_: None
 
 
 def requests(folder: Path, writer: int) -> Iterator[tuple[dict, Path]]:
