@@ -1,5 +1,6 @@
 """A rank whose launcher is gone leaves, whatever it imports; who was started from a shell stays."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -74,13 +75,13 @@ def start(tmp_path):
         )
         rank = psutil.Process(int(process.stdout.readline()))
         started.append(rank)
-        for each in (process.pid, *[child.pid for child in psutil.Process(process.pid).children(recursive=True)]):
-            started.append(psutil.Process(each))
+        first = psutil.Process(process.pid)
+        started.extend([first, *first.children(recursive=True)])
         return process, rank
 
     yield begin
     for process in started:
-        if process.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that was killed above takes those below it along
             process.kill()
 
 
