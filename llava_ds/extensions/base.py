@@ -8,17 +8,40 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from llava_ds.config.arguments import Arguments
+    from llava_ds.data.loader import Window
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.model.llava import LlavaModel
+    from llava_ds.runtime.mesh import Mesh
+    from llava_ds.train.objectives.objective import Objective
+    from llava_ds.train.plan import Plan, PlanDraft
     from llava_ds.train.session import Session
+    from llava_ds.train.start import Start
     from llava_ds.train.state import StepResult
 
 PROPERTIES = ("dense_mlps",)  # what an extension may need of a run, and another feature take away
+
+
+class ObjectiveTraits(NamedTuple):
+    """What an objective takes of records, and makes of the model; by default as supervised answers do.
+
+    one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
+    answers, which those of records are compared with; scores: the model has a value head, and gives no text; metrics:
+    numbers of an evaluation beside the loss.
+    """
+
+    one_answer: bool = False
+    pairs: bool = False
+    draws: bool = False
+    scores: bool = False
+    metrics: tuple[str, ...] = ()
 
 
 class ExtensionFlags:
@@ -36,6 +59,10 @@ class ExtensionFlags:
     def rewinds(self) -> bool:
         """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
         return False
+
+    def traits(self, objective: str) -> ObjectiveTraits | None:
+        """The traits of one of the extension's objectives, by its name; None without objectives."""
+        return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
@@ -125,12 +152,39 @@ class Hook:
         """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
 
 
+class SessionPart:
+    """What an extension keeps while a session lives. All ranks call every method together.
+
+    updates: optimizer updates of a step.
+    """
+
+    updates = 1
+
+    def __init__(self, plan: "Plan", started: "Start") -> None:
+        self.plan, self.ranks, self.mesh = plan, started.ranks, started.mesh
+
+    def built(self, model: "LlavaModel") -> None:
+        """Act on the model before the engine is started, which changes its modules."""
+
+    def started(self, engine: "DeepSpeedEngine") -> None:
+        """Act on the engine while it has the weights that the run starts from, before a checkpoint is restored."""
+
+    def windows(self, engine: "DeepSpeedEngine", done: int, plain: "Iterator[Window]") -> "Iterator[Window]":
+        """What each step that is left trains on when `done` are done. plain: what it would be without the extension."""
+        return plain
+
+
 @dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible; plan: reads and checks what the run will need,
+    and returns its Plan.own[name]; objective: makes what the run minimises, in place of the one given, or around it;
+    part: what it keeps while the session lives; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    plan: Callable[["PlanDraft"], object] | None = None
+    objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None
+    part: type[SessionPart] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

@@ -1,5 +1,6 @@
 """All extensions, in the order in which they act: the one place of the core that knows their names."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -7,16 +8,51 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
+    values: values, with their help, that it adds to a flag of the core. One of these loads it, and its own flags don't;
+    extensions that add values to the same flag are never loaded together, and may have flags of the same name.
     """
 
     title: str
     flags: str
     always: bool = False
     leaves: str = ""
+    values: Mapping[str, Mapping[str, str]] = {}
+
+    def asked_for(self, given: Mapping[str, object]) -> bool:
+        """True if flags with these values load it. Of its own flags the names count."""
+        if self.values:
+            return any(given.get(flag) in own for flag, own in self.values.items())
+        return self.always or not set(self.flags.split()).isdisjoint(given)
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "preference": Trigger(
+        "of two answers the better one: direct preference optimisation, and reward models",
+        "beta loss_type label_smoothing rpo_alpha simpo_gamma ref_model_name_or_path reward_loss "
+        "center_rewards_coefficient",
+        values={
+            "objective": {
+                "dpo": "of two answers the chosen one, from records with chosen and rejected",
+                "reward": "a score of answers, from such records too (docs/preference.md)",
+            }
+        },
+    ),
+    "rl": Trigger(
+        "answers that the model draws, and rewards judge: reinforcement learning",
+        "beta loss_type reward_funcs reward_weights reward_model_name_or_path num_generations max_completion_length "
+        "per_device_generation_batch_size vllm_server temperature top_k top_p dynamic_sample max_resample_times "
+        "num_iterations epsilon epsilon_high importance_sampling_level scale_rewards mask_truncated_completions "
+        "use_bias_correction_kl critic_model_name_or_path critic_learning_rate kl_ctl gamma lam cliprange "
+        "cliprange_value vf_coef clip_reward_value",
+        leaves="rollouts.jsonl",
+        values={
+            "objective": {
+                "grpo": "answers that the model draws and rewards judge (run/rl.py, docs/rl.md)",
+                "ppo": "the same with a critic",
+            }
+        },
+    ),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",
