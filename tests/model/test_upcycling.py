@@ -198,7 +198,6 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
     [
         ({"lora_enable": True}, {}, "--lora_enable True: "),
         ({"tune_mm_mlp_adapter": True}, {}, "--tune_mm_mlp_adapter True: it writes a projector"),
-        ({}, {"objective": "dpo"}, "--objective dpo: it is not tried"),
         ({}, {"torch_compile": True}, "--torch_compile True: "),
         ({}, {"use_liger_kernel": True}, "--use_liger_kernel True: "),
         ({}, {"mlp_tile_tokens": 8}, "--mlp_tile_tokens: "),

@@ -72,8 +72,10 @@ class Flags(ExtensionFlags):
         """Both learn pairs of answers; a reward model scores answers and gives none."""
         if objective not in METRICS:
             return None
-        scores = objective == "reward"
-        return ObjectiveTraits(one_answer=True, pairs=True, scores=scores, metrics=METRICS[objective])
+        scores, needs = objective == "reward", {"whole_layers": "", "dense_mlps": "it is not tried with these experts"}
+        if scores:
+            needs["whole_sample"] = "its answers are scored there"
+        return ObjectiveTraits(one_answer=True, pairs=True, scores=scores, metrics=METRICS[objective], needs=needs)
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Flags that another loss has no use for, and what preferences can't do without."""

@@ -115,7 +115,12 @@ class Flags(ExtensionFlags):
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
         """Both draw their answers."""
-        return ObjectiveTraits(one_answer=True, draws=True) if objective in ("grpo", "ppo") else None
+        if objective not in ("grpo", "ppo"):
+            return None
+        needs = {"whole_layers": "", "whole_sample": "its answers are scored there"}
+        needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
+        needs["dense_mlps"] = "it is not tried with these experts"
+        return ObjectiveTraits(one_answer=True, draws=True, needs=needs)
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """What drawn answers can't do without, or can't be combined with."""
@@ -141,7 +146,6 @@ class Flags(ExtensionFlags):
                 "is not saved, give true"
             )
         others = {
-            "--bits": model.bits != 16,
             "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
             "--steps_across_epochs": bool(training.steps_across_epochs),
             "--torch_compile": training.torch_compile,
