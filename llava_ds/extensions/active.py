@@ -37,15 +37,15 @@ class Active:
             raise ConfigError("\n".join(lines))
 
     def plan(self, draft: "PlanDraft") -> dict[str, object]:
-        """What the extensions plan, by their names, for Plan.own."""
+        """Let the extensions plan, and return Plan.own."""
         return {name: each.plan(draft) for name, each in self.extensions.items() if each.plan is not None}
 
     def parts(self, plan: "Plan", started: "Start") -> list[SessionPart]:
-        """What the extensions keep while the session lives."""
+        """Make the parts of the extensions for a session."""
         return [each.part(plan, started) for each in self.extensions.values() if each.part is not None]
 
     def objective(self, plan: "Plan", mesh: "Mesh", plain: "Objective") -> "Objective":
-        """What the run minimises; plain without an extension that has an objective."""
+        """The objective that the extensions make of the plain one."""
         for each in self.extensions.values():
             plain = plain if each.objective is None else each.objective(plan, mesh, plain)
         return plain

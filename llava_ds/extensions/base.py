@@ -39,7 +39,7 @@ PROPERTIES = {
 
 
 class ObjectiveTraits(NamedTuple):
-    """What an objective takes of records, and makes of the model; by default as supervised answers do.
+    """An objective as the core sees it: its records and its model. By default those of supervised answers.
 
     one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
     answers, which those of records are compared with; scores: the model has a value head, and gives no text; metrics:
@@ -165,7 +165,7 @@ class Hook:
 
 
 class SessionPart:
-    """What an extension keeps while a session lives. All ranks call every method together.
+    """The part of an extension that lives as long as a session. All ranks call every method together.
 
     updates: optimizer updates of a step.
     """
@@ -182,7 +182,7 @@ class SessionPart:
         """Act on the engine while it has the weights that the run starts from, before a checkpoint is restored."""
 
     def windows(self, engine: "DeepSpeedEngine", done: int, plain: "Iterator[Window]") -> "Iterator[Window]":
-        """What each step that is left trains on when `done` are done. plain: what it would be without the extension."""
+        """The windows of the steps that are left when `done` are done. plain: those without the extension."""
         return plain
 
 

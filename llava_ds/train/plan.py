@@ -111,7 +111,7 @@ class Plan:
 
 @dataclass
 class PlanDraft:
-    """What is planned when extensions plan: the model, and how it reads images, but neither data nor steps."""
+    """The plan when extensions add theirs: with a model and its image options, without data and steps."""
 
     args: Arguments
     model: ModelPlan

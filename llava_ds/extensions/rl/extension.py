@@ -17,7 +17,7 @@ from llava_ds.train.plan import Plan, PlanDraft
 
 
 class Judges(NamedTuple):
-    """What judges answers. rewards: of --reward_funcs, and of the reward model; critic: with PPO."""
+    """Judges of answers. rewards: of --reward_funcs, and of the reward model; critic: with PPO."""
 
     rewards: tuple[Reward, ...]
     reward_model: FrozenPlan | None
