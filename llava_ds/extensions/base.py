@@ -129,8 +129,10 @@ class Hook:
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible; choices: what its values of the core's flags do,
+    by the flag; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    choices: Mapping[str, Callable] = field(default_factory=dict)
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

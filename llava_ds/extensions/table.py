@@ -1,5 +1,6 @@
 """All extensions, in the order in which they act: the one place of the core that knows their names."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -7,16 +8,23 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
+    values: values of the core's flags that ask for it.
     """
 
     title: str
     flags: str
     always: bool = False
     leaves: str = ""
+    values: Mapping[str, tuple[object, ...]] = {}
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "planning": Trigger(
+        "the memory and the speed of a run before it starts, and what fits",
+        "",
+        values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
+    ),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",
