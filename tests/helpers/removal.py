@@ -52,7 +52,7 @@ def delete(folder: Path, name: str) -> None:
     for path in scripts:
         path.unlink()
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
-    for page in [*folder.glob("*.md"), *folder.glob("docs/*.md")]:
+    for page in [*folder.glob("*.md"), *folder.glob("docs/*.md"), *folder.glob("ds_configs/*.md")]:
         kept = "".join(line for line in page.read_text().splitlines(keepends=True) if not link.search(line))
         parts = (part for part in kept.split("\n\n") if not any(f"run/{path.name}" in part for path in scripts))
         page.write_text("\n\n".join(parts))
