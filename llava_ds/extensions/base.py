@@ -15,22 +15,45 @@ from llava_ds.constants import DataError
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.plan import ModelPlan
+    from llava_ds.runtime.ranks import Ranks
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
 
-PROPERTIES = ("dense_mlps",)  # what an extension may need of a run, and another feature take away
+# What an extension may need of a run, and another feature take away.
+PROPERTIES = (
+    "dense_mlps",
+    "whole_matrices",  # on every rank
+    "whole_layers",  # on every rank, all of them
+    "one_step_one_batch",  # a step's samples are those of the data, once
+)
 
 
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
     needs: keys of PROPERTIES, and why the extension can't do without; moments: numbers that the optimizer keeps for
-    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to;
+    compiles: layers may be compiled; fuses: kernels of layers are fused, which the flag of this text asks for.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    compiles: ClassVar[bool] = False
+    fuses: ClassVar[str] = ""
+
+    @property
+    def mlp_tokens(self) -> int | None:
+        """Tokens that an MLP of the language model takes at a time; None for all."""
+        return None
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int) -> Iterator[str]:
+        """A line for each flag by which a run needs less memory. tokens: of its largest micro-batch."""
+        yield from ()
 
     @property
     def rewinds(self) -> bool:
@@ -125,12 +148,29 @@ class Hook:
         """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
 
 
+class Wrap:
+    """What an extension changes in each model that trains, and in the engine over them.
+
+    All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
+    """
+
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights, and no engine yet."""
+        return []
+
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step, and before the largest micro-batch is tried."""
+        return []
+
+
 @dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; wrap: what
+    changes the model and its engine; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    wrap: Wrap | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

@@ -274,8 +274,7 @@ def _tensor_problems(args: Arguments, text_config: PreTrainedConfig, tp: int) ->
         found.append("DeepSpeed's AutoTP does not know the adapters of --lora_enable: leave one of them out")
     if args.model.bits < 16:
         found.append(f"the packed weights of --bits {args.model.bits} can't be cut: leave one of them out")
-    if training.torch_compile:
-        found.append("--torch_compile is not tried with matrices that are cut: leave one of them out")
+    found += [f"{flags.asked_by()}: {why}: leave one of them out" for flags, why in args.needing("whole_matrices")]
     return found
 
 
@@ -297,8 +296,7 @@ def _pipeline_problems(args: Arguments, text_config: PreTrainedConfig, pp: int) 
             "a stage without trained weights of its own has nothing to do: train the language model whole (no "
             "--tune_mm_mlp_adapter, --lora_enable or --bits)"
         )
-    if training.torch_compile:
-        found.append("--torch_compile is not tried with stages: leave one of them out")
+    found += [f"{flags.asked_by()}: {why}: leave one of them out" for flags, why in args.needing("whole_layers")]
     if training.gradient_checkpointing == "auto":
         found.append("--gradient_checkpointing auto measures a whole model: give all or off")
     return found

@@ -110,7 +110,7 @@ def test_objectives_that_need_whole_answers(objective):
 
 def test_every_reason_against_cut_matrices_is_given_at_once():
     llama = toys.language_model_config("llama", attention_dropout=0.1)
-    flags = ["--tp_size", "3", "--lora_enable", "True", "--bits", "4", "--torch_compile", "True"]
+    flags = ["--tp_size", "3", "--lora_enable", "True", "--bits", "4"]
     with pytest.raises(ConfigError) as caught:
         check_axes(arguments(*flags), llama)
     lines = str(caught.value).splitlines()
@@ -121,7 +121,6 @@ def test_every_reason_against_cut_matrices_is_given_at_once():
         "q_proj.weight can't be divided into 3 parts",
         "the adapters of --lora_enable",
         "the packed weights of --bits 4",
-        "--torch_compile is not tried",
     )
     assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
 
@@ -175,8 +174,7 @@ def test_families_that_are_not_cut_are_refused_by_name(family, found):
 
 def test_every_reason_against_stages_is_given_at_once():
     flags = [
-        "--pp_size", "3", "--tp_size", "2", "--lora_enable", "True", "--torch_compile", "True",
-        "--gradient_checkpointing", "auto",
+        "--pp_size", "3", "--tp_size", "2", "--lora_enable", "True", "--gradient_checkpointing", "auto",
     ]  # fmt: skip
     args = arguments(*flags).replaced(objective="dpo")
     with pytest.raises(ConfigError) as caught:
@@ -187,7 +185,6 @@ def test_every_reason_against_stages_is_given_at_once():
         "--objective dpo needs a whole model",
         "the language model has 2 layers: give as many or fewer",
         "a stage without trained weights of its own has nothing to do",
-        "--torch_compile is not tried with stages",
         "--gradient_checkpointing auto measures a whole model: give all or off",
     )
     assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
