@@ -108,13 +108,15 @@ def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
         assert changed.replaced(**{flag: flag_default(flag) for flag in flags}) == args
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURES if "dense_mlps" in flags_class(name).needs])
+@pytest.mark.parametrize(
+    "name", [name for name in FEATURES if "dense_mlps" in flags_class(name)(**FEATURES[name]).needs]
+)
 def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
     dense = ModelArguments(moe_enable=True, moe_mode="dense")
     config = upcycled_config(toys.language_model_config("llama"), dense)
     check_upcycled(arguments(), config)
     flag = next(iter(FEATURES[name]))
-    with pytest.raises(ConfigError, match=f"^--{flag} .*: leave it out, for the language model is upcycled"):
+    with pytest.raises(ConfigError, match=f"^--{flag} .* needs dense MLPs .*, which an upcycled language model takes"):
         check_upcycled(arguments(**FEATURES[name]), config)
 
 
@@ -132,6 +134,11 @@ class MisspelledFlags(Flags):
 @dataclasses.dataclass(frozen=True)
 class NeedyFlags(Flags):
     needs: ClassVar = {"dense_mlp": "why not"}
+
+
+@dataclasses.dataclass(frozen=True)
+class GreedyFlags(Flags):
+    breaks: ClassVar = ("whole_layer",)
 
 
 class Misspelled(Hook):
@@ -160,6 +167,7 @@ def mine(monkeypatch):
         ({"Flag": Flags}, "mine/flags.py has no Flags: did you mean Flag?"),
         ({"Flags": MisspelledFlags}, "Flags: nothing reads problms: did you mean problems?"),
         ({"Flags": NeedyFlags}, "unknown property 'dense_mlp': did you mean dense_mlps?"),
+        ({"Flags": GreedyFlags}, "unknown property 'whole_layer': did you mean whole_layers?"),
     ],
 )
 def test_a_slip_in_an_extensions_flags_is_named(mine, flags, message):

@@ -1,8 +1,8 @@
 """The flags of torch.compile."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import ExtensionFlags
@@ -17,18 +17,23 @@ _compile, _ = flags_of("compile")
 class Flags(ExtensionFlags):
     """The flags of torch.compile."""
 
-    compiles: ClassVar = True
-    needs: ClassVar = {
-        "dense_mlps": "how many tokens an expert has is read by the host",
-        "whole_matrices": "it is not tried with matrices that are cut",
-        "whole_layers": "it is not tried with stages",
-        "one_step_one_batch": "it is not tried with answers that a run draws",
-    }
-
     torch_compile: bool = _compile(
         False, "Compile the repeated layers of tower and language model with torch.compile (needs a compiler)."
     )
     torch_compile_backend: str | None = _compile(None, "Backend of --torch_compile. Absent: torch's default, inductor.")
+
+    @property
+    def compiles(self) -> bool:
+        """True unless a backend alone is given."""
+        return self.torch_compile
+
+    @property
+    def needs(self) -> Mapping[str, str]:
+        """Keys of PROPERTIES, and why."""
+        if not self.torch_compile:
+            return {}
+        untried = dict.fromkeys(("whole_matrices", "whole_layers", "given_answers"), "no other is tried")
+        return {**untried, "dense_mlps": "how many tokens an expert has is read by the host"}
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """LLaVA-NeXT's scripts name a backend also where they say that nothing is compiled."""
