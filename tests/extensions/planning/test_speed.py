@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 import toys
+from extension_there import if_there
 from launching import ROOT
 from transformers import CLIPVisionConfig
 
@@ -57,6 +58,10 @@ def speed(main, capsys):
 @pytest.mark.parametrize(("row", "flags"), list(zip(ROWS, COMMANDS, strict=True)), ids=[row[0] for row in ROWS])
 def test_public_figures_are_met_within_a_quarter(speed, row, flags):
     title, published, estimated, ratio = row
+    if "Liger" in title:
+        if not if_there("liger", use_liger_kernel=True):
+            pytest.skip("there is no extension liger")
+        flags = [*flags, "--use_liger_kernel", "True"]
     found = speed(*flags)
     column = "3 + cpu opt" if "optimizer on the CPU" in title else found["chosen"]
     seconds = found["speed"]["steps"][column]["total_s"]
