@@ -58,7 +58,7 @@ def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> di
     of the core asks for, and those with a flag that has not its default. core: the sections of the core."""
     values = {name: value for section in core for name, value in vars(section).items()}
     found = {name: flags_class(name)() for name in asked_for(values)}
-    by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].values and flags != type(flags)()}
+    by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].adds and flags != type(flags)()}
     found |= {name: own[name] for name in found if name in own} | by_flags
     return {name: found[name] for name in EXTENSIONS if name in found}
 
@@ -107,6 +107,21 @@ class Arguments:
     def extra_moments(self) -> int:
         """Numbers that extensions keep for each trained weight among the optimizer's states."""
         return sum(flags.moments for flags in self.own.values())
+
+    @property
+    def compiles(self) -> bool:
+        """True if an extension may compile layers."""
+        return any(flags.compiles for flags in self.own.values())
+
+    @property
+    def fuses(self) -> bool:
+        """True if an extension puts fused kernels into layers."""
+        return any(flags.fuses for flags in self.own.values())
+
+    @property
+    def mlp_tokens(self) -> int | None:
+        """Tokens that an MLP of the language model takes at a time; None for all."""
+        return next((flags.mlp_tokens for flags in self.own.values() if flags.mlp_tokens is not None), None)
 
     @property
     def rewinds(self) -> bool:

@@ -114,7 +114,7 @@ class _Parser(HfArgumentParser):
 
     def add_values(self, trigger: Trigger) -> None:
         """Give flags the values that an extension adds to them."""
-        for name, values in trigger.values.items():
+        for name, values in trigger.adds.items():
             action = self._option_string_actions[f"--{name}"]
             action.choices = [*action.choices, *values]
             action.help = "; ".join([action.help[:-1], *(f"{value}: {text}" for value, text in values.items())]) + "."
@@ -292,7 +292,7 @@ def _parsed(
 def _chosen_values(words: list[str]) -> dict[str, str]:
     """The values on a command line of flags that extensions add values to."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in dict.fromkeys(name for trigger in EXTENSIONS.values() for name in trigger.values):
+    for name in dict.fromkeys(name for trigger in EXTENSIONS.values() for name in trigger.adds):
         parser.add_argument(f"--{name}", nargs="?")
     return vars(parser.parse_known_args(words)[0])
 

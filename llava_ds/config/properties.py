@@ -50,7 +50,8 @@ def core_features(args: Arguments) -> Iterator[Feature]:
     yield from _ways_to_run(args)
     training = args.training
     if args.traits.needs:
-        yield Feature(f"--objective {training.objective}", args.traits.needs)
+        breaks = ("given_answers",) if args.traits.draws else ()
+        yield Feature(f"--objective {training.objective}", args.traits.needs, breaks)
     if training.eval_tasks is not None:
         needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
         yield Feature("--eval_tasks", needs)
@@ -94,8 +95,5 @@ def _ways_to_run(args: Arguments) -> Iterator[Feature]:
             "trained_layers": "a stage without trained weights has nothing to do",
         }
         yield Feature(f"--pipeline_parallel_size {size}", needs, ("whole_layers",))
-    if training.torch_compile:
-        untried = "no other is tried"
-        yield Feature("--torch_compile True", {"whole_matrices": untried, "whole_layers": untried})
     if training.gradient_checkpointing == "auto":
         yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

@@ -534,7 +534,7 @@ def misplaced(args: Arguments) -> Iterator[str]:
         known: dict[str, list[str]] = {}
         for owner in owners([name]):
             goes_with = declared_by(flags_class(owner))[name].goes_with.split()
-            for flag, own in EXTENSIONS[owner].values.items():
+            for flag, own in EXTENSIONS[owner].adds.items():
                 known.setdefault(flag, []).extend(value for value in own if value in goes_with)
         for flag, wanted in known.items():
             if values[flag] not in wanted:

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
     from llava_ds.data.loader import Window
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
+    from llava_ds.runtime.ranks import Ranks
     from llava_ds.train.objectives.objective import Objective
     from llava_ds.train.plan import Plan, PlanDraft
     from llava_ds.train.session import Session
@@ -35,6 +38,7 @@ PROPERTIES = {
     "routerless_mlps": "MLPs without routers",
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
+    "given_answers": "answers from records",
 }
 
 
@@ -59,13 +63,26 @@ class ExtensionFlags:
 
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
     property where values decide, of either); moments: numbers that the optimizer keeps for
-    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to;
+    compiles: layers may be compiled; fuses: kernels of layers are fused, which the flag of this text asks for.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    compiles: ClassVar[bool] = False
+    fuses: ClassVar[str] = ""
+
+    @property
+    def mlp_tokens(self) -> int | None:
+        """Tokens that an MLP of the language model takes at a time; None for all."""
+        return None
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int) -> Iterator[str]:
+        """A line for each flag by which a run needs less memory. tokens: of its largest micro-batch."""
+        yield from ()
 
     @property
     def rewinds(self) -> bool:
@@ -186,17 +203,36 @@ class SessionPart:
         return plain
 
 
+class Wrap:
+    """What an extension changes in each model that trains, and in the engine over them.
+
+    All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
+    """
+
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights, and no engine yet."""
+        return []
+
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step, and before the largest micro-batch is tried."""
+        return []
+
+
 @dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; plan: reads and checks what the run will need,
-    and returns its Plan.own[name]; objective: makes what the run minimises, in place of the one given, or around it;
-    part: what it keeps while the session lives; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; plan:
+    reads and checks what the run will need, and returns its Plan.own[name]; choices: what its values of the core's
+    flags do, by the flag; wrap: what changes the model and its engine; objective: makes what the run minimises, in
+    place of the one given, or around it; part: what it keeps while the session lives; hooks: what acts between steps,
+    by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
     plan: Callable[["PlanDraft"], object] | None = None
+    choices: Mapping[str, Callable] = field(default_factory=dict)
+    wrap: Wrap | None = None
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None
     part: type[SessionPart] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

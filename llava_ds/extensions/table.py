@@ -9,20 +9,22 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values, with their help, that it adds to a flag of the core. One of these loads it, and its own flags don't;
-    extensions that add values to the same flag are never loaded together, and may have flags of the same name.
+    values: values of the core's flags that ask for it; adds: values, with their help, that it adds to a flag of the
+    core. One of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded
+    together, and may have flags of the same name.
     """
 
     title: str
     flags: str
     always: bool = False
     leaves: str = ""
-    values: Mapping[str, Mapping[str, str]] = {}
+    values: Mapping[str, tuple[object, ...]] = {}
+    adds: Mapping[str, Mapping[str, str]] = {}
 
     def asked_for(self, given: Mapping[str, object]) -> bool:
         """True if flags with these values load it. Of its own flags the names count."""
-        if self.values:
-            return any(given.get(flag) in own for flag, own in self.values.items())
+        if self.adds:
+            return any(given.get(flag) in own for flag, own in self.adds.items())
         return self.always or not set(self.flags.split()).isdisjoint(given)
 
 
@@ -31,7 +33,7 @@ EXTENSIONS: dict[str, Trigger] = {
         "of two answers the better one: direct preference optimisation, and reward models",
         "beta loss_type label_smoothing rpo_alpha simpo_gamma ref_model_name_or_path reward_loss "
         "center_rewards_coefficient",
-        values={
+        adds={
             "objective": {
                 "dpo": "of two answers the chosen one, from records with chosen and rejected",
                 "reward": "a score of answers, from such records too (docs/preference.md)",
@@ -46,13 +48,21 @@ EXTENSIONS: dict[str, Trigger] = {
         "use_bias_correction_kl critic_model_name_or_path critic_learning_rate kl_ctl gamma lam cliprange "
         "cliprange_value vf_coef clip_reward_value",
         leaves="rollouts.jsonl",
-        values={
+        adds={
             "objective": {
                 "grpo": "answers that the model draws and rewards judge (run/rl.py, docs/rl.md)",
                 "ppo": "the same with a critic",
             }
         },
     ),
+    "planning": Trigger(
+        "the memory and the speed of a run before it starts, and what fits",
+        "",
+        values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
+    ),
+    "liger": Trigger("Liger's fused kernels in the language model", "use_liger_kernel"),
+    "mlp_tiles": Trigger("MLPs on some tokens at a time, for long samples", "mlp_tile_tokens"),
+    "compile": Trigger("layers compiled by torch.compile", "torch_compile torch_compile_backend"),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",

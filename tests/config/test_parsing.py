@@ -697,7 +697,7 @@ def test_every_number_has_bounds_beside_its_field(section, name):
 def asking(section: type, name: str) -> list[str]:
     """The flag of the core without which one of an extension would not be read."""
     values = declared_by(section)[name].goes_with.split()
-    known = [(flag, own) for trigger in EXTENSIONS.values() for flag, own in trigger.values.items()]
+    known = [(flag, own) for trigger in EXTENSIONS.values() for flag, own in trigger.adds.items()]
     return [f"--{flag}={values[0]}" for flag, own in known if values and values[0] in own]
 
 

@@ -46,18 +46,18 @@ def test_the_table_has_the_flags_that_the_folder_declares(name):
     spelled += [f"no_{each.name}" for each in fields if each.default is True]
     assert sorted(EXTENSIONS[name].flags.split()) == sorted(spelled)
     declared = declared_by(flags_class(name))
-    assert {flag.group for flag in declared.values()} == {name}
-    values = {value for own in EXTENSIONS[name].values.values() for value in own}
-    assert all(
-        set(flag.goes_with.split()) <= values and bool(flag.goes_with) == bool(values) for flag in declared.values()
-    )
+    assert {flag.group for flag in declared.values()} <= {name}
+    assert EXTENSIONS[name].flags or EXTENSIONS[name].values
+    added = {value for own in EXTENSIONS[name].adds.values() for value in own}
+    for flag in declared.values():
+        assert set(flag.goes_with.split()) <= added and bool(flag.goes_with) == bool(added)
     others = [other for other in EXTENSIONS if other != name and not together(EXTENSIONS[name], EXTENSIONS[other])]
     assert not set(spelled) & {*FLAGS, *(flag for other in others for flag in EXTENSIONS[other].flags.split())}
 
 
 def together(one: Trigger, other: Trigger) -> bool:
     """Whether both add values to one flag, of which a run has one."""
-    return bool(one.values.keys() & other.values.keys())
+    return bool(one.adds.keys() & other.adds.keys())
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
@@ -71,7 +71,7 @@ def test_every_extension_loads(name):
 )
 def test_a_zero_says_what_it_switches_off_or_is_refused_with_what_does(name, flag, what):
     bounds = bounds_of(flags_class(name))[flag]
-    if EXTENSIONS[name].values:
+    if EXTENSIONS[name].adds:
         return  # its own tests give what else the value needs
     if bounds.holds(0):
         assert parse_arguments([*NEEDED, f"--{flag}", "0"])[1] == [f"--{flag} 0: {what}"]
@@ -99,7 +99,7 @@ def after_parsing(*flags: str) -> str:
 
 def test_flags_that_nobody_gives_are_not_even_declared(tmp_path):
     plain = after_parsing()
-    by_flags = [name for name, trigger in EXTENSIONS.items() if not trigger.always and not trigger.values]
+    by_flags = [name for name, trigger in EXTENSIONS.items() if not trigger.always and not trigger.adds]
     demanded = [name for name in by_flags if FEATURES.get(name)]
     assert not any(f"extensions.{name}." in plain for name in demanded)
     for name in demanded[:1]:
@@ -122,7 +122,9 @@ def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
         assert changed.replaced(**{flag: flag_default(flag) for flag in flags}) == args
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURES if "dense_mlps" in flags_class(name).needs])
+@pytest.mark.parametrize(
+    "name", [name for name in FEATURES if "dense_mlps" in flags_class(name)(**FEATURES[name]).needs]
+)
 def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
     dense = ModelArguments(moe_enable=True, moe_mode="dense")
     config = upcycled_config(toys.language_model_config("llama"), dense)

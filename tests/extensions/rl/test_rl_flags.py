@@ -36,7 +36,6 @@ def refusal(*flags: str) -> str:
         (["--objective", "ppo", "--beta", "1"], "grpo, which is ppo: leave one of them out"),
         (["--objective", "ppo", "--loss_type", "dapo"], "grpo, which is ppo: leave one of them out"),
         (["--objective", "grpo", "--kl_ctl", "1"], "--kl_ctl belongs to --objective ppo, which is grpo"),
-        (["--objective", "ppo", "--torch_compile", "True"], "--torch_compile can't be used with --objective ppo"),
         (["--objective", "ppo", "--dynamic_sample", "True"], "--dynamic_sample belongs to --objective grpo"),
         (["--objective", "grpo", "--max_resample_times", "2"], "has no effect without --dynamic_sample True"),
         (["--objective", "grpo", "--max_resample_times", "0"], "give 1 or more; --dynamic_sample False tries no other"),
