@@ -46,14 +46,16 @@ class ObjectiveTraits(NamedTuple):
     """An objective as the core sees it: its records and its model. By default those of supervised answers.
 
     one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
-    answers, which those of records are compared with; scores: the model has a value head, and gives no text; metrics:
-    numbers of an evaluation beside the loss; needs: keys of PROPERTIES, and why it can't do without.
+    answers, which those of records are compared with; scores: the model has a value head, and gives no text;
+    second_model: a model as large trains as the model's child; metrics: numbers of an evaluation beside the loss;
+    needs: keys of PROPERTIES, and why it can't do without.
     """
 
     one_answer: bool = False
     pairs: bool = False
     draws: bool = False
     scores: bool = False
+    second_model: bool = False
     metrics: tuple[str, ...] = ()
     needs: Mapping[str, str] = {}
 

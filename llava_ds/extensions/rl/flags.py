@@ -120,7 +120,7 @@ class Flags(ExtensionFlags):
         needs = {"whole_layers": "", "whole_sample": "its answers are scored there"}
         needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
         needs["dense_mlps"] = "it is not tried with these experts"
-        return ObjectiveTraits(one_answer=True, draws=True, needs=needs)
+        return ObjectiveTraits(one_answer=True, draws=True, second_model=objective == "ppo", needs=needs)
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """What drawn answers can't do without, or can't be combined with."""
