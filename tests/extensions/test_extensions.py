@@ -114,6 +114,12 @@ def test_flags_that_nobody_gives_are_not_even_declared(tmp_path):
         assert f"'{name}'" not in after_parsing(f"--{flag}", str(flag_default(flag)))
 
 
+def needs_of(name: str) -> set[str]:
+    """Properties that an extension needs by its features' flags."""
+    args = arguments().replaced(**FEATURES[name])
+    return {*args.own[name].needs, *args.traits.needs}
+
+
 def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
     args = arguments()
     for name, flags in FEATURES.items():
@@ -122,16 +128,14 @@ def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
         assert changed.replaced(**{flag: flag_default(flag) for flag in flags}) == args
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FEATURES if "dense_mlps" in flags_class(name)(**FEATURES[name]).needs]
-)
+@pytest.mark.parametrize("name", [name for name in FEATURES if "dense_mlps" in needs_of(name)])
 def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
     dense = ModelArguments(moe_enable=True, moe_mode="dense")
     config = upcycled_config(toys.language_model_config("llama"), dense)
     check_upcycled(arguments(), config)
     flag = next(iter(FEATURES[name]))
     with pytest.raises(ConfigError, match=f"^--{flag} .* needs dense MLPs .*, which an upcycled language model takes"):
-        check_upcycled(arguments(**FEATURES[name]), config)
+        check_upcycled(arguments().replaced(**FEATURES[name]), config)
 
 
 @dataclasses.dataclass(frozen=True)
