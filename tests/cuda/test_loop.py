@@ -31,7 +31,7 @@ MESH = Mesh(dp=1, dp_rank=0)
 RANKS = Ranks(0, 0, 1, CUDA)
 SAMPLES = [sample(OPTIONS, 9, [IMAGE]), sample(OPTIONS, 30), sample(OPTIONS, 14, [IMAGE] * 2, source=1)]
 PAIRS = [
-    LoadedPair(*(replace(sample(OPTIONS, n, media), reference=-1.5) for n in lengths))
+    LoadedPair(*(replace(sample(OPTIONS, n, media), extra={"reference": -1.5}) for n in lengths))
     for lengths, media in (((8, 12), [IMAGE]), ((5, 3), []))
 ]
 OBJECTIVES = {
