@@ -3,8 +3,7 @@
 """Collation of encoded samples and their uint8 tiles, laid end to end, to a Batch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ class LoadedSample:
     media: list[tuple[torch.Tensor, MediaLayout]]
     source: int = 0
     weights: torch.Tensor | None = None
-    extra: Mapping[str, float] = MappingProxyType({})
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
