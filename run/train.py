@@ -19,8 +19,7 @@ from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.ranks import Ranks, on_every_rank
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.best import check_metric
-from llava_ds.train.evals import Asks
+from llava_ds.train.evals import Asks, numbers_of
 from llava_ds.train.hooks import make_hooks
 from llava_ds.train.loop import train
 from llava_ds.train.plan import Plan, make_plan, show_dry_run
@@ -56,15 +55,14 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
 def open_asks(plan: Plan, ranks: Ranks) -> Asks | None:
     """Read the questions of --eval_tasks, and return what asks them of a model; None without the flag.
 
-    All ranks call it together. Raises ConfigError or DataError on each, also where no evaluation of the run has the
-    number by which the best is found.
+    All ranks call it together. Raises ConfigError or DataError on each, also for what an extension needs of the plan.
     """
     tasks, names = None, ()
     if plan.args.training.eval_tasks is not None:
         from llava_ds.evaluation.eval_tasks import open_tasks  # with all benchmarks
 
         tasks, names = open_tasks(plan, ranks)
-    on_every_rank(ranks, partial(check_metric, plan.args, plan.evals.eval_set, names))
+    on_every_rank(ranks, partial(plan.active.check_plan, plan, numbers_of(plan, names)))
     return tasks
 
 

@@ -99,6 +99,12 @@ class Arguments:
         """What a 0 of an extension's flag switches off."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
+    @property
+    def evaluates(self) -> bool:
+        """True if there is something that evaluations measure."""
+        data = self.data
+        return bool(data.eval_fraction) or data.eval_data_path is not None or self.training.eval_tasks is not None
+
     def needing(self, what: str) -> list[tuple[ExtensionFlags, str]]:
         """The flags of the extensions that need one of PROPERTIES, and why."""
         return [(flags, flags.needs[what]) for flags in self.own.values() if what in flags.needs]

@@ -339,11 +339,10 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
             f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "
             "only, the other before, too: give one of them"
         )
-    has_samples = data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None
     remedy = "computes the loss on eval samples: give --eval_data_path or --eval_fraction, too"
-    if training.eval_steps and not has_samples and training.eval_strategy is None:
+    if training.eval_steps and not args.evaluates and training.eval_strategy is None:
         yield f"--eval_steps {training.eval_steps:g} {remedy}"
-    if training.eval_strategy not in (None, "no") and not has_samples:
+    if training.eval_strategy not in (None, "no") and not args.evaluates:
         yield f"--eval_strategy {training.eval_strategy} {remedy}"
     if training.eval_tasks is not None and args.model.bits < 16:
         bits = args.model.bits
@@ -354,28 +353,6 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
     if data.sample_data_path is not None and not training.sample_steps:
         yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
-
-
-def best_evaluation(args: Arguments) -> Iterator[str]:
-    data, training = args.data, args.training
-    wanted = {
-        "--load_best_model_at_end True": training.load_best_model_at_end,
-        f"--early_stopping_patience {training.early_stopping_patience}": training.early_stopping_patience is not None,
-        f"--metric_for_best_model {training.metric_for_best_model}": training.metric_for_best_model is not None,
-    }
-    given = [flag for flag, is_set in wanted.items() if is_set]
-    if given and not (data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None):
-        yield f"{given[0]} needs eval samples: give --eval_data_path, --eval_fraction or --eval_tasks, too"
-    if training.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
-        flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
-        yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"
-    if "greater_is_better" in args.given and not given:
-        yield (
-            "--greater_is_better has no effect without --load_best_model_at_end or --early_stopping_patience: leave it "
-            "out"
-        )
-    if "early_stopping_threshold" in args.given and training.early_stopping_patience is None:
-        yield "--early_stopping_threshold has no effect without --early_stopping_patience: give that, or leave it out"
 
 
 def checkpoints(args: Arguments) -> Iterator[str]:
@@ -684,7 +661,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     steps_and_layout,
     installed_trackers,
     eval_and_sample_steps,
-    best_evaluation,
     checkpoints,
     trainable_parts,
     upcycling,

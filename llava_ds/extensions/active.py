@@ -4,15 +4,18 @@ import dataclasses
 import importlib
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase
+from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, ReportPart
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.tracking.run_files import RunFiles
+    from llava_ds.train.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,18 @@ class Active:
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
-        lines = [line for each in self.extensions if each.check is not None for line in each.check(resolved)]
-        if lines:
-            raise ConfigError("\n".join(lines))
+        _refuse(line for each in self.extensions if each.check is not None for line in each.check(resolved))
+
+    def check_plan(self, plan: "Plan", numbers: list[str]) -> None:
+        """Raise ConfigError for what the finished plan makes impossible. numbers: names of those of evaluations."""
+        _refuse(
+            line for each in self.extensions if each.check_plan is not None for line in each.check_plan(plan, numbers)
+        )
+
+
+def _refuse(lines: Iterable[str]) -> None:
+    if lines := list(lines):
+        raise ConfigError("\n".join(lines))
 
 
 def owners(flags: Collection[str]) -> list[str]:
@@ -47,6 +59,17 @@ def flags_class(name: str) -> type[ExtensionFlags]:
         if needed not in PROPERTIES:
             raise ConfigError(f"{where}: unknown property {needed!r}: {_hint(needed, PROPERTIES)}")
     return kind
+
+
+def report_parts(run: "RunFiles") -> list[ReportPart]:
+    """What the extensions whose flags a run had say of it."""
+    names = [name for name in owners(run.flags) if (Path(__file__).parent / name / "report.py").is_file()]
+    parts = []
+    for name in names:
+        kind = _part(name, "report", "Report")
+        _refuse_unknown(vars(kind), ReportPart, f"llava_ds/extensions/{name}/report.py: Report")
+        parts.append(kind(run))
+    return parts
 
 
 def active(names: Iterable[str]) -> Active:

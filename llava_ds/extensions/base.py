@@ -15,6 +15,8 @@ from llava_ds.constants import DataError
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.tracking.run_files import RunFiles
+    from llava_ds.train.plan import Plan
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
 
@@ -121,16 +123,41 @@ class Hook:
     def close(self) -> None:
         """Act after the last step, if training ended as it should. Hooks are closed in the reverse of their order."""
 
+    def before_export(self) -> int | None:
+        """Change the model to the one that is exported; returns the step that it is of, where that is not the last."""
+
     def after_export(self) -> None:
         """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
+
+
+class ReportPart:
+    """What report.html and the model card say of an extension, from the files of a run that had its flags.
+
+    extensions/<name>/report.py has a subclass named Report, where there is anything to say.
+    """
+
+    is_over = False  # True if the extension ended the run before its last planned step
+
+    def __init__(self, run: "RunFiles") -> None:
+        """Files may be missing or damaged."""
+
+    def sections(self) -> dict[str, list[dict[str, object]]]:
+        """Blocks by the title of a section; those of a section of the core stand at its beginning."""
+        return {}
+
+    def card(self) -> list[str]:
+        """Lines of the model card."""
+        return []
 
 
 @dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible; check_plan: and on what the finished plan does,
+    with the names of the numbers that evaluations give; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    check_plan: Callable[["Plan", list[str]], Iterator[str]] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

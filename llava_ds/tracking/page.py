@@ -8,6 +8,7 @@ from pathlib import Path
 from llava_ds.config.arguments import flag_default
 from llava_ds.data.encoded_rows import reasons_in_short
 from llava_ds.engine.ds_config.draft import value_at
+from llava_ds.extensions.active import report_parts
 from llava_ds.files.writing import write_output, write_whole
 from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre, render, styled, table, tiles
 from llava_ds.tracking.chart import bar_chart
@@ -66,9 +67,13 @@ def report_page(run: RunFiles) -> str:
         "Checkpoints": _checkpoints(run),
         "To repeat it": _command(run),
     }
+    parts = report_parts(run)
+    for title, blocks in (found for part in parts for found in part.sections().items()):
+        sections[title] = [*blocks, *sections.get(title, ())]
+    is_over = any(part.is_over for part in parts)
     left_out = [(f"{len(run.skipped):,}", "records left out")] if run.skipped and run.numbers else []
     planned, steps = run.record.get("num_steps"), int(run.numbers.get("steps", 0))
-    done = (is_number(planned) and steps >= planned) or run.is_over
+    done = (is_number(planned) and steps >= planned) or is_over
     when = (
         f"started {run.record['started']}" if run.record.get("started") else "",
         f"on {run.record['world_size']} × {run.record.get('device')}" if run.record.get("world_size") else "",
@@ -79,7 +84,7 @@ def report_page(run: RunFiles) -> str:
         name=run.name,
         lead=model_of(run) if run.flags else "",
         done=done,
-        state=_state(run, steps, planned, done),
+        state=_state(steps, planned, done, is_over),
         when=" · ".join(filter(None, when)),
         problems=[note(run.problems[name], "warn") for name in ("run.json", "metrics.jsonl") if name in run.problems],
         first=[result_card(run), tiles([*_figures(run, LEARNING), *left_out])],
@@ -89,8 +94,8 @@ def report_page(run: RunFiles) -> str:
     )
 
 
-def _state(run: RunFiles, steps: int, planned: object, done: bool) -> str:
-    if done and not run.is_over:
+def _state(steps: int, planned: object, done: bool, is_over: bool) -> str:
+    if done and not is_over:
         return "finished"
     of = f" of {planned:,}" if is_number(planned) else ""
     return f"{'finished ' if done else ''}at step {steps:,}{of}"

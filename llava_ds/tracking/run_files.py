@@ -8,7 +8,6 @@ from pathlib import Path
 
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json, read_rows
-from llava_ds.tracking.best_rule import BestRule, best_rule
 from llava_ds.tracking.series import is_number, running_mean
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -55,23 +54,6 @@ class RunFiles:
     def name(self) -> str:
         """--run_name, or the folder's."""
         return str(self.flags.get("run_name") or self.output_dir.resolve().name)
-
-    @property
-    def best(self) -> tuple[BestRule, dict] | None:
-        """The rule by which the best evaluation was looked for, and its row; None where none was."""
-        try:
-            rule = best_rule(self.flags)
-            row = None if rule is None else rule.best(self.evals)
-        except (AttributeError, DataError, KeyError, TypeError):
-            return None
-        return None if row is None else (rule, row)
-
-    @property
-    def is_over(self) -> bool:
-        """True if the evaluations ended the run before its last planned step (--early_stopping_patience)."""
-        if self.best is None or self.best[0].patience is None:
-            return False
-        return self.best[0].evaluations_without(self.evals) >= self.best[0].patience
 
     def column(self, name: str, rows: list[dict] | None = None) -> tuple[list[int], list[float]]:
         """Steps and values of one number, of all rows that have it; of a list of numbers, its first."""

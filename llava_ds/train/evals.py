@@ -29,11 +29,9 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 from llava_ds.runtime.waiting import queuing, waiting
-from llava_ds.tracking.best_rule import best_rule
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.series import means_by_source
 from llava_ds.tracking.trackers import Trackers
-from llava_ds.train.best import Best
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.plan import Plan
 
@@ -207,6 +205,35 @@ class Tasks(Protocol):
 Asks = Callable[[LlavaModel], Tasks]
 
 
+def numbers_of(plan: Plan, tasks: tuple[str, ...]) -> list[str]:
+    """Names of the numbers of a run's evaluations. tasks: names of --eval_tasks."""
+    eval_set, known = plan.evals.eval_set, list(tasks)
+    if eval_set is not None:
+        known += ["loss", *_metrics_of(plan.args.training.objective)]
+        known += [f"loss/{name}" for name in eval_set.sources] if len(eval_set.sources) > 1 else []
+    return known
+
+
+def _metrics_of(objective: str) -> tuple[str, ...]:
+    """Numbers of an evaluation that come from the objective, beside its loss."""
+    if objective == "dpo":
+        from llava_ds.train.objectives.dpo import METRICS
+
+        return METRICS
+    if objective == "reward":
+        from llava_ds.train.objectives.reward import METRICS
+
+        return METRICS
+    return ()
+
+
+class Measure:
+    """What an extension does at evaluations (Evaluation.measures)."""
+
+    def why_over(self) -> str | None:
+        """The reason to end the run, by the evaluations so far; on rank 0."""
+
+
 class Evaluation:
     """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
 
@@ -229,10 +256,9 @@ class Evaluation:
         autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
         self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
-        self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
+        self.log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
-        rule = best_rule(args.as_dict())
-        self.best = None if rule is None else Best(rule, plan.output_dir, self._log.losses)
+        self.measures: list[Measure] = []
         tokenizer, template, questions = plan.model.tokenizer, args.model.version, plan.evals.questions
         length = args.data.model_max_length
         self._decoding = Decoding(tokenizer, template, plan.images, training.sample_max_new_tokens, length)
@@ -247,7 +273,7 @@ class Evaluation:
 
     def was_missed(self, step: int, last: bool) -> bool:
         """True if it was due at the step that a run resumes from, whose stop left no time for it. All ranks call it."""
-        return self.is_due(step, last) and not broadcast_from_first(self._ranks, lambda: self._log.has(step))
+        return self.is_due(step, last) and not broadcast_from_first(self._ranks, lambda: self.log.has(step))
 
     def ahead_s(self, step: int) -> float:
         """Seconds of an evaluation that comes before the next chance to stop, judged by the last one."""
@@ -255,10 +281,12 @@ class Evaluation:
         return self._last_s if due else 0.0
 
     def is_over(self) -> bool:
-        """True if the evaluations so far end the run (--early_stopping_patience). All ranks call it together."""
-        why = None if self.best is None else broadcast_from_first(self._ranks, self.best.why_over)
-        print_first(*filter(None, [why]))
-        return why is not None
+        """True if the evaluations so far end the run. All ranks call it together."""
+        if not self.measures:
+            return False
+        why = broadcast_from_first(self._ranks, lambda: [each.why_over() for each in self.measures])
+        print_first(*filter(None, why))
+        return any(why)
 
     def run(self, step: int, last: bool) -> bool:
         """Do what is due. Returns whether the run ends with this step, as it does where `last` is true. All ranks call
@@ -272,7 +300,7 @@ class Evaluation:
             decoded = answers(self._runner, self._prompts, self._decoding, self._ranks)
             shown = ("id", "question", "images", "reference")
             rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, decoded)]
-            self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
+            self.log.add_answers(step, rows, seconds=time.perf_counter() - started)
         self._last_s = time.perf_counter() - began
         return last
 
@@ -288,7 +316,7 @@ class Evaluation:
             scores = self._tasks.scores(self._precision)
         broken = 0 if loss is None else len(self._eval_set) - loss.samples
         seconds = measured - began, time.perf_counter() - measured
-        self._log.add(step, loss, scores, broken=broken, seconds=seconds)
+        self.log.add(step, loss, scores, broken=broken, seconds=seconds)
 
     def _measures(self, step: int, last: bool) -> bool:
         has_any = self._eval_set is not None or self._tasks is not None

@@ -20,7 +20,6 @@ from llava_ds.data.step_plan import (
     Packing,
     StepPlan,
     sample_order,
-    steps_between,
     steps_per_epoch,
     total_steps,
     with_steps_of_epochs,
@@ -48,7 +47,6 @@ from llava_ds.runtime.ranks import (
     print_first,
 )
 from llava_ds.tiny import default as tiny
-from llava_ds.train.best import check_best
 from llava_ds.train.start import Start
 
 if TYPE_CHECKING:
@@ -262,7 +260,6 @@ def _plan_steps(
     resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
     resolved = dataclasses.replace(resolved, args=final)
-    on_every_rank(ranks, partial(check_best, final, steps_between(final.training.eval_steps, num_steps)))
     return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(eval_set, questions)
 
 
