@@ -131,7 +131,6 @@ PART_FLAGS = (
 INSTEAD_OF_ZERO = {
     "save_steps": "--save_strategy no saves no checkpoints",
     "save_total_limit": "leave it out to keep all checkpoints",
-    "early_stopping_patience": "leave it out to train to the end",
     "max_resample_times": "--dynamic_sample False tries no other prompt",
 }
 # What a 0 switches off, of the others.

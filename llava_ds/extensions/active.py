@@ -62,10 +62,14 @@ def flags_class(name: str) -> type[ExtensionFlags]:
 
 
 def report_parts(run: "RunFiles") -> list[ReportPart]:
-    """What the extensions whose flags a run had say of it."""
-    names = [name for name in owners(run.flags) if (Path(__file__).parent / name / "report.py").is_file()]
+    """What extensions say of a run that had their flags, or left their files."""
+
+    def has_part(name: str) -> bool:
+        there = [leaf for leaf in EXTENSIONS[name].leaves.split() if (run.output_dir / leaf).exists()]
+        return bool(there or name in owners(run.flags)) and (Path(__file__).parent / name / "report.py").is_file()
+
     parts = []
-    for name in names:
+    for name in filter(has_part, EXTENSIONS):
         kind = _part(name, "report", "Report")
         _refuse_unknown(vars(kind), ReportPart, f"llava_ds/extensions/{name}/report.py: Report")
         parts.append(kind(run))

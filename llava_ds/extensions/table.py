@@ -19,7 +19,7 @@ class Trigger(NamedTuple):
 EXTENSIONS: dict[str, Trigger] = {
     "best": Trigger(
         "the checkpoint with the best evaluation is kept, or becomes the model",
-        "metric_for_best_model greater_is_better load_best_model_at_end no_load_best_model_at_end "
+        "metric_for_best_model greater_is_better load_best_model_at_end "
         "early_stopping_patience early_stopping_threshold",
     ),
     "spikes": Trigger(

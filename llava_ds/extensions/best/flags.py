@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from llava_ds.config.bounds import Count, Rate
 from llava_ds.config.flags import flags_of
@@ -17,6 +17,8 @@ _, _best = flags_of("best")
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
     """The flags of the best evaluation."""
+
+    zeros: ClassVar = {"early_stopping_patience": "leave it out to train to the end"}
 
     metric_for_best_model: str | None = _best(
         None,
