@@ -34,6 +34,7 @@ class DataArguments:
         "files like shard-*.tar, a folder of them, a saved datasets folder, a folder of images with metadata.jsonl, or "
         "a YAML mixture of these. Absent: generated scenes of coloured shapes.",
         path="pattern",
+        remote=True,
     )
     data_split: str | None = _data_free(
         None, "Split of --data_path, such as train, where it is a folder that has several."
@@ -47,9 +48,14 @@ class DataArguments:
         "messages, image, video, text, system, texts, history, prompt, query, question, instruction, input, "
         "completion, response, answer, output, chosen, rejected, margin).",
     )
-    image_folder: str | None = _data_free(None, "Folder that the records' image paths are relative to.", path="folder")
+    image_folder: str | None = _data_free(
+        None, "Folder that the records' image paths are relative to.", path="folder", remote=True
+    )
     video_folder: str | None = _data_free(
-        None, "Folder that the records' video paths are relative to. Absent: --image_folder.", path="folder"
+        None,
+        "Folder that the records' video paths are relative to. Absent: --image_folder.",
+        path="folder",
+        remote=True,
     )
     allow_http: bool = _data_free(
         False, "Let --data_path, --image_folder and --video_folder be on web servers (http://, https://)."
@@ -133,17 +139,12 @@ class DataArguments:
         None,
         "Samples to compute the eval loss on, which are not trained on, in any format of --data_path.",
         path="pattern",
+        remote=True,
     )
     eval_data_split: str | None = _eval_free(None, "Split of --eval_data_path, where it is a folder that has several.")
     eval_fraction: PartBelowOne = _eval(
         0.0,
         "Fraction of the samples that is kept out of training, to compute the eval loss on; --data_seed draws them.",
-    )
-    sample_data_path: str | None = _eval_free(
-        None,
-        "Samples whose first questions are answered at --sample_steps, those with images first, in any format of "
-        "--data_path. Absent: the eval samples, or else the training samples.",
-        path="pattern",
     )
     on_unmarked_image: Literal["refuse", "prepend", "text"] = _data(
         "prepend",

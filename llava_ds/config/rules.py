@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from itertools import chain
 
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.bounds import json_object, out_of_bounds, range_of_values, seconds_of
+from llava_ds.config.bounds import json_object, out_of_bounds, part_of_steps_problem, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
     LORA_PARTS,
@@ -63,9 +63,6 @@ OF_RECORDS = (
     "allow_http",
     "object_cache_dir",
 )
-
-# Flags that may name an object store.
-REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
 
 # Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
 DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma", "ref_model_name_or_path")
@@ -136,7 +133,6 @@ INSTEAD_OF_ZERO = {
 # What a 0 switches off, of the others.
 SWITCHED_OFF = {
     "eval_steps": "the eval loss is computed at the end only",
-    "sample_steps": "no questions are answered while training",
     "max_steps": "--num_train_epochs says how long to train",
     "watchdog_start_s": "nothing ends a start that hangs",
     "watchdog_step_s": "nothing ends a step that hangs",
@@ -192,16 +188,16 @@ def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
     flags = args.flags
     for name, value in _paths(args):
         flag = flags[name]
-        if flag.only_to_train == only_to_train and (problem := missing_path(name, value, flag.path)):
+        if flag.only_to_train == only_to_train and (problem := missing_path(name, value, flag.path, flag.remote)):
             yield f"--{name} {value}{problem}"
 
 
-def missing_path(name: str, value: str, kind: str) -> str | None:
+def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str | None:
     """The rest of a message about a path that is not there, or None where it is as its flag needs it.
 
-    kind: the flag's Flag.path.
+    kind: the flag's Flag.path; remote: its Flag.remote.
     """
-    if name in REMOTE_FLAGS:
+    if remote:
         if is_remote(value):
             return None
         value = local_path(value)
@@ -222,7 +218,8 @@ def missing_path(name: str, value: str, kind: str) -> str | None:
 
 
 def object_stores(args: Arguments) -> Iterator[str]:
-    remote = {name: value for name in REMOTE_FLAGS if is_remote(value := getattr(args.data, name))}
+    flags = args.flags
+    remote = {name: value for name, value in _paths(args) if flags[name].remote and is_remote(value)}
     if remote:
         from llava_ds.files.object_store import url_problem
 
@@ -325,14 +322,11 @@ def installed_trackers(args: Arguments) -> Iterator[str]:
             yield f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or --report_to none"
 
 
-def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
+def evaluations(args: Arguments) -> Iterator[str]:
     data, training = args.data, args.training
     if data.eval_fraction and data.eval_data_path:
         yield "--eval_fraction and --eval_data_path are both given: choose one"
-    for name in ("eval_steps", "sample_steps"):
-        value = getattr(training, name)
-        if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
-            yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
+    yield from part_of_steps_problem("eval_steps", training.eval_steps)
     if training.eval_strategy in ("steps", "epoch") and training.eval_steps == 0 and "eval_steps" in args.given:
         yield (
             f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "
@@ -350,8 +344,6 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
     if data.eval_data_split is not None and data.eval_data_path is None:
         yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
-    if data.sample_data_path is not None and not training.sample_steps:
-        yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
 
 
 def checkpoints(args: Arguments) -> Iterator[str]:
@@ -582,8 +574,6 @@ def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
             f"--objective {training.objective} needs --data_path with preferences: the generated scenes have one "
             "answer each"
         )
-    if training.objective == "reward" and training.sample_steps:
-        yield "--sample_steps can't be used with --objective reward, whose model scores answers and gives none"
     if training.objective == "reward" and trains_projector_only(args.model):
         yield (
             "--objective reward trains a value head beside the language model, and a projector's file can't hold it: "
@@ -659,7 +649,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     precision_and_memory,
     steps_and_layout,
     installed_trackers,
-    eval_and_sample_steps,
+    evaluations,
     checkpoints,
     trainable_parts,
     upcycling,

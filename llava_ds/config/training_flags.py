@@ -350,13 +350,6 @@ class TrainingArguments:
         "Optimizer steps between evals; below 1 a fraction of all steps, rounded up. Absent or 0: only at the end, or "
         "with --eval_strategy steps: --logging_steps.",
     )
-    sample_steps: Rate | None = _eval_free(
-        None,
-        "Steps between answers to a few questions, the last of them at the end; below 1 a fraction of all steps, "
-        "rounded up (0.1 in the recipes). Absent or 0: none.",
-    )
-    num_sample_questions: Count = _eval_free(4, "Number of questions that are answered at --sample_steps.")
-    sample_max_new_tokens: Count = _eval_free(64, "Longest of these answers in tokens.")
     eval_tasks: str | None = _eval_free(
         None,
         "YAML file that lists benchmarks by names of yours, with run/evaluate.py's task, data_path, image_folder, "

@@ -290,8 +290,9 @@ def _order_of_shards(args: Arguments, number: int) -> list[int]:
     data, training = args.data, args.training
     seed = training.seed if training.data_seed is None else training.data_seed
     order = shards_in_order(number, seed, epoch=0).tolist() if data.shuffle else list(range(number))
-    # Sample questions are taken from the first shard before training.
-    first = [0] if training.sample_steps and not (data.sample_data_path or data.eval_data_path) else []
+    # What takes samples of the training data does it before training.
+    takes = any(flags.takes_samples and not flags.data_path for flags in args.own.values())
+    first = [0] if takes and not data.eval_data_path else []
     return list(dict.fromkeys([*first, *order]))
 
 

@@ -15,7 +15,6 @@ from llava_ds.extensions.table import EXTENSIONS
 if TYPE_CHECKING:
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.tracking.run_files import RunFiles
-    from llava_ds.train.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,9 @@ class Active:
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
-        _refuse(line for each in self.extensions if each.check is not None for line in each.check(resolved))
-
-    def check_plan(self, plan: "Plan", numbers: list[str]) -> None:
-        """Raise ConfigError for what the finished plan makes impossible. numbers: names of those of evaluations."""
-        _refuse(
-            line for each in self.extensions if each.check_plan is not None for line in each.check_plan(plan, numbers)
-        )
-
-
-def _refuse(lines: Iterable[str]) -> None:
-    if lines := list(lines):
-        raise ConfigError("\n".join(lines))
+        lines = [line for each in self.extensions if each.check is not None for line in each.check(resolved)]
+        if lines:
+            raise ConfigError("\n".join(lines))
 
 
 def owners(flags: Collection[str]) -> list[str]:

@@ -15,6 +15,7 @@ from llava_ds.constants import DataError
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
     from llava_ds.train.plan import Plan
     from llava_ds.train.session import Session
@@ -27,12 +28,21 @@ class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
     needs: keys of PROPERTIES, and why the extension can't do without; moments: numbers that the optimizer keeps for
-    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to;
+    needs_text: it has no use for a model that gives no text.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    needs_text: ClassVar[bool] = False
+    data_path: ClassVar[str | None] = None
+
+    @property
+    def takes_samples(self) -> bool:
+        """True if the extension reads samples: of data_path, or else of the eval set, or else those that are trained
+        on."""
+        return False
 
     @property
     def rewinds(self) -> bool:
@@ -154,10 +164,10 @@ class ReportPart:
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; check_plan: and on what the finished plan does,
-    with the names of the numbers that evaluations give; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible; complete: reads and checks what depends on the
+    finished plan, and returns its Plan.own[name]; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
-    check_plan: Callable[["Plan", list[str]], Iterator[str]] | None = None
+    complete: Callable[["Plan", "Ranks"], object] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

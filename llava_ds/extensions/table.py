@@ -22,6 +22,11 @@ EXTENSIONS: dict[str, Trigger] = {
         "metric_for_best_model greater_is_better load_best_model_at_end "
         "early_stopping_patience early_stopping_threshold",
     ),
+    "samples": Trigger(
+        "a few questions are answered while the run trains",
+        "sample_steps num_sample_questions sample_max_new_tokens sample_data_path",
+        leaves="samples.jsonl",
+    ),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",

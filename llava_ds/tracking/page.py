@@ -17,7 +17,6 @@ from llava_ds.tracking.mistakes import mistakes_part
 from llava_ds.tracking.result import evaluation_part, result_card
 from llava_ds.tracking.rewarded import rewarded_answers
 from llava_ds.tracking.run_files import RunFiles, read_run
-from llava_ds.tracking.sampled import sampled_answers
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
 
@@ -55,8 +54,7 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 def report_page(run: RunFiles) -> str:
     """The page, as HTML: the result of the run first, then how it learnt, then what the machine did."""
     sections = {
-        "Answers while training": _answers(run),
-        "Rewarded answers": _rewarded(run),
+        "Rewarded answers": run.blocks_of("rollouts.jsonl", rewarded_answers),
         "Mistakes": mistakes_part(run),
         "Learning": learning_curves(run),
         "Objective": objective_curves(run),
@@ -68,8 +66,8 @@ def report_page(run: RunFiles) -> str:
         "To repeat it": _command(run),
     }
     parts = report_parts(run)
-    for title, blocks in (found for part in parts for found in part.sections().items()):
-        sections[title] = [*blocks, *sections.get(title, ())]
+    added = {title: blocks for part in parts for title, blocks in part.sections().items()}
+    sections = {**added, **{title: [*added.get(title, ()), *blocks] for title, blocks in sections.items()}}
     is_over = any(part.is_over for part in parts)
     left_out = [(f"{len(run.skipped):,}", "records left out")] if run.skipped and run.numbers else []
     planned, steps = run.record.get("num_steps"), int(run.numbers.get("steps", 0))
@@ -112,18 +110,6 @@ def _figures(run: RunFiles, wanted: tuple[str, ...]) -> list[tuple[str, str]]:
     numbers, problems = run.numbers, ("skipped_steps", "broken_samples")
     found = [name for name in wanted if name in numbers and (numbers[name] or name not in problems)]
     return [(NUMBERS[name].form(numbers[name]), NUMBERS[name].label) for name in found]
-
-
-def _answers(run: RunFiles) -> list[Block]:
-    if "samples.jsonl" in run.problems:
-        return [note(run.problems["samples.jsonl"], "warn")]
-    return sampled_answers(run.samples, run.output_dir) if run.samples else []
-
-
-def _rewarded(run: RunFiles) -> list[Block]:
-    if "rollouts.jsonl" in run.problems:
-        return [note(run.problems["rollouts.jsonl"], "warn")]
-    return rewarded_answers(run.rollouts, run.output_dir) if run.rollouts else []
 
 
 def _data(run: RunFiles) -> list[Block]:

@@ -1,8 +1,8 @@
 """The plan of a run: all that is known, read and checked before a model is built."""
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,17 +56,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalSets:
-    """Data beside the training data. eval_set: the eval loss is measured on it; questions: samples whose first
-    questions are answered; None of what no flag asks for."""
+    """Data beside the training data. eval_set: the eval loss is measured on it, None where no flag asks for that; own:
+    what extensions take samples of, by their names."""
 
     eval_set: EncodedDataset | None
-    questions: EncodedDataset | None
+    own: Mapping[str, EncodedDataset]
 
 
 @dataclass(frozen=True)
 class Plan:
     """All that is known of a run before a model is built. args: with every "auto" filled in; rewards: of
-    --reward_funcs, and of reward_model; critic: of PPO; reference: of DPO, where it is not what the run starts from."""
+    --reward_funcs, and of reward_model; critic: of PPO; reference: of DPO, where it is not what the run starts from;
+    own: what extensions opened, by their names."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -81,11 +82,23 @@ class Plan:
     critic: "FrozenPlan | None" = None
     reward_model: "FrozenPlan | None" = None
     reference: "FrozenPlan | None" = None
+    own: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def active(self) -> Active:
         """The extensions of the run."""
         return active(self.args.own)
+
+    def completed(self, ranks: Ranks) -> "Plan":
+        """The plan with what extensions open once it is known. All ranks call it together.
+
+        Raises ConfigError and DataError on every rank.
+        """
+        plan = self
+        for name, extension in zip(self.args.own, self.active.extensions):
+            if extension.complete is not None:
+                plan = dataclasses.replace(plan, own={**plan.own, name: extension.complete(plan, ranks)})
+        return plan
 
     @property
     def output_dir(self) -> Path:
@@ -245,7 +258,7 @@ def _plan_steps(
         dataset = open_streamed(known.args, model.tokenizer, images, ranks)
     else:
         dataset = open_together(known.args, model.tokenizer, images, ranks)
-    dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
+    dataset, eval_set, own = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
     tokens = known.args.training.tokens_per_micro_batch
     if tokens == "auto":
@@ -260,7 +273,7 @@ def _plan_steps(
     resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
     resolved = dataclasses.replace(resolved, args=final)
-    return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(eval_set, questions)
+    return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(eval_set, own)
 
 
 def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[ResumePlan, list[str]]:

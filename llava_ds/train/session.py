@@ -39,7 +39,7 @@ from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.evals import Asks, Evaluation, Tasks
+from llava_ds.train.evals import Evaluation, Tasks
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
@@ -86,10 +86,9 @@ class Session:
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
 
-def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: Asks | None = None) -> Session:
+def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Session:
     """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
 
-    asks: makes of the model what asks --eval_tasks; None without them.
     Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
     largest micro-batch runs out of memory.
     """
@@ -97,7 +96,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started, asks)
+    model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started)
     objective = _objective(plan, mesh)
     runner = _runner(engine, mesh)
     if training.objective == "dpo" and objective.loss.has_reference:
@@ -216,7 +215,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
 
 def _build_engine(
-    plan: Plan, started: Start, asks: Asks | None
+    plan: Plan, started: Start
 ) -> "tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, Tasks | None]":
     """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
     answers where that is the objective, and what asks --eval_tasks."""
@@ -237,7 +236,8 @@ def _build_engine(
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = _rollouts(model, plan, started) if draws else None
-    tasks = None if asks is None else asks(model)
+    asked = plan.own.get("eval_tasks")
+    tasks = None if asked is None else asked.asks(model)
     if plan.critic is not None:  # after what draws was made, which has no part in it
         from llava_ds.engine.critic import add_critic
 

@@ -46,7 +46,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "streaming": {"stream": True},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
-    "samples": {"sample_steps": 10},
     "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
     "liger": {"use_liger_kernel": True},
     "tiles": {"mlp_tile_tokens": 64},

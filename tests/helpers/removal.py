@@ -3,8 +3,8 @@
     python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
 
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
-table, and the lines of other pages that link to its page. Without names, each is deleted alone, one after the other;
-a+b deletes two together.
+table, the lines of recipes with its flags, and the lines of other pages that link to its page. Without names, each is
+deleted alone, one after the other; a+b deletes two together.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from llava_ds.extensions.table import EXTENSIONS
 
 ROOT = Path(__file__).parents[2]
 SUITE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]  # as make test
@@ -45,6 +47,10 @@ def delete(folder: Path, name: str) -> None:
     shutil.rmtree(folder / "llava_ds" / "extensions" / name)
     shutil.rmtree(folder / "tests" / "extensions" / name, ignore_errors=True)
     (folder / "docs" / f"{name}.md").unlink(missing_ok=True)
+    flag = re.compile(rf"^({'|'.join(EXTENSIONS[name].flags.split())}):")
+    for recipe in folder.glob("run/recipes/*.yaml"):
+        lines = recipe.read_text().splitlines(keepends=True)
+        recipe.write_text("".join(line for line in lines if not flag.match(line)))
     table = folder / "llava_ds" / "extensions" / "table.py"
     table.write_text(without_entry(table.read_text(), name))
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")

@@ -5,7 +5,6 @@ was not.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import NamedTuple
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import checkpoint_problem
 from llava_ds.checkpoint.training_state import rewind
-from llava_ds.constants import DataError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.step_plan import steps_between
 from llava_ds.extensions.base import Extension, Hook, Phase
 from llava_ds.extensions.best.rule import BestRule, best_rule
 from llava_ds.files.writing import write_whole
-from llava_ds.runtime.ranks import broadcast_from_first, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.tracking.trainer_state import TRAINER_STATE
-from llava_ds.train.evals import Measure
+from llava_ds.train.evals import Measure, numbers_of
 from llava_ds.train.plan import Plan
 from llava_ds.train.session import Session
 
@@ -103,27 +102,27 @@ class KeepBest(Hook):
             write_whole(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | best, indent=2) + "\n")
 
 
-def check_plan(plan: Plan, numbers: list[str]) -> Iterator[str]:
-    """An evaluation at every checkpoint, and the number by which the best is found in each."""
+def complete(plan: Plan, ranks: Ranks) -> None:
+    """Raise ConfigError unless every checkpoint has an evaluation with the number by which the best is found."""
     training, own = plan.args.training, plan.args.own["best"]
     eval_steps = steps_between(training.eval_steps, plan.steps.num_steps)
     metric = best_rule(vars(own)).metric
     if eval_steps is None:
-        yield (
+        raise ConfigError(
             "the best evaluation is looked for (--load_best_model_at_end, --metric_for_best_model, "
             "--early_stopping_patience), and there is one alone, at the end: give --eval_steps or --eval_strategy"
         )
-    elif own.load_best_model_at_end and training.save_steps % eval_steps:
+    if own.load_best_model_at_end and training.save_steps % eval_steps:
         multiple = -(-training.save_steps // eval_steps) * eval_steps
-        yield (
+        raise ConfigError(
             f"--load_best_model_at_end True needs an evaluation at every checkpoint, and the {training.save_steps} "
             f"steps between checkpoints are no multiple of the {eval_steps} between evaluations: give "
             f"{'--eval_strategy epoch' if training.save_strategy == 'epoch' else f'--save_steps {multiple}'}"
         )
-    if metric.removeprefix("eval_") not in numbers:
-        yield (
+    if metric.removeprefix("eval_") not in (numbers := numbers_of(plan)):
+        raise ConfigError(
             f"--metric_for_best_model {metric} is no number of this run's evaluations: give one of {', '.join(numbers)}"
         )
 
 
-extension = Extension(check_plan=check_plan, hooks=((Phase.EVALUATE, KeepBest),))
+extension = Extension(complete=complete, hooks=((Phase.EVALUATE, KeepBest),))

@@ -13,9 +13,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerControl, Trainer
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.extensions.best.extension import Best, check_plan
+from llava_ds.extensions.best.extension import Best, complete
 from llava_ds.extensions.best.rule import BestRule, best_rule
-from llava_ds.train.evals import numbers_of
+from llava_ds.train.evals import Asked
 from llava_ds.train.objectives import dpo, reward
 
 
@@ -133,8 +133,12 @@ def arguments(tmp_path, **flags):
 def refused(args, sources=("a",), tasks=()) -> str:
     """What is said against a run of 100 steps."""
     evals = SimpleNamespace(eval_set=sources and SimpleNamespace(sources=sources))
-    plan = SimpleNamespace(args=args, evals=evals, steps=SimpleNamespace(num_steps=100))
-    return "\n".join(check_plan(plan, numbers_of(plan, tasks)))
+    own = {"benchmarks": Asked(None, tasks)}
+    try:
+        complete(SimpleNamespace(args=args, evals=evals, steps=SimpleNamespace(num_steps=100), own=own), None)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
