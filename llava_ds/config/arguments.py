@@ -105,10 +105,6 @@ class Arguments:
         data = self.data
         return bool(data.eval_fraction) or data.eval_data_path is not None or self.training.eval_tasks is not None
 
-    def needing(self, what: str) -> list[tuple[ExtensionFlags, str]]:
-        """The flags of the extensions that need one of PROPERTIES, and why."""
-        return [(flags, flags.needs[what]) for flags in self.own.values() if what in flags.needs]
-
     def replaced(self, **values: object) -> "Arguments":
         """A copy in which every named flag has another value, in whichever section it is."""
 
