@@ -353,8 +353,8 @@ class TrainingArguments:
     eval_tasks: str | None = _eval_free(
         None,
         "YAML file that lists benchmarks by names of yours, with run/evaluate.py's task, data_path, image_folder, "
-        "metric and limit under each (docs/reports.md): they are asked and scored at every evaluation, and "
-        "--metric_for_best_model may be one of the names.",
+        "metric and limit under each (docs/reports.md): they are asked and scored at every evaluation, of "
+        "which the names are numbers.",
         path="file",
     )
     logging_steps: Count = _logging(1, "Steps between readings of the loss.", resume="rewind")

@@ -14,11 +14,11 @@ FILE = "samples.jsonl"
 MOST_SHOWN = 100  # characters of an answer that are printed
 
 
-class SampleAnswers(Hook, Measure):
+class SampleAnswers(Measure):
     """Answers the questions at evaluations. A resumed run drops answers after its checkpoint."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session)
+        self._session = session
         plan, ranks = session.plan, session.ranks
         own, args, tokenizer = plan.args.own["samples"], plan.args, plan.model.tokenizer
         self._every = steps_between(own.sample_steps, plan.steps.num_steps)
@@ -34,7 +34,6 @@ class SampleAnswers(Hook, Measure):
             path = plan.output_dir / FILE
             kept = [row for row in rows_of(path) if row["step"] <= plan.resumed_step]
             self._log, self._steps = RowLog(path, kept), {row["step"] for row in kept}
-        session.evaluation.measures.append(self)
 
     def is_due(self, step: int, last: bool) -> bool:
         return bool(self._prompts) and self._every is not None and is_at(step, self._every, last)
@@ -43,8 +42,8 @@ class SampleAnswers(Hook, Measure):
         return step in self._steps
 
     def run(self, step: int) -> None:
-        began, ranks = time.perf_counter(), self.session.ranks
-        found = answers(self.session.runner, self._prompts, self._decoding, ranks)
+        began, ranks = time.perf_counter(), self._session.ranks
+        found = answers(self._session.runner, self._prompts, self._decoding, ranks)
         seconds = time.perf_counter() - began
         if not ranks.is_first:
             return
@@ -59,4 +58,12 @@ class SampleAnswers(Hook, Measure):
             print_first(f"step {step:,}: {row['id']}: {answer!r}, where the data say {reference!r}")
 
 
-extension = Extension(hooks=((Phase.EVALUATE, SampleAnswers),))
+class Ask(Hook):
+    """Makes the answers a part of evaluations."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        session.evaluation.measures.append(SampleAnswers(session))
+
+
+extension = Extension(hooks=((Phase.EVALUATE, Ask),))
