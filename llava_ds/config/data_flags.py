@@ -165,17 +165,6 @@ class DataArguments:
         0.01, "End the run when more than this fraction of the records would be skipped."
     )
     shuffle: bool = _order(True, "Draw the samples in random order; False keeps the order of the files.")
-    stream: bool = _order(
-        False,
-        "Begin to train when the first records are checked and encoded, and encode the rest meanwhile. The order is "
-        "drawn over records, bad ones included, whose places in a step stay empty: it is the same whether the encoding "
-        "is whole or not, and another one than without --stream.",
-    )
-    shuffle_buffer_size: Count = _order(
-        16_384,
-        "With --stream: records that are shuffled together, in whole shards of 4,096 from random places of the data. "
-        "Training begins when so many are encoded.",
-    )
     group_by_modality_length: bool = _order(
         False, "Group samples of similar length and kind (text, images) into a step, in the order of LLaVA's sampler."
     )

@@ -9,6 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import lora_parts, trained_parts
 from llava_ds.extensions.base import PROPERTIES
 
@@ -50,12 +51,19 @@ def core_features(args: Arguments) -> Iterator[Feature]:
     yield from _ways_to_run(args)
     training = args.training
     if training.objective != "sft":
-        needs = {"whole_layers": ""}
+        needs = {"whole_layers": "", "known_samples": "its records are encoded before it trains"}
         if training.objective != "dpo":
             needs["whole_sample"] = "its answers are scored there"
         if training.objective in ("grpo", "ppo"):
             needs["whole_matrices"] = "answers are drawn on one rank"
         yield Feature(f"--objective {training.objective}", needs)
+    for name in GROUPINGS:
+        if getattr(args.data, name):
+            yield Feature(f"--{name} True", {"known_samples": "--tokens_per_micro_batch N evens out work without it"})
+    if training.tokens_per_micro_batch == "auto":
+        yield Feature("--tokens_per_micro_batch auto", {"known_samples": "a number does not"})
+    if training.dry_run:
+        yield Feature("--dry_run True", {"known_samples": "it shows the first step"})
     if training.eval_tasks is not None:
         needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
         yield Feature("--eval_tasks", needs)

@@ -600,7 +600,6 @@ def _rewards(args: Arguments) -> Iterator[str]:
         "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
         "--steps_across_epochs": bool(training.steps_across_epochs),
         "--torch_compile": training.torch_compile,
-        "--stream": data.stream,
     }
     for flag, is_set in others.items():
         if is_set:
@@ -621,25 +620,6 @@ def _vllm(args: Arguments) -> Iterator[str]:
         )
 
 
-def streaming(args: Arguments) -> Iterator[str]:
-    """What needs the lengths of all samples, which are not known when training begins."""
-    data, training = args.data, args.training
-    if not data.stream:
-        if "shuffle_buffer_size" in args.given:
-            yield "--shuffle_buffer_size belongs to --stream True: give that, or leave it out"
-        return
-    groupings = [name for name in GROUPINGS if getattr(data, name)]
-    remedies = {f"--{name}": "give False, and --tokens_per_micro_batch N in its place" for name in groupings}
-    if training.tokens_per_micro_batch == "auto":
-        remedies["--tokens_per_micro_batch auto"] = "give a number"
-    if training.objective in PAIR_OBJECTIVES:
-        remedies[f"--objective {training.objective}"] = "run run/encode.py first, and train without --stream"
-    if training.dry_run:
-        remedies["--dry_run"] = "leave --stream out of the dry run"
-    for flag, remedy in remedies.items():
-        yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
-
-
 DATA_RULES: tuple[Rule, ...] = (object_stores, data_splits, image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
@@ -652,7 +632,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     upcycling,
     tuning_flags,
     objectives,
-    streaming,
 )
 
 

@@ -198,13 +198,21 @@ class EncodedDataset(torch.utils.data.Dataset):
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
         return _pair(sample, chosen_length, reference, margin)
 
+    # The order of samples that are shuffled, and the number of shards that are shuffled together.
+    drawn: tuple[str, int] = ("random", 1)
+
     @property
-    def is_streamed(self) -> bool:
-        """True if records may still have to be encoded (StreamedDataset)."""
-        return False
+    def is_whole(self) -> bool:
+        """True if all records are checked and encoded, and their lengths known."""
+        return True
 
     def wait_for(self, samples: Sequence[int]) -> None:
         """Return when these samples are encoded, and their lengths known: at once."""
+
+    def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
+        """The longest samples whose lengths are known, of a data set that is not whole: so many, or as make up a number
+        of tokens."""
+        raise NotImplementedError
 
     @property
     def order_folder(self) -> Path:

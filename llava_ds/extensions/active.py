@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +13,7 @@ from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
+    from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.tracking.run_files import RunFiles
 
@@ -27,6 +28,11 @@ class Active:
     def hooks(self) -> list[tuple[Phase, type[Hook]]]:
         """What acts between steps."""
         return [hook for each in self.extensions for hook in each.hooks]
+
+    @property
+    def open_data(self) -> Callable[..., "EncodedDataset"] | None:
+        """What opens the training data; None without an extension that does."""
+        return next((each.open_data for each in self.extensions if each.open_data is not None), None)
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""

@@ -14,6 +14,7 @@ from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
+    from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
@@ -30,6 +31,7 @@ PROPERTIES = {
     "routerless_mlps": "MLPs without routers",
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
+    "known_samples": "all samples before the first step",
 }
 
 
@@ -175,10 +177,12 @@ class ReportPart:
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; complete: reads and checks what depends on the
-    finished plan, and returns its Plan.own[name]; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible; open_data: opens the training data, as
+    open_together does; complete: reads and checks what depends on the finished plan, and returns its Plan.own[name];
+    hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    open_data: Callable[..., "EncodedDataset"] | None = None
     complete: Callable[["Plan", "Ranks"], object] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

@@ -17,6 +17,7 @@ class Trigger(NamedTuple):
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
     "best": Trigger(
         "the checkpoint with the best evaluation is kept, or becomes the model",
         "metric_for_best_model greater_is_better load_best_model_at_end "

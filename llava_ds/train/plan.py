@@ -252,12 +252,8 @@ def _plan_steps(
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
     active(args.own).check(known)
-    if args.data.stream:
-        from llava_ds.data.stream import open_streamed
-
-        dataset = open_streamed(known.args, model.tokenizer, images, ranks)
-    else:
-        dataset = open_together(known.args, model.tokenizer, images, ranks)
+    open_data = active(args.own).open_data or open_together
+    dataset = open_data(known.args, model.tokenizer, images, ranks)
     dataset, eval_set, own = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
     tokens = known.args.training.tokens_per_micro_batch

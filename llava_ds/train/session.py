@@ -204,7 +204,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
                 plan.evals.eval_set,
                 ranks,
             )
-            if not plan.steps.dataset.is_streamed:
+            if plan.steps.dataset.is_whole:
                 write_data_files(output_dir, plan.steps.dataset.table)
 
     broadcast_from_first(ranks, record)

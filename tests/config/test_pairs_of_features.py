@@ -43,7 +43,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "reward": {"objective": "reward"},
     "grpo": {"objective": "grpo", "reward_funcs": "exact_match"},
     "ppo": {"objective": "ppo", "reward_funcs": "exact_match"},
-    "streaming": {"stream": True},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
     "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},

@@ -356,11 +356,6 @@ def test_a_flag_out_of_bounds_is_said_once():
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
-        (["--stream", "--group_by_length", "True"], "--group_by_length needs all samples before the first step, and"),
-        (["--stream", "--tokens_per_micro_batch", "auto"], "--stream begins with some: give a number"),
-        (["--stream", "--dry_run"], "--dry_run needs all samples before the first step"),
-        (["--stream", "--objective", "dpo"], "--objective dpo needs all samples before the first step"),
-        (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size belongs to --stream True"),
         (["--activation_memory_gb", "4"], "give one of them, or leave it out"),
         (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give a value above 0"),
         (
@@ -392,7 +387,6 @@ def test_a_flag_out_of_bounds_is_said_once():
         (["--objective", "reward", "--beta", "1"], "--beta belongs to --objective dpo and grpo, which is reward"),
         (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, which is sft"),
         (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "let the language model train, too"),
-        (["--objective", "reward", "--stream"], "--objective reward needs all samples before the first step"),
         (["--objective", "ppo", "--beta", "1"], "--beta belongs to --objective dpo and grpo, which is ppo"),
         (
             ["--objective", "ppo", "--loss_type", "dapo"],
@@ -871,7 +865,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--dataset_name", ": did you mean --data_path?"),
         ("--dataset_train_split", ": did you mean --data_split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
-        ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
         ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
         ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),

@@ -29,7 +29,7 @@ def test_a_recipes_values_are_named_as_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "name", "value"),
     [
-        (["--eval_data_path", "x.json", "--stream", "True", "--train_batch_size", "0"], None, None),
+        (["--eval_data_path", "x.json", "--train_batch_size", "0"], None, None),
         (["--eval_strategy", "epoch", "--eval_steps", "0"], None, None),
         (["--loss_reduction", "micro_batch", "--objective", "dpo", "--eval_data_split", "x"], None, None),
         (["--image_grid_pinpoints", "[[2, 2]]"], "image_aspect_ratio", "pad"),

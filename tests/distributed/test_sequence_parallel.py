@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from extension_there import if_there
 from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, toy_run
 from sharing import (
     OFFLOAD,
@@ -38,9 +39,11 @@ FEW = {
     "plain-sp2-packed": (2, 3, {**SHARED, **PACKED, **TRAINED_TOWER}),
     "torn-sp2": (2, 2, {**SHARED, **PACKED, **TORN, "dataloader_num_workers": 1}),
 }
+STREAMED = if_there(
+    "streaming", **{"stream": (1, 0, {"stream": True}), "stream-sp2": (2, 2, {"stream": True, **SHARED, **PACKED})}
+)
 MORE = {
-    "stream": (1, 0, {"stream": True}),
-    "stream-sp2": (2, 2, {"stream": True, **SHARED, **PACKED}),
+    **STREAMED,
     "plain-sp2-auto": (2, 3, {**SHARED, **TRAINED_TOWER, **AUTO}),
     "lora": (1, 0, LORA),
     "lora-sp2": (2, 3, {**SHARED, **LORA}),
