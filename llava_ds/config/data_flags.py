@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from llava_ds.boxes import BboxType
-from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartBelowOne, Positive, Workers
+from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartBelowOne, Workers
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
 
@@ -56,20 +56,6 @@ class DataArguments:
         "Folder that the records' video paths are relative to. Absent: --image_folder.",
         path="folder",
         remote=True,
-    )
-    allow_http: bool = _data_free(
-        False, "Let --data_path, --image_folder and --video_folder be on web servers (http://, https://)."
-    )
-    object_cache_dir: str | None = _data_free(
-        None,
-        "Folder in which objects/ has what is fetched from object stores, such as on a local disk of every machine. "
-        "Absent: --cache_dir.",
-        path="output",
-    )
-    object_cache_gb: Positive = _data_free(
-        100.0,
-        "Bound of objects/ in GB: beyond it what was not used for longest is removed.",
-        per_machine=True,
     )
     image_aspect_ratio: str = _images(
         "square",

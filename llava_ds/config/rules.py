@@ -25,6 +25,7 @@ from llava_ds.config.model_flags import (
 from llava_ds.config.properties import clashes, features
 from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
 from llava_ds.constants import ConfigError, in_short
+from llava_ds.extensions.active import store_of
 from llava_ds.files.places import local_path
 from llava_ds.files.urls import is_remote
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
@@ -61,8 +62,6 @@ OF_RECORDS = (
     "data_split",
     "image_folder",
     "video_folder",
-    "allow_http",
-    "object_cache_dir",
 )
 
 # Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
@@ -219,15 +218,11 @@ def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str 
     return None
 
 
-def object_stores(args: Arguments) -> Iterator[str]:
+def urls(args: Arguments) -> Iterator[str]:
     flags = args.flags
-    remote = {name: value for name, value in _paths(args) if flags[name].remote and is_remote(value)}
-    if remote:
-        from llava_ds.files.object_store import url_problem
-
-        for name, value in remote.items():
-            if problem := url_problem(value, args.data.allow_http):
-                yield f"--{name} {value}{problem}"
+    for name, value in _paths(args):
+        if flags[name].remote and is_remote(value) and (problem := store_of(value).problem_with(value, args)):
+            yield f"--{name} {value}{problem}"
 
 
 def data_splits(args: Arguments) -> Iterator[str]:
@@ -620,7 +615,7 @@ def _vllm(args: Arguments) -> Iterator[str]:
         )
 
 
-DATA_RULES: tuple[Rule, ...] = (object_stores, data_splits, image_shape, sample_order)
+DATA_RULES: tuple[Rule, ...] = (urls, data_splits, image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
     precision_and_memory,

@@ -53,7 +53,6 @@ from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
 from llava_ds.files.places import real_path
-from llava_ds.files.urls import configure
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 from llava_ds.tokenizer import rows_noted
@@ -382,7 +381,8 @@ def data_spec(
 ) -> "DataSpec":
     """The data that the flags name, as open_data takes them."""
     model, data = args.model, args.data
-    configure(f"{data.object_cache_dir or data.cache_dir}/objects", int(data.object_cache_gb * 10**9), data.allow_http)
+    for flags in args.own.values():
+        flags.prepare(args)
     encoding = EncodingOptions(
         template=resolve_template(model.version),
         max_length=data.model_max_length,

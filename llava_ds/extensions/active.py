@@ -1,6 +1,7 @@
 """Loading of extensions: an extension's flags when the command line names one of them, its code when a run has it."""
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -76,6 +77,19 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
     return Active(tuple(_extension(name) for name in EXTENSIONS if name in set(names)))
+
+
+def store_of(url: str) -> ModuleType:
+    """What reads a URL. Raises ConfigError where no extension does."""
+    return _store(url.partition("://")[0].lower())
+
+
+@functools.cache
+def _store(scheme: str) -> ModuleType:
+    for name, trigger in EXTENSIONS.items():
+        if trigger.schemes == "*" or scheme in trigger.schemes.split():
+            return _extension(name).store()
+    raise ConfigError(f"no extension in llava_ds/extensions reads {scheme}:// URLs: give a path of this machine")
 
 
 def _extension(name: str) -> Extension:

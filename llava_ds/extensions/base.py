@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 from llava_ds.constants import DataError
@@ -61,6 +62,9 @@ class ExtensionFlags:
     def rewinds(self) -> bool:
         """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
         return False
+
+    def prepare(self, args: "Arguments") -> None:
+        """Act before data are opened, in every script that does."""
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
@@ -177,12 +181,13 @@ class ReportPart:
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; open_data: opens the training data, as
-    open_together does; complete: reads and checks what depends on the finished plan, and returns its Plan.own[name];
-    hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible; store: loads the module that reads URLs of
+    Trigger.schemes; open_data: opens the training data, as open_together does; complete: reads and checks what depends
+    on the finished plan, and returns its Plan.own[name]; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    store: Callable[[], ModuleType] | None = None
     open_data: Callable[..., "EncodedDataset"] | None = None
     complete: Callable[["Plan", "Ranks"], object] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

@@ -7,16 +7,24 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
+    schemes: of URLs that it reads, or * for all.
     """
 
     title: str
     flags: str
     always: bool = False
     leaves: str = ""
+    schemes: str = ""
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "object_store": Trigger(
+        "data by URLs, in object stores and on web servers",
+        "allow_http object_cache_dir object_cache_gb",
+        always=True,
+        schemes="*",
+    ),
     "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
     "best": Trigger(
         "the checkpoint with the best evaluation is kept, or becomes the model",
