@@ -56,7 +56,8 @@ def core_features(args: Arguments) -> Iterator[Feature]:
             needs["whole_sample"] = "its answers are scored there"
         if training.objective in ("grpo", "ppo"):
             needs["whole_matrices"] = "answers are drawn on one rank"
-        yield Feature(f"--objective {training.objective}", needs)
+        draws = training.objective in ("grpo", "ppo")
+        yield Feature(f"--objective {training.objective}", needs, ("given_answers",) if draws else ())
     for name in GROUPINGS:
         if getattr(args.data, name):
             yield Feature(f"--{name} True", {"known_samples": "--tokens_per_micro_batch N evens out work without it"})
@@ -107,8 +108,5 @@ def _ways_to_run(args: Arguments) -> Iterator[Feature]:
             "trained_layers": "a stage without trained weights has nothing to do",
         }
         yield Feature(f"--pipeline_parallel_size {size}", needs, ("whole_layers",))
-    if training.torch_compile:
-        untried = "no other is tried"
-        yield Feature("--torch_compile True", {"whole_matrices": untried, "whole_layers": untried})
     if training.gradient_checkpointing == "auto":
         yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

@@ -10,12 +10,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, ReportPart
+from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, ReportPart, Wrap
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.plan import ModelPlan
+    from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
 
 
@@ -34,6 +38,18 @@ class Active:
     def open_data(self) -> Callable[..., "EncodedDataset"] | None:
         """What opens the training data; None without an extension that does."""
         return next((each.open_data for each in self.extensions if each.open_data is not None), None)
+
+    def wraps(self) -> list[Wrap]:
+        """What changes models and their engine."""
+        return [each.wrap for each in self.extensions if each.wrap is not None]
+
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.filled(model, plan, resolved, ranks)]
+
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.started(new)]
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
@@ -94,6 +110,11 @@ def _store(scheme: str) -> ModuleType:
 
 def _extension(name: str) -> Extension:
     found: Extension = _part(name, "extension", "extension")
+    if found.wrap is not None:
+        where = f"llava_ds/extensions/{name}/extension.py: {type(found.wrap).__name__}"
+        if not isinstance(found.wrap, Wrap):
+            raise ConfigError(f"{where}: give a value of a class of extensions/base.py's Wrap")
+        _refuse_unknown(vars(type(found.wrap)), Wrap, where)
     for phase, hook in found.hooks:
         where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.plan import ModelPlan
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
     from llava_ds.train.plan import Plan
@@ -33,6 +36,7 @@ PROPERTIES = {
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
     "known_samples": "all samples before the first step",
+    "given_answers": "answers from records",
 }
 
 
@@ -41,8 +45,9 @@ class ExtensionFlags:
 
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
     property where values decide, of either); moments: numbers that the optimizer keeps for each trained weight beside
-    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; needs_text: it has no use
-    for a model that gives no text.
+    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; compiles: layers may be
+    compiled; fuses: kernels of layers are fused, which the flag of this text asks for; needs_text: it has no use for a
+    model that gives no text.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -57,6 +62,19 @@ class ExtensionFlags:
         """True if the extension reads samples: of data_path, or else of the eval set, or else those that are trained
         on."""
         return False
+
+    compiles: ClassVar[bool] = False
+    fuses: ClassVar[str] = ""
+
+    @property
+    def mlp_tokens(self) -> int | None:
+        """Tokens that an MLP of the language model takes at a time; None for all."""
+        return None
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int) -> Iterator[str]:
+        """A line for each flag by which a run needs less memory. tokens: of its largest micro-batch."""
+        yield from ()
 
     @property
     def rewinds(self) -> bool:
@@ -177,17 +195,28 @@ class ReportPart:
         return []
 
 
-@dataclass(frozen=True)
-class Extension:
-    """What an extension adds beside its flags; every slot is optional.
+class Wrap:
+    """What an extension changes in each model that trains, and in the engine over them.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; store: loads the module that reads URLs of
-    Trigger.schemes; open_data: opens the training data, as open_together does; complete: reads and checks what depends
-    on the finished plan, and returns its Plan.own[name]; hooks: what acts between steps, by phase.
+    All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
     """
 
-    check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
-    store: Callable[[], ModuleType] | None = None
-    open_data: Callable[..., "EncodedDataset"] | None = None
-    complete: Callable[["Plan", "Ranks"], object] | None = None
-    hooks: tuple[tuple[Phase, type[Hook]], ...] = ()
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights, and no engine yet."""
+        return []
+
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step, and before the largest micro-batch is tried."""
+        return []
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What an extension adds beside its flags; every slot is optional."""
+
+    check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on what JSON or device makes impossible
+    store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
+    open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, as open_together does
+    complete: Callable[["Plan", "Ranks"], object] | None = None  # reads what a finished plan needs: its Plan.own[name]
+    wrap: Wrap | None = None  # changes the model and its engine
+    hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps

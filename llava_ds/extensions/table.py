@@ -36,6 +36,9 @@ EXTENSIONS: dict[str, Trigger] = {
         "sample_steps num_sample_questions sample_max_new_tokens sample_data_path",
         leaves="samples.jsonl",
     ),
+    "liger": Trigger("Liger's fused kernels in the language model", "use_liger_kernel"),
+    "mlp_tiles": Trigger("MLPs on some tokens at a time, for long samples", "mlp_tile_tokens"),
+    "compile": Trigger("layers compiled by torch.compile", "torch_compile torch_compile_backend"),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import toys
-from extension_there import if_there
+from known_flags import known_cases
 from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, toy_run
 from sharing import (
     OFFLOAD,
@@ -39,11 +39,9 @@ FEW = {
     "plain-sp2-packed": (2, 3, {**SHARED, **PACKED, **TRAINED_TOWER}),
     "torn-sp2": (2, 2, {**SHARED, **PACKED, **TORN, "dataloader_num_workers": 1}),
 }
-STREAMED = if_there(
-    "streaming", **{"stream": (1, 0, {"stream": True}), "stream-sp2": (2, 2, {"stream": True, **SHARED, **PACKED})}
-)
 MORE = {
-    **STREAMED,
+    "stream": (1, 0, {"stream": True}),
+    "stream-sp2": (2, 2, {"stream": True, **SHARED, **PACKED}),
     "plain-sp2-auto": (2, 3, {**SHARED, **TRAINED_TOWER, **AUTO}),
     "lora": (1, 0, LORA),
     "lora-sp2": (2, 3, {**SHARED, **LORA}),
@@ -67,6 +65,7 @@ MORE = {
     "plain-sp2-compiled": (2, 1, {**SHARED, **TRAINED_TOWER, "torch_compile": True, "torch_compile_backend": "eager"}),
     "plain-sp2-micro_batch": (2, 2, {**SHARED, **TRAINED_TOWER, "loss_reduction": "micro_batch"}),
 }
+FEW, MORE = known_cases(FEW), known_cases(MORE)
 
 
 @pytest.fixture(scope="module")
