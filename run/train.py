@@ -15,13 +15,14 @@ if __name__ == "__main__":
 
 import torch
 
+from llava_ds.extensions.active import choice
 from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.train.hooks import make_hooks
 from llava_ds.train.loop import train
-from llava_ds.train.plan import make_plan, show_dry_run
+from llava_ds.train.plan import make_plan
 from llava_ds.train.session import build, finish
 from llava_ds.train.start import name_sources, start
 
@@ -47,7 +48,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
         plan = replace(plan, own={"eval_tasks": open_tasks(plan, started.ranks)})
     plan = plan.completed(started.ranks)
     if plan.args.training.dry_run:
-        return show_dry_run(plan, started.ranks)
+        return choice("dry_run", True)(plan, started.ranks)
     session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
     hooks = make_hooks(session)  # what acts between steps
     with older_objects_passed_over():

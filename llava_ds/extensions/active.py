@@ -95,6 +95,14 @@ def active(names: Iterable[str]) -> Active:
     return Active(tuple(_extension(name) for name in EXTENSIONS if name in set(names)))
 
 
+def choice(flag: str, value: object) -> Callable:
+    """What an extension does for a value of a core's flag. Raises ConfigError where none has it."""
+    for name, trigger in EXTENSIONS.items():
+        if value in trigger.values.get(flag, ()):
+            return _extension(name).choices[flag]
+    raise ConfigError(f"--{flag} {value} needs an extension that is not in llava_ds/extensions: give another value")
+
+
 def store_of(url: str) -> ModuleType:
     """What reads a URL. Raises ConfigError where no extension does."""
     return _store(url.partition("://")[0].lower())

@@ -215,6 +215,7 @@ class Extension:
     """What an extension adds beside its flags; every slot is optional."""
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on what JSON or device makes impossible
+    choices: Mapping[str, Callable] = field(default_factory=dict)  # what its values of the core's flags do, by flag
     store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
     open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, as open_together does
     complete: Callable[["Plan", "Ranks"], object] | None = None  # reads what a finished plan needs: its Plan.own[name]

@@ -1,5 +1,6 @@
 """All extensions, in the order in which they act: the one place of the core that knows their names."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -8,17 +9,23 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    schemes: of URLs that it reads, or * for all.
+    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all.
     """
 
     title: str
     flags: str
     always: bool = False
     leaves: str = ""
+    values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "planning": Trigger(
+        "the memory and the speed of a run before it starts, and what fits",
+        "",
+        values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
+    ),
     "object_store": Trigger(
         "data by URLs, in object stores and on web servers",
         "allow_http object_cache_dir object_cache_gb",
