@@ -86,7 +86,7 @@ def test_eval_waits_for_its_sums(name):
 
 
 def test_sample_answers_wait_for_their_tokens(tokenizer):
-    own = pytest.importorskip("llava_ds.extensions.samples.answers")
+    own = pytest.importorskip("llava_ds.extensions.samples.sampled_answers")
     prompts = [own.SampleQuestion(i, str(i), "?", [], "", one) for i, one in enumerate(SAMPLES)]
     with gpu() as rules:
         engine = engine_on(rules)

@@ -20,8 +20,8 @@ from typing import NamedTuple, TypeVar
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, FileChanged
-from llava_ds.extensions.object_store.cache import ObjectCache
 from llava_ds.extensions.object_store.flags import ALLOW_HTTP, FOLDER, MAX_BYTES
+from llava_ds.extensions.object_store.object_cache import ObjectCache
 from llava_ds.files.sized_file import SizedFile
 from llava_ds.files.urls import HTTP, URL, is_remote
 

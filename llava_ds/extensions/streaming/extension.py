@@ -3,7 +3,7 @@
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.extensions.base import Extension, Hook, Phase
-from llava_ds.extensions.streaming.dataset import StreamedDataset, open_streamed
+from llava_ds.extensions.streaming.streamed_dataset import StreamedDataset, open_streamed
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import broadcast_from_first, print_first
 from llava_ds.tracking.run_record import complete_run_record, data_record

@@ -61,7 +61,7 @@ def preflight(num_records: int = 100_000, workers: int = 1, tokenizer: str = "",
         )
         started = time.perf_counter()
         if stream:
-            from llava_ds.extensions.streaming.dataset import streamed
+            from llava_ds.extensions.streaming.streamed_dataset import streamed
 
             encoded = streamed(DataSpec.of(*given), partial(shards_in_order, seed=0, epoch=0), ALONE)
             marks = [time.perf_counter()]

@@ -5,7 +5,7 @@ import toys
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.engine.runner import Direct
-from llava_ds.extensions.samples.answers import Decoding, answers, prompts_of
+from llava_ds.extensions.samples.sampled_answers import Decoding, answers, prompts_of
 from llava_ds.runtime.ranks import Ranks
 
 
