@@ -31,16 +31,16 @@ class Active:
 
     @property
     def hooks(self) -> list[tuple[Phase, type[Hook]]]:
-        """What acts between steps."""
+        """The hooks of all extensions."""
         return [hook for each in self.extensions for hook in each.hooks]
 
     @property
     def open_data(self) -> Callable[..., "EncodedDataset"] | None:
-        """What opens the training data; None without an extension that does."""
+        """The function that opens the training data; None without an extension that does."""
         return next((each.open_data for each in self.extensions if each.open_data is not None), None)
 
     def wraps(self) -> list[Wrap]:
-        """What changes models and their engine."""
+        """The wraps of all extensions."""
         return [each.wrap for each in self.extensions if each.wrap is not None]
 
     def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
@@ -76,7 +76,7 @@ def flags_class(name: str) -> type[ExtensionFlags]:
 
 
 def report_parts(run: "RunFiles") -> list[ReportPart]:
-    """What extensions say of a run that had their flags, or left their files."""
+    """The parts of a report, of extensions whose flags a run had, or whose files it left."""
 
     def has_part(name: str) -> bool:
         there = [leaf for leaf in EXTENSIONS[name].leaves.split() if (run.output_dir / leaf).exists()]
@@ -96,7 +96,7 @@ def active(names: Iterable[str]) -> Active:
 
 
 def choice(flag: str, value: object) -> Callable:
-    """What an extension does for a value of a core's flag. Raises ConfigError where none has it."""
+    """The function of an extension for a value of a core's flag. Raises ConfigError where none has it."""
     for name, trigger in EXTENSIONS.items():
         if value in trigger.values.get(flag, ()):
             return _extension(name).choices[flag]
@@ -104,7 +104,7 @@ def choice(flag: str, value: object) -> Callable:
 
 
 def store_of(url: str) -> ModuleType:
-    """What reads a URL. Raises ConfigError where no extension does."""
+    """Find the module that reads a URL. Raises ConfigError where no extension does."""
     return _store(url.partition("://")[0].lower())
 
 

@@ -176,7 +176,7 @@ class Hook:
 
 
 class ReportPart:
-    """What report.html and the model card say of an extension, from the files of a run that had its flags.
+    """The part of an extension in report.html and the model card, from the files of a run that had its flags.
 
     extensions/<name>/report.py has a subclass named Report, where there is anything to say.
     """

@@ -67,7 +67,7 @@ class RunFiles:
         return steps, values
 
     def blocks_of(self, name: str, shown: Callable[[list[dict], Path], list]) -> list:
-        """What a function shows of the rows of a .jsonl that have a step, or a sentence about what is wrong with it."""
+        """Show the rows of a .jsonl that have a step, or a sentence about what is wrong with it."""
         problems: dict[str, str] = {}
         rows = [row for row in _rows(self.output_dir, name, problems) if is_number(row.get("step"))]
         if problems:

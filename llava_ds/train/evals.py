@@ -101,7 +101,7 @@ def _metrics_of(objective: str) -> tuple[str, ...]:
 
 
 class Measure:
-    """What an extension does at evaluations (Evaluation.measures). All ranks call is_due and run together."""
+    """The part of an extension in evaluations (Evaluation.measures). All ranks call is_due and run together."""
 
     def is_due(self, step: int, last: bool) -> bool:
         """True if there is something to do at a step beside the eval loss. last: the run ends with it."""

@@ -135,7 +135,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
-    """What runs micro-batches over this mesh."""
+    """Choose what runs micro-batches over this mesh."""
     if mesh.pp == 1:
         return Direct(engine)
     from llava_ds.engine.pipeline import Pipelined

@@ -1,4 +1,4 @@
-"""What the report and the model card say of the best evaluation."""
+"""The best evaluation in the report and the model card."""
 
 from llava_ds.constants import DataError
 from llava_ds.extensions.base import ReportPart

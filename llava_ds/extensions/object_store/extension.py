@@ -1,4 +1,4 @@
-"""What reads URLs in the place of paths."""
+"""The store of URLs in the place of paths."""
 
 from types import ModuleType
 
