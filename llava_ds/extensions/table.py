@@ -9,9 +9,9 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the
-    core. One of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded
-    together, and may have flags of the same name.
+    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all; adds: values, with
+    their help, that it adds to a flag of the core. One of these loads it, and its own flags don't; extensions that add
+    values to the same flag are never loaded together, and may have flags of the same name.
     """
 
     title: str
