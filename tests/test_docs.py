@@ -18,9 +18,11 @@ from llava_ds.checkpoint import base_weights as sources
 from llava_ds.checkpoint.resume import RUN_FILES
 from llava_ds.config.arguments import every_section
 from llava_ds.config.bounds import MOST, bounds_of
-from llava_ds.config.other_trainers import ELSEWHERE, WITHOUT_EFFECT
+from llava_ds.config.other_trainers import ELSEWHERE, WITHOUT_EFFECT, by_name
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime import output_lock
 from llava_ds.runtime.launchers import free_port
 from llava_ds.tracking.mending import OTHERS as WRITTEN_ANEW
@@ -266,7 +268,8 @@ def test_the_commands_of_ones_own_data_do_what_the_page_says(tmp_path):
 def test_what_other_trainers_call_a_flag_is_answered_with_ours(tmp_path):
     given = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json"), "--output_dir", str(tmp_path)]
     known = {option for action in flags_script().build_parser()._actions for option in action.option_strings}
-    for theirs, ours in ELSEWHERE.items():
+    of_extensions = [by_name(flags_class(name).elsewhere) for name in EXTENSIONS]
+    for theirs, ours in [pair for names in (ELSEWHERE, *of_extensions) for pair in names.items()]:
         assert theirs not in known and (not ours.startswith("--") or ours.split()[0] in known)
         with pytest.raises(ConfigError, match=f"{theirs}.*{re.escape(ours)}"):
             parse_arguments([*given, theirs, "1"])

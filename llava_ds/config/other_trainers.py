@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from llava_ds.config.bounds import takes
 from llava_ds.constants import nearest_name
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 
 NO = ("False", "false", "0")
 
@@ -35,10 +37,14 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 }
 
 
+def by_name(names: Mapping[str, str]) -> dict[str, str]:
+    """What is said of flags, by each of their names. names: the names, separated by spaces, by what is said."""
+    return {name: said for said, together in names.items() for name in together.split()}
+
+
 # Other trainers' names of our flags, where the most similar name would mislead.
-ELSEWHERE = {
-    theirs: ours
-    for ours, names in {
+ELSEWHERE = by_name(
+    {
         "--data_path": (
             "--dataset --dataset_config --dataset_dir --dataset_name --dataset_path --dataset_use --train_data"
         ),
@@ -86,8 +92,6 @@ ELSEWHERE = {
         "--dataloader_num_workers": "--num_workers",
         "--freeze_backbone": "--freeze_llm",
         "--lr_scheduler_type": "--scheduler",
-        "--loss_type": "--pref_loss",
-        "--beta": "--dpo_beta --pref_beta",
         "the variable WANDB_PROJECT": "--wandb_project",
         "--output_dir": "--output_path --checkpoint_dir",
         "--output_dir (its folder tensorboard)": "--tensorboard_path --logging_dir",
@@ -100,49 +104,25 @@ ELSEWHERE = {
         "--resume never": "--overwrite_output_dir",
         "--optim (or an optimizer in the DeepSpeed JSON)": "--optimizer",
         '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",
-        '"stage" in the DeepSpeed JSON, which actor and critic share (--deepspeed_config ds_configs/zero2.json)': (
-            "--actor_zero_stage --critic_zero_stage"
-        ),
-        "--kl_ctl 0 (no reference model), for one is whole on every rank": (
-            "--offload_reference_model --reference_zero_stage"
-        ),
         "--deepspeed_config ds_configs/zero2_offload.json": "--offload",
-        "--model_name_or_path": "--actor_model_name_or_path --model --model_path --sft_model_path",
-        "--learning_rate": "--actor_learning_rate --lora_learning_rate --lr",
-        "--weight_decay": "--actor_weight_decay --critic_weight_decay",
-        "--gradient_checkpointing": (
-            "--actor_gradient_checkpointing --critic_gradient_checkpointing --activation_checkpointing --recompute"
-        ),
+        "--model_name_or_path": "--model --model_path --sft_model_path",
+        "--learning_rate": "--lora_learning_rate --lr",
+        "--gradient_checkpointing": "--activation_checkpointing --recompute",
         "--per_device_train_batch_size": (
             "--batch_size --micro_batch_size --per_device_training_batch_size --per_gpu_train_batch_size"
         ),
         "--train_batch_size": "--global_batch_size",
-        "--train_batch_size (which counts prompts)": "--generation_batches",
-        "--num_iterations": "--ppo_epochs --num_ppo_epochs",
-        "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
-        "--model_max_length (of prompt and answer)": "--max_prompt_seq_len --max_prompt_length",
-        "--kl_ctl": "--kl_coef --kl_coeff --init_kl_coef",
-        "--lora_enable True --lora_r (of actor and critic)": "--actor_lora_dim --critic_lora_dim",
-        "--max_resample_times": "--max_num_gen_batches",
-        "--num_generations": "--num_return_sequences",
         "--warmup_steps": "--num_warmup_steps",
         "--bf16 True or --fp16 True": "--dtype --mixed_precision --precision --torch_dtype",
         "--cache_dir": "--data_output_path",
         "--report_to tensorboard": "--enable_tensorboard",
         "the variable DEEPSPEED_TIMEOUT (minutes)": "--ddp_timeout",
-    }.items()
-    for theirs in names.split()
-}
+    }
+)
 
 # Flags that have no counterpart here, and why.
-NOT_HERE = {
-    name: reason
-    for reason, names in {
-        "answers are drawn over the engine's own tensors": (
-            "--enable_hybrid_engine --inference_tp_size --release_inference_cache --tp_gather_partition_size "
-            "--unpin_actor_parameters"
-        ),
-        "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
+NOT_HERE = by_name(
+    {
         "the tower trains with --unfreeze_mm_vision_tower alone": "--freeze_vision_tower --freeze_vit",
         "nothing is padded": "--num_padding_at_beginning",
         "samples are always laid end to end": "--data_flatten --data_packing --packing --packing_length",
@@ -156,10 +136,8 @@ NOT_HERE = {
         "every loss is logged": "--print_loss",
         "the eval loss is of all eval samples": "--eval_iters",
         "language models have the dropout of their config.json, which is usually none": "--disable_dropout --dropout",
-        "no loss of other text can be added to that of rewards yet": "--unsup_coef --unsupervised_dataset_name",
-    }.items()
-    for name in names.split()
-}
+    }
+)
 
 
 def without_effect(values: object) -> tuple[list[str], list[str]]:
@@ -180,6 +158,9 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
     """A line for every flag that the parser left over, with our name for it. known: all options, and what reads them;
     None for those of another parser."""
     after_flag = False
+    sections = list(map(flags_class, EXTENSIONS))
+    elsewhere = ELSEWHERE | {name: ours for each in sections for name, ours in by_name(each.elsewhere).items()}
+    not_here = NOT_HERE | {name: why for each in sections for name, why in by_name(each.not_here).items()}
     for token, after in zip(unknown, [*unknown[1:], "--"]):
         flag, has_value, value = token.partition("=")
         if not flag.startswith("-") or (after_flag and _is_number(flag)):
@@ -187,13 +168,13 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
                 yield f"unexpected argument {flag!r}: every value belongs behind a --flag"
             continue
         after_flag = "=" not in token
-        if flag in NOT_HERE:
-            yield f"unknown flag {flag}: leave it out, for {NOT_HERE[flag]}"
+        if flag in not_here:
+            yield f"unknown flag {flag}: leave it out, for {not_here[flag]}"
             continue
         value = value if has_value else after
         useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}
         fitting = [name for name, action in useful.items() if action is None or takes(action, value)]
-        nearest = ELSEWHERE.get(flag) or nearest_name(flag, fitting)
+        nearest = elsewhere.get(flag) or nearest_name(flag, fitting)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help all lists all flags"
         yield f"unknown flag {flag}{hint}"
 

@@ -15,7 +15,6 @@ from llava_ds.tracking.chart import bar_chart
 from llava_ds.tracking.curves import learning_curves, machine_curves, objective_curves
 from llava_ds.tracking.mistakes import mistakes_part
 from llava_ds.tracking.result import evaluation_part, result_card
-from llava_ds.tracking.rewarded import rewarded_answers
 from llava_ds.tracking.run_files import RunFiles, read_run
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
@@ -54,7 +53,6 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 def report_page(run: RunFiles) -> str:
     """The page, as HTML: the result of the run first, then how it learnt, then what the machine did."""
     sections = {
-        "Rewarded answers": run.blocks_of("rollouts.jsonl", rewarded_answers),
         "Mistakes": mistakes_part(run),
         "Learning": learning_curves(run),
         "Objective": objective_curves(run),

@@ -21,7 +21,6 @@ def known():
         ("--learningrate 1e-4", "did you mean --learning_rate?"),
         ("--per_device_train_batchsize 8", "did you mean --per_device_train_batch_size?"),
         ("--lora_alpah 8", "did you mean --lora_alpha?"),
-        ("--temprature=1", "did you mean --temperature?"),
         ("--save_limit 3", "did you mean --save_total_limit?"),
         ("--data_seeds 4", "did you mean --data_seed?"),
         ("--max_grad_nrom 1", "did you mean --max_grad_norm?"),

@@ -820,7 +820,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--dataset_name", ": did you mean --data_path?"),
         ("--dataset_train_split", ": did you mean --data_split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
-        ("--ppo_epochs", ": did you mean --num_iterations?"),
         ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
         ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),
         ("--pipeline_model_parallel_size", ": did you mean --pipeline_parallel_size?"),
@@ -830,10 +829,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--expert_model_parallel_size", ": did you mean --ep_size?"),
         ("--tp", ": did you mean --tensor_parallel_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
-        (
-            "--offload_reference_model",
-            ": did you mean --kl_ctl 0 (no reference model), for one is whole on every rank?",
-        ),
         ("--num_padding_at_beginning", ": leave it out, for nothing is padded"),
         ("--lora_dim", ": did you mean --lora_r?"),
         ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),

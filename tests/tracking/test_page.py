@@ -207,6 +207,7 @@ def test_a_logarithmic_axis_is_marked_as_such():
     assert "log scale" not in chart(3, 2, 1) and "each step" in Elements(chart(3, 2, 1)).text
 
 
+@needs_extension("rl")
 def test_answers_that_were_rewarded(tmp_path):
     text = Elements(write_report(write_run(tmp_path / "run")).read_text()).text
     begin = text.rindex("Rewarded answers")

@@ -111,6 +111,34 @@ class Flags(ExtensionFlags):
     vf_coef: Rate = _ppo(0.1, "ppo: weight of the critic's loss beside the actor's.")
     clip_reward_value: Positive = _ppo(5.0, "ppo: most that the reward of an answer counts, either way.")
 
+    elsewhere: ClassVar = {
+        '"stage" in the DeepSpeed JSON, which actor and critic share (--deepspeed_config ds_configs/zero2.json)': (
+            "--actor_zero_stage --critic_zero_stage"
+        ),
+        "--kl_ctl 0 (no reference model), for one is whole on every rank": (
+            "--offload_reference_model --reference_zero_stage"
+        ),
+        "--model_name_or_path": "--actor_model_name_or_path",
+        "--learning_rate": "--actor_learning_rate",
+        "--weight_decay": "--actor_weight_decay --critic_weight_decay",
+        "--gradient_checkpointing": "--actor_gradient_checkpointing --critic_gradient_checkpointing",
+        "--train_batch_size (which counts prompts)": "--generation_batches",
+        "--num_iterations": "--ppo_epochs --num_ppo_epochs",
+        "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
+        "--model_max_length (of prompt and answer)": "--max_prompt_seq_len --max_prompt_length",
+        "--kl_ctl": "--kl_coef --kl_coeff --init_kl_coef",
+        "--lora_enable True --lora_r (of actor and critic)": "--actor_lora_dim --critic_lora_dim",
+        "--max_resample_times": "--max_num_gen_batches",
+        "--num_generations": "--num_return_sequences",
+    }
+    not_here: ClassVar = {
+        "answers are drawn over the engine's own tensors": (
+            "--enable_hybrid_engine --inference_tp_size --release_inference_cache --tp_gather_partition_size "
+            "--unpin_actor_parameters"
+        ),
+        "rollouts.jsonl has answers of every step with their rewards": "--print_answers --print_answers_interval",
+        "no loss of other text can be added to that of rewards yet": "--unsup_coef --unsupervised_dataset_name",
+    }
     numbers: ClassVar = {
         "reward": Number("Reward of answers", "reward {:.3f}"),
         "reward_std": Number("Spread of rewards among the answers to a prompt"),

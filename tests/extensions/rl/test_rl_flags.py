@@ -68,3 +68,16 @@ def test_the_tiny_recipes_eval_samples_are_not_blamed_on_a_run_of_rewards(object
     argv = [*NEEDED, "--objective", objective, "--reward_funcs", "exact"]
     assert not {"eval_fraction", "eval_steps"} & set(tiny_defaults(argv, RECIPES))
     assert parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--ppo_epochs", "did you mean --num_iterations?"),
+        ("--temprature", "did you mean --temperature?"),
+        ("--offload_reference_model", "did you mean --kl_ctl 0 (no reference model), for one is whole on every rank?"),
+        ("--print_answers", "leave it out, for rollouts.jsonl has answers of every step with their rewards"),
+    ],
+)
+def test_misspelled_flags_and_those_of_other_trainers_lead_to_ours(flag, hint):
+    assert f"unknown flag {flag}: {hint}" in refusal(flag, "1")

@@ -2,11 +2,24 @@
 
 from pathlib import Path
 
+from llava_ds.extensions.base import ReportPart
 from llava_ds.tracking.blocks import Block, note, styled
+from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.shown_images import shown_image, spread
 
 MOST_STEPS, MOST_ANSWERS = 8, 6
+
+
+class Report(ReportPart):
+    """The answers that the run drew."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self.blocks = run.blocks_of("rollouts.jsonl", rewarded_answers)
+
+    def sections(self) -> dict[str, list[Block]]:
+        """Cards of the prompts."""
+        return {"Rewarded answers": self.blocks}
 
 
 def rewarded_answers(rows: list[dict], output_dir: Path) -> list[Block]:
