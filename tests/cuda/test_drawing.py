@@ -9,8 +9,6 @@ from fake_models import arguments, built, sample, tower_plan
 
 from llava_ds.engine.frozen import Scorer
 from llava_ds.engine.twin import twin_of
-from llava_ds.extensions.rl.policy_batches import StepTotals
-from llava_ds.extensions.rl.value_batches import moments
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.train import sampling
 from llava_ds.train.sampling import DrawRules, draw_answers
@@ -50,7 +48,9 @@ def test_scores_of_answers(value_head):
 
 
 def test_moments_of_values():
+    batches = pytest.importorskip("llava_ds.extensions.rl.policy_batches")
+    values = pytest.importorskip("llava_ds.extensions.rl.value_batches")
     with gpu() as rules:
         ones = torch.ones(5, dtype=torch.float64, device=CUDA)
-        moments([ones, ones], ones / 5, StepTotals(1, 1, 5, 1.0), Mesh(dp=1, dp_rank=0))
+        values.moments([ones, ones], ones / 5, batches.StepTotals(1, 1, 5, 1.0), Mesh(dp=1, dp_rank=0))
         assert set(rules.waits) == {"the critic's values", "sums over the answers of a step"}
