@@ -45,11 +45,11 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-.PHONY: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
+TARGETS := install pretrain finetune moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
-	@echo 'targets: install pretrain finetune dpo reward grpo ppo ppo-judged ppo-descriptions moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean'
+	@echo 'targets: $(TARGETS)'
 
 install: $(VENV)/.installed
 
@@ -84,74 +84,6 @@ evaluate: install
 	$(ASK) run/evaluate.py --model_path $(OUTPUT)-finetune --compare_blank_image --compare_without_image \
 	  --output $(OUTPUT)-finetune/evaluation.json \
 	  $(if $(EVAL_DATA),--data_path '$(EVAL_DATA)') $(if $(EVAL_IMAGES),--image_folder '$(EVAL_IMAGES)')
-
-# After make finetune: the tiny model learns to prefer right answers to its own wrong ones; scores before and after.
-dpo: install
-	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/questions
-	$(BIN)/python run/dev/write_pairs.py output/questions --prefix drawn --drawn_from output/tiny-finetune --train 8000 --heldout 1000
-	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-dpo.yaml \
-	  --model_name_or_path output/tiny-finetune --data_path output/questions/drawn-train.json \
-	  --eval_data_path output/questions/drawn-heldout.json --image_folder output/questions $(ARGS)
-	for model in tiny-finetune tiny-dpo; do \
-	  $(BIN)/python run/evaluate.py --model_path output/$$model --task preference --output output/$$model/preference.json \
-	    --data_path output/questions/drawn-heldout.json --image_folder output/questions && \
-	  $(BIN)/python run/evaluate.py --model_path output/$$model --output output/$$model/counting.json \
-	    --data_path output/questions/heldout.json --image_folder output/questions; done
-
-# The same start becomes a reward model; its accuracy on held-out pairs, also with the image withheld.
-reward: install
-	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/judged --counting 0.6 --twice relation --train 42000
-	$(BIN)/python run/dev/write_pairs.py output/judged --train 42000
-	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-reward.yaml \
-	  --model_name_or_path output/tiny-finetune --data_path output/judged/pairs-train.json --image_folder output/judged $(ARGS)
-	$(BIN)/python run/evaluate.py --model_path output/tiny-finetune --task preference --output output/tiny-finetune/pairs.json \
-	  --data_path output/judged/pairs-heldout.json --image_folder output/judged
-	$(BIN)/python run/evaluate.py --model_path output/tiny-reward --task preference --output output/tiny-reward/pairs.json \
-	  --compare_blank_image --compare_without_image \
-	  --data_path output/judged/pairs-heldout.json --image_folder output/judged
-
-# After make finetune: the tiny model learns to count by rewards of its own answers; scores before and after.
-grpo: install
-	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/questions
-	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-grpo.yaml \
-	  --model_name_or_path output/tiny-finetune --data_path output/questions/train.json --image_folder output/questions $(ARGS)
-	for model in tiny-finetune tiny-grpo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
-	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
-
-# The same with PPO, whose critic starts from the tuned model too.
-ppo: install
-	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/questions
-	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo.yaml \
-	  --model_name_or_path output/tiny-finetune --data_path output/questions/train.json --image_folder output/questions $(ARGS)
-	for model in tiny-finetune tiny-ppo; do $(BIN)/python run/evaluate.py --model_path output/$$model \
-	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
-
-# After make reward, too: its reward model alone judges the answers, and the critic starts from it.
-ppo-judged: install
-	@for model in tiny-finetune tiny-reward; do test -e output/$$model/config.json || \
-	  { echo "there is no output/$$model yet: run make $${model#tiny-}" >&2; exit 2; }; done
-	$(BIN)/python run/dev/write_questions.py output/questions
-	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo.yaml --reward_weights 0,1 \
-	  --temperature 1 --num_iterations 1 --max_steps 250 --learning_rate 6e-4 --critic_learning_rate 3e-4 \
-	  --reward_model_name_or_path output/tiny-reward --critic_model_name_or_path output/tiny-reward \
-	  --output_dir output/tiny-ppo-judged --model_name_or_path output/tiny-finetune \
-	  --data_path output/questions/train.json --image_folder output/questions $(ARGS)
-	for model in tiny-finetune tiny-ppo-judged; do $(BIN)/python run/evaluate.py --model_path output/$$model \
-	  --data_path output/questions/heldout.json --image_folder output/questions --output output/$$model/counting.json; done
-
-# Answers of many tokens: PPO with a price on leaving the start, rewarded for right facts in descriptions of scenes.
-ppo-descriptions: install
-	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(BIN)/python run/dev/write_questions.py output/descriptions --descriptions --train 6000
-	$(LAUNCH) run/rl.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-ppo-descriptions.yaml \
-	  --model_name_or_path output/tiny-finetune --data_path output/descriptions/train.json --image_folder output/descriptions $(ARGS)
-	for model in tiny-finetune tiny-ppo-descriptions; do $(BIN)/python run/evaluate.py --model_path output/$$model \
-	  --data_path output/descriptions/heldout.json --image_folder output/descriptions --metric run/recipes/facts.py:facts \
-	  --output output/$$model/descriptions.json; done
 
 # After make finetune: its MLPs become mixtures of experts and go on learning; scores before and after.
 moe: install
@@ -302,3 +234,7 @@ lint: install
 
 clean:
 	rm -rf $(VENV) $(LMMS) $(TRL) $(VLLM) $(LLAMA_CPP) output .pytest_cache .ruff_cache *.egg-info
+
+-include llava_ds/extensions/*/targets.mk
+
+.PHONY: $(TARGETS)

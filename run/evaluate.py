@@ -31,8 +31,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add(
         "--metric",
         default="exact",
-        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function as --reward_funcs of run/rl.py "
-        "takes it (default: %(default)s)",
+        help=f"of --task llava: one of {', '.join(CHOSEN_METRICS)}, or file.py:function, "
+        "which gets lists of prompts, completions, references and ids (default: %(default)s)",
     )
     add("--split", help="of ScienceQA (default: test), or of --data_path of --task llava and preference")
     add("--limit", type=number(Count), help="ask the first questions only")

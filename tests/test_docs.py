@@ -29,6 +29,7 @@ from llava_ds.tracking.mending import OTHERS as WRITTEN_ANEW
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "ds_configs" / "README.md"]
 SCRIPTS = [ROOT / "Makefile", ROOT / "run" / "slurm.sh", ROOT / "run" / "hostfile.example"]
+SCRIPTS += sorted((ROOT / "llava_ds" / "extensions").glob("*/targets.mk"))
 FLAG = re.compile(r"(?<![\w`.-])`?(--[a-zA-Z][\w-]*)")
 FENCED = re.compile(r"^```bash\n(.*?)^```", re.S | re.M)
 

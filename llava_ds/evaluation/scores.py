@@ -274,7 +274,7 @@ METRICS = {
 
 
 def metric_of(name: str) -> Callable[[list[Question], list[str]], Scored]:
-    """The metric of a name: of METRICS, or path.py:function, a function as --reward_funcs takes them.
+    """The metric of a name: of METRICS, or path.py:function, as function_of_file takes it.
 
     Raises ConfigError where there is none.
     """

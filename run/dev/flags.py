@@ -10,7 +10,13 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
-from llava_ds.config.arguments import DataArguments, ModelArguments, TrainingArguments, every_flag
+from llava_ds.config.arguments import (
+    DataArguments,
+    ModelArguments,
+    TrainingArguments,
+    every_flag,
+    every_objective,
+)
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT
 from llava_ds.config.parsing import build_parser
 from llava_ds.config.recipes import read_recipe
@@ -129,6 +135,8 @@ def spellings() -> list[str]:
 def recipes() -> list[str]:
     """A table of the recipes' values, a column for each."""
     found = {path.stem: read_recipe(path) for path in sorted((RUN / "recipes").glob("*.yaml"))}
+    objectives = {"sft", *every_objective()}  # without those of extensions that were deleted
+    found = {name: recipe for name, recipe in found.items() if recipe.get("objective", "sft") in objectives}
     names = list(dict.fromkeys(name for recipe in found.values() for name in recipe))
     lines = ["### The recipes\n", row("flag", *found), "| --- |" + " --- |" * len(found)]
     for name in names:
