@@ -7,13 +7,15 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
+    model_types: of config.json in folders that it reads, or refuses with a reason.
     """
 
     title: str
-    flags: str
+    flags: str = ""
     always: bool = False
     leaves: str = ""
+    model_types: str = ""
 
 
 EXTENSIONS: dict[str, Trigger] = {
@@ -25,4 +27,9 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+    "ready": Trigger(
+        "vision-language models of transformers' own classes, such as Qwen-VL and Gemma",
+        model_types="idefics3 smolvlm internvl gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 glm4v "
+        "glm46v gemma3n gemma4_unified paligemma qwen3_5_moe mllama",
+    ),
 }

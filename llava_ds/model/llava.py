@@ -4,7 +4,7 @@
 """The composition of tower, projector and language model, over one micro-batch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,17 +19,14 @@ from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
 
-if TYPE_CHECKING:
-    from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
-
 
 class LlavaModel(nn.Module):
     """A LLaVA over samples laid end to end."""
 
     def __init__(
         self,
-        vision_tower: "VisionTower | ReadyTower",
-        projector: "Projector | Connector",
+        vision_tower: VisionTower,
+        projector: Projector,
         language_model: nn.Module,
         newline: Newline | None = None,
         value_head: ValueHead | None = None,
@@ -175,7 +172,7 @@ def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
 
 def assemble(
     text_config: PreTrainedConfig,
-    tower: "TowerPlan | ReadyVision",
+    tower: TowerPlan,
     args: ModelArguments,
     mean: torch.Tensor,
     std: torch.Tensor,

@@ -36,7 +36,6 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled, length_note
 from llava_ds.model.families.upcycled import OF_UPCYCLED
 from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.open.folder import sharing_problems
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.runtime.ranks import (
     Ranks,
@@ -128,11 +127,9 @@ def make_plan(start: Start) -> Plan:
     args = with_objective_defaults(args.replaced(version=resolve_template(args.model.version)))
     rewards = _open_rewards(args, ranks)
     model, images, form = _plan_model(args)
-    if model.ready is not None:
-        from llava_ds.train.ready_trial import check_ready
-
-        tried = model, images, model.sources.vision_tower.path, args.data.cache_dir
-        print_first(broadcast_from_first(ranks, partial(check_ready, *tried)))
+    if model.architecture is not None:
+        tried = partial(model.architecture.try_out, model, images, args.data.cache_dir)
+        print_first(broadcast_from_first(ranks, tried))
     judges = _plan_judges(args, model, images)
     raw_config = start.raw_config
     if raw_config is None:
@@ -194,7 +191,7 @@ def _plan_judges(args: Arguments, model: ModelPlan, images: ImageOptions) -> "tu
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
-    if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
+    if model.architecture is not None and (shared := model.architecture.sharing_problems(args)):  # in the JSON, too
         raise ConfigError("\n".join(shared))
     check_axes(args, model.text_config)
     print_first(*model.notes, *_check_experts(args, model))

@@ -13,7 +13,7 @@ from fake_models import arguments, built, delta_net_kernels, on_gpu, sample
 from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig
 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
-from llava_ds.model.families.ready import family_of, register_text_models
+from llava_ds.extensions.ready.known_families import family_of, register_text_models
 from llava_ds.model.heads import SummedLoss
 from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.model.plan import plan_model

@@ -21,10 +21,11 @@ from llava_ds.data.dataset import ALONE, EncodedDataset, PreflightOptions, open_
 from llava_ds.data.encoded_rows import media_from_text
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.sources import SourceOptions, open_sources, read_samples
-from llava_ds.geometry import ReadyImageOptions, coordinate_frame, media_layout
+from llava_ds.extensions.ready.ready_images import ReadyImageOptions
+from llava_ds.extensions.ready.ready_tilings import CellTiling
+from llava_ds.geometry import coordinate_frame, media_layout
 from llava_ds.model.plan import read_parts
 from llava_ds.template_variables import set_variables
-from llava_ds.tilings import CellTiling
 
 SIZES = [(40, 70), (70, 40), (64, 64), (200, 90), (97, 131), (300, 300)]
 QUESTION, ANSWER = "<image>\nFind the <ref-object>.", "It is at <bbox>, its middle <bbox>."

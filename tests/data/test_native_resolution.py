@@ -18,11 +18,12 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, ConfigError, DataError
-from llava_ds.data.native_resolution import axis_positions, tower_inputs
-from llava_ds.export.ready_folder import write_image_sizes
-from llava_ds.model.families.ready import family_of
+from llava_ds.extensions.ready.axes import axis_positions, tower_inputs
+from llava_ds.extensions.ready.exported_folder import write_image_sizes
+from llava_ds.extensions.ready.known_families import family_of
+from llava_ds.extensions.ready.ready_tilings import BudgetTiling, CellTiling, FrameCells
 from llava_ds.model.plan import plan_model, read_parts
-from llava_ds.tilings import BudgetTiling, CellTiling, FrameCells, Grid
+from llava_ds.tilings import Grid
 from llava_ds.videos import FrameChoice
 
 

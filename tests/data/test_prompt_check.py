@@ -22,10 +22,9 @@ from token_text import text_of_ids
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, ConfigError
-from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.end_markers import check_tokenizer
 from llava_ds.data.prompt_check import PromptCheck, fitting_variables, has_thought, with_asked_prompt
-from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES as LLAVAS
 from llava_ds.geometry import ImageOptions

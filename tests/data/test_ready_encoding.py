@@ -20,18 +20,18 @@ from transformers.video_utils import VideoMetadata
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data import encoded_rows as rows_module
+from llava_ds.data.encode import encoder_of
 from llava_ds.data.encoded_rows import SizedMedia, media_from_text, media_to_text
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_images, load_media, probe
-from llava_ds.data.native_resolution import axis_positions
-from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.extensions.ready.axes import axis_positions
+from llava_ds.extensions.ready.family import media_ids
+from llava_ds.extensions.ready.known_families import family_of
+from llava_ds.extensions.ready.ready_tilings import FrameCells
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.layouts import MediaLayout
-from llava_ds.model.families.ready import family_of
-from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.plan import read_parts
-from llava_ds.tilings import FrameCells
 from llava_ds.videos import Footage, video_frames
 
 SIZES = [(40, 70), (70, 40), (32, 32), (33, 31), (200, 20), (20, 200), (1, 1), (97, 96), (5, 90), (300, 300)]

@@ -12,8 +12,9 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.images import video
 from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media
+from llava_ds.extensions.ready.ready_videos import moment_times
 from llava_ds.geometry import ImageOptions, media_layout
-from llava_ds.videos import moment_times, video_frames
+from llava_ds.videos import video_frames
 
 OPTIONS = ImageOptions(24, 8, (0.5, 0.5, 0.5), video_fps=5, frames_upbound=8)
 needs_av = pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="PyAV is not installed")

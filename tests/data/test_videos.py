@@ -9,9 +9,10 @@ import toys
 from llava_ds.constants import DataError
 from llava_ds.data.images import video
 from llava_ds.data.sample import FileRef
-from llava_ds.model.families.ready_family import chosen_frames, media_ids
-from llava_ds.tilings import SplitTiling
-from llava_ds.videos import FrameChoice, VideoRule, even_frames, in_words, moment_times, video_frames
+from llava_ds.extensions.ready.family import chosen_frames, media_ids
+from llava_ds.extensions.ready.ready_tilings import SplitTiling
+from llava_ds.extensions.ready.ready_videos import VideoRule, in_words, moment_times
+from llava_ds.videos import FrameChoice, even_frames, video_frames
 
 
 def test_frames_are_taken_evenly():

@@ -20,9 +20,9 @@ from llava_ds.evaluation.option_letters import matched_letter, named_letter, say
 from llava_ds.evaluation.question import Question, with_resized_sizes
 from llava_ds.evaluation.score_table import as_json
 from llava_ds.evaluation.scores import METRICS, metric_of, reference_for
-from llava_ds.geometry import ReadyImageOptions
+from llava_ds.extensions.ready.ready_images import ReadyImageOptions
+from llava_ds.extensions.ready.ready_tilings import CellTiling
 from llava_ds.infer.generate import Prompt
-from llava_ds.tilings import CellTiling
 
 GOLDENS = Path(__file__).parent / "goldens"
 

@@ -39,7 +39,7 @@ from transformers.models.smolvlm.video_processing_smolvlm import get_resize_outp
 from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
-from llava_ds.videos import in_words
+from llava_ds.extensions.ready.ready_videos import in_words
 
 SIDE, PATCH = 32, 8  # of a tile and of a patch, in pixels: 4 features a tile
 TEXT = {

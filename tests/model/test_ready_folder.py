@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments, trained_parts
 from llava_ds.constants import ConfigError
-from llava_ds.model.open.folder import COMPOSING_FLAGS, read_folder, take_from_model
-from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
+from llava_ds.extensions.ready.refusals import COMPOSING_FLAGS
+from llava_ds.extensions.ready.tensor_names import ReadyNames, names_in_folder
+from llava_ds.model.open.folder import read_folder, take_from_model
 from llava_ds.model.plan import plan_model
 
 

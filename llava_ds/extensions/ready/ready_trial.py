@@ -28,29 +28,29 @@ from llava_ds.batch import Batch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.encode import EncodingOptions
+from llava_ds.data.encode import EncodingOptions, encoder_of
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.fingerprint import digest_of, tokenizer_parts, versions_of, video_parts
 from llava_ds.data.images.decode import moments_of
 from llava_ds.data.images.resize import cut_by
-from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sample import Message
-from llava_ds.export.ready_folder import processor_files, sizes_differ
 from llava_ds.export.tokenizer_files import write_json
+from llava_ds.extensions.ready.exported_folder import processor_files, sizes_differ
+from llava_ds.extensions.ready.family import ReadyFamily, ReadyModel, media_ids
+from llava_ds.extensions.ready.ready_images import ReadyImageOptions
+from llava_ds.extensions.ready.ready_tilings import CellTiling
+from llava_ds.extensions.ready.ready_vision import ReadyVision
+from llava_ds.extensions.ready.tensor_names import ReadyNames
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
 from llava_ds.files.writing import write_whole
-from llava_ds.geometry import ReadyImageOptions, media_layout
+from llava_ds.geometry import media_layout
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
-from llava_ds.model.families.ready_family import ReadyFamily, media_ids
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.loading import persistent_buffers
-from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.probe import draw, small_copy
-from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
-from llava_ds.tilings import WHOLE_IMAGES, CellTiling
 from llava_ds.videos import Footage
 
 VERSION = 4  # raise it when the trial becomes stricter
@@ -61,8 +61,8 @@ LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biase
 LEAST_PIXEL = 1e-5  # of a normalised pixel
 # Rooms and files whose code the result depends on.
 OWN_CODE = (
-    "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py", "tokenizer.py",
-    "train/ready_trial.py", "files/processor_files.py", "export/ready_folder.py",
+    "extensions/ready", "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py",
+    "tokenizer.py", "files/processor_files.py",
 )  # fmt: skip
 
 # What computes logits, ids and pixels.
@@ -113,12 +113,13 @@ class Difference(NamedTuple):
         return None
 
 
-def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir: str) -> str:
+def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> str:
     """Try a ready model's small copy, or find the result of the same trial in cache_dir. Returns a line.
 
-    path: of the folder. Raises ConfigError with the figure where the copy is computed differently.
+    Raises ConfigError with the figure where the copy is computed differently.
     """
-    config = plan.ready.config
+    path = plan.sources.vision_tower.path
+    config = plan.architecture.config
     same = [str(VERSION), *versions_of(LIBRARIES), config.to_json_string(), repr(images)]
     same += [
         *video_parts(images),
@@ -145,7 +146,7 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, path: str, cache_dir
 
 
 def _own_code() -> list[Path]:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     return [file for name in OWN_CODE for file in (sorted((root / name).rglob("*.py")) or [root / name])]
 
 
@@ -169,7 +170,7 @@ def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Differen
     """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError where the copy
     can't be built or run."""
     encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
-    times = CELLS_TIMES if isinstance(images.tiling, WHOLE_IMAGES) else 1
+    times = CELLS_TIMES if images.tiling.takes_whole_images else 1
     flags, images = images, dataclasses.replace(images, video_fps=VIDEO_RATE, frames_upbound=0)
     talks = TALKS[:-1] if images.video is None else TALKS
     shown = [[_random_frames((times * w, times * h), *frames) for w, h, *frames in sizes] for sizes, _ in talks]
@@ -219,11 +220,11 @@ def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
     """The image processor that transformers opens from the model's folder; where flags change the sizes of images, from
     the files that the run will export."""
     source, options = _source(plan), {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
-    if not sizes_differ(plan.ready, images, plan.tokenizer, source):
+    if not sizes_differ(plan.architecture, images, plan.tokenizer, source):
         return AutoImageProcessor.from_pretrained(source, **options)
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copy(source / "config.json", scratch)
-        for name, content in processor_files(plan.ready, images, plan.tokenizer, source).items():
+        for name, content in processor_files(plan.architecture, images, plan.tokenizer, source).items():
             write_json(Path(scratch) / name, content)
         return AutoImageProcessor.from_pretrained(scratch, **options)
 
@@ -265,7 +266,7 @@ def _pixels(processor, sample: LoadedSample, media: Sequence[Shown], plan: Model
 def _processed(plan: ModelPlan, tiles: torch.Tensor, layouts: list[MediaLayout]) -> torch.Tensor:
     """This program's tiles as transformers' class takes them."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.tower.images.mean, plan.tower.images.std))
-    return plan.ready.family.processed(plan.ready.config, (tiles.float() / 255 - mean) / std, layouts)
+    return plan.architecture.family.processed(plan.architecture.config, (tiles.float() / 255 - mean) / std, layouts)
 
 
 def _tiles_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -281,13 +282,13 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
     known = torch.cat([sample.input_ids for sample in samples]).unique()  # image features, IMAGE_TOKEN_INDEX, first
     samples = [_renumbered(sample, known) for sample in samples]
     ready, text = _small(plan, len(known) + 1)
-    outer = outer_class(ready.config)._from_config(
+    outer = ready.outer_class()._from_config(
         copy.deepcopy(ready.config), attn_implementation="eager", dtype=torch.float32
     )
     outer.tie_weights()
     outer.eval()
     draw(outer)
-    vision = dataclasses.replace(plan.tower, ready=ready)
+    vision = dataclasses.replace(plan.tower, architecture=ready)
     mean, std = (torch.tensor(values) for values in (vision.images.mean, vision.images.std))
     model = assemble(text, vision, ModelArguments(), mean, std).eval()
     names = ReadyNames(ready, text)
@@ -320,7 +321,7 @@ def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSam
 def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
     """The configuration of a small copy, and its language model's. Token 0 is the image's."""
     vision: ReadyVision = plan.tower
-    config = copy.deepcopy(vision.ready.config)
+    config = copy.deepcopy(vision.architecture.config)
     text = small_copy(plan.text_config, twice=vision.has_image_blocks)
     text.vocab_size = vocab_size
     if has_layer_embeddings(text):
@@ -329,8 +330,8 @@ def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConf
     config.text_config, config.image_token_id = text, 0
     if hasattr(config, "video_token_id"):
         config.video_token_id = vocab_size - 1
-    vision.ready.family.shrink(config)
-    return ReadyModel(vision.ready.family, config), copy.deepcopy(text)
+    vision.architecture.family.shrink(config)
+    return ReadyModel(vision.architecture.family, config), copy.deepcopy(text)
 
 
 def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:

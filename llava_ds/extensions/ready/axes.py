@@ -16,9 +16,8 @@ from transformers.vision_utils import (
 
 from llava_ds.batch import Inputs
 from llava_ds.constants import IMAGE_TOKEN_INDEX
-from llava_ds.tilings import BudgetTiling, CellTiling, FlexTiling, Grid
-
-Cells = tuple[int, int]  # of an image: across, down
+from llava_ds.extensions.ready.ready_tilings import BudgetTiling, CellTiling
+from llava_ds.tilings import Grid
 
 
 def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
@@ -42,14 +41,6 @@ def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tens
         position, done, used = position + max(across, down), first + count, used + count
     parts.append(torch.arange(position, position + len(input_ids) - done).expand(3, -1))
     return torch.cat(parts, 1)
-
-
-def flex_inputs(images: Sequence[Cells], tiling: FlexTiling) -> Inputs:
-    """Arguments of a SigLIP 2 beside the cells of all images: shapes, patches down and across of each; cu_seqlens
-    (images + 1,) int32 and max_seqlen, where the patches of images start, and the longest."""
-    shapes = tuple((down * tiling.merge, across * tiling.merge) for across, down in images)
-    lengths = torch.tensor([0, *(down * across for down, across in shapes)])
-    return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
 
 
 def tower_inputs(grids: Sequence[Grid], tiling: CellTiling | BudgetTiling) -> Inputs:

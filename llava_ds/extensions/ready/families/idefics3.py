@@ -10,7 +10,7 @@ from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector
 
-from llava_ds.model.families.ready_family import (
+from llava_ds.extensions.ready.family import (
     ReadyFamily,
     TileSpec,
     expect,
@@ -22,8 +22,8 @@ from llava_ds.model.families.ready_family import (
     token_of,
     whole,
 )
-from llava_ds.tilings import MAX_SIDE, SplitTiling
-from llava_ds.videos import VideoRule
+from llava_ds.extensions.ready.ready_tilings import MAX_SIDE, SplitTiling
+from llava_ds.extensions.ready.ready_videos import VideoRule
 
 VIDEO_TOKEN = "<video>"
 VIDEO_SIDE = 364  # pixels of a frame's tile, where the processor's files don't say it

@@ -12,19 +12,9 @@ from llava_ds.data.sample import Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment, Span
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
-from llava_ds.geometry import ImageOptions, ReadyImageOptions
+from llava_ds.extensions.ready.ready_images import ReadyImageOptions
 from llava_ds.layouts import ImageText
-from llava_ds.tilings import placeholder_of
 from llava_ds.tokenizer import framing_ids
-
-
-def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> Encoder:
-    """The encoder of a model: of a ready one by its image options, else with LLaVA's ids."""
-    if isinstance(images, ReadyImageOptions):
-        return ReadyEncoder(tokenizer, options, images)
-    if options.template == "processor":
-        raise ConfigError("--version processor is for ready models, whose processors write conversations: leave it out")
-    return Encoder(tokenizer, options)
 
 
 class ReadyEncoder(Encoder):
@@ -34,7 +24,7 @@ class ReadyEncoder(Encoder):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ReadyImageOptions) -> None:
-        self.image_token, self.placeholder = images.tiling.image_token, placeholder_of(images.tiling)
+        self.image_token, self.placeholder = images.tiling.image_token, images.tiling.placeholder
         self.video = images.video
         self.places = [self.placeholder, *([] if self.video is None else [self.video.token])]
         self.in_place = re.compile("|".join(map(re.escape, self.places)))

@@ -12,17 +12,17 @@ from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.ready.family import ReadyFamily, ReadyModel
+from llava_ds.extensions.ready.known_families import register_text_models
 from llava_ds.files.model_files import library_errors
 from llava_ds.model.families.language import config_of, trunk_name
-from llava_ds.model.families.ready import family_of, register_text_models
 from llava_ds.model.loading import persistent_buffers
 from llava_ds.model.open.weights import WeightFiles, tensor_names
-from llava_ds.model.ready import ReadyModel, outer_class
 
 TOWER, CONNECTOR = "tower.", "connector."  # names of tensors in their parts begin with this
 
@@ -95,7 +95,8 @@ def _outer_names(model_type: str, config_json: str) -> _OuterNames:
     """Ask transformers' class, built without weights. It takes a second for a large model."""
     config = config_of({**json.loads(config_json), "model_type": model_type}, "a ready model")
     with torch.device("meta"), no_init_weights():
-        outer = outer_class(config)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        outer = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)
     outer.tie_weights()
     buffers = persistent_buffers(outer)
     tensors = {name: p.data for name, p in outer.named_parameters(remove_duplicate=False)} | buffers
@@ -116,20 +117,15 @@ def _ends_differ(path: str, embedding: str, output: str) -> bool:
     return not torch.equal(found[embedding], found[output])
 
 
-def missing_parts(config: dict) -> list[str]:
-    """Parts of a ready model's config.json that are not there, for which transformers would take its defaults."""
-    text = () if family_of(config["model_type"]).is_flat and "hidden_size" in config else ("text_config",)
-    return [name for name in (*text, "vision_config") if not isinstance(config.get(name), dict)]
-
-
-def read_ready(path: str, config: dict, where: str) -> tuple[ReadyModel, PreTrainedConfig, ReadyNames]:
+def read_ready(
+    family: ReadyFamily, path: str, config: dict, missing: list[str], where: str
+) -> tuple[ReadyModel, PreTrainedConfig, ReadyNames]:
     """A ready model's family and configuration, that of its language model, and its tensors' names.
 
     config: the content of config.json. Raises ConfigError where a part is missing, or of a kind that has no class.
     """
-    family = family_of(config["model_type"])
     register_text_models(family)
-    if missing := missing_parts(config):
+    if missing:
         raise ConfigError(f"{where}: its config.json has no {' and no '.join(missing)}: copy it again")
     whole = config_of(config, where, path)
     text = copy.deepcopy(whole.text_config)

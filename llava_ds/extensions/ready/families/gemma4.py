@@ -20,8 +20,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 
 from llava_ds.boxes import BoxFormat
-from llava_ds.model import attention
-from llava_ds.model.families.ready_family import (
+from llava_ds.extensions.ready.family import (
     VISION,
     Layouts,
     ReadyFamily,
@@ -35,8 +34,9 @@ from llava_ds.model.families.ready_family import (
     token_of,
     written_token,
 )
-from llava_ds.tilings import BudgetTiling
-from llava_ds.videos import VideoRule
+from llava_ds.extensions.ready.ready_tilings import BudgetTiling
+from llava_ds.extensions.ready.ready_videos import VideoRule
+from llava_ds.model import attention
 
 MOST_TOKENS, FRAME_TOKENS = 280, 70  # of an image and of a frame, where the processor's files don't say it
 VIDEO_TOKEN = "<|video|>"

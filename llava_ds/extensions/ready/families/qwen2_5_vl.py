@@ -12,8 +12,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from llava_ds.boxes import BoxFormat
-from llava_ds.model.families import qwen_vl
-from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, shrink
+from llava_ds.extensions.ready.families import qwen_vl
+from llava_ds.extensions.ready.family import ReadyFamily, TileSpec, shrink
 
 
 class Qwen25VLForCausalLM(qwen_vl.CausalTrunk):

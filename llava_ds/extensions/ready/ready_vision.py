@@ -4,33 +4,23 @@
 import copy
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.config.bounds import range_of_values
 from llava_ds.constants import ConfigError
-from llava_ds.geometry import PIXEL_FLAGS, ImageSpec, ReadyImageOptions
-from llava_ds.model.families.ready_family import ReadyFamily, TileSpec
-from llava_ds.tilings import WHOLE_IMAGES, BudgetTiling, CellTiling, Tiling
-from llava_ds.videos import VideoRule
+from llava_ds.extensions.ready.family import ReadyModel, TileSpec
+from llava_ds.extensions.ready.ready_images import ReadyImageOptions
+from llava_ds.extensions.ready.ready_tilings import BudgetTiling, CellTiling
+from llava_ds.extensions.ready.ready_videos import VideoRule
+from llava_ds.geometry import PIXEL_FLAGS, ImageSpec
+from llava_ds.tilings import Tiling
 
 VALUE_RANGE = "llava_ds_image_value_range"  # of --image_value_range, among an export's settings for images
-
-
-class ReadyModel(NamedTuple):
-    """A folder's family, and the configuration of the whole model."""
-
-    family: ReadyFamily
-    config: PreTrainedConfig
-
-
-def outer_class(config: PreTrainedConfig) -> type[nn.Module]:
-    """transformers' class of the whole model."""
-    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
 
 @dataclass(frozen=True)
@@ -42,7 +32,7 @@ class ReadyVision:
     --image_value_range in the run that exported the folder.
     """
 
-    ready: ReadyModel
+    architecture: ReadyModel
     images: ImageSpec
     tiles: TileSpec
     resample: int
@@ -50,16 +40,17 @@ class ReadyVision:
     no_videos: str = ""
     scales: tuple[int, ...] = ()
     value_range: str | None = None
+    second: ClassVar[None] = None
 
     @property
     def config(self) -> PreTrainedConfig:
         """The vision model's configuration."""
-        return self.ready.config.vision_config
+        return self.architecture.config.vision_config
 
     @property
     def width(self) -> int:
         """C, numbers in a feature of the vision model."""
-        return self.ready.family.tower_widths(self.config)[0]
+        return self.architecture.family.tower_widths(self.config)[0]
 
     @property
     def layer_width(self) -> int:
@@ -69,7 +60,7 @@ class ReadyVision:
     @property
     def mlp_width(self) -> int:
         """Width of the MLPs in them."""
-        return self.ready.family.tower_widths(self.config)[1]
+        return self.architecture.family.tower_widths(self.config)[1]
 
     @property
     def num_layers(self) -> int:
@@ -89,12 +80,17 @@ class ReadyVision:
     @property
     def cells(self) -> CellTiling | BudgetTiling | None:
         """The cells of a vision model that takes whole images in any shape; None for others."""
-        return self.tiles.tiling if isinstance(self.tiles.tiling, WHOLE_IMAGES) else None
+        return self.tiles.tiling if self.tiles.tiling.takes_whole_images else None
 
     @property
     def has_image_blocks(self) -> bool:
         """True if the tokens of an image see each other in the language model."""
-        return self.ready.family.has_image_blocks(self.ready.config)
+        return self.architecture.family.has_image_blocks(self.architecture.config)
+
+    @property
+    def blocks_need_windows(self) -> bool:
+        """True if they do so in layers with a window only."""
+        return self.architecture.family.blocks_need_windows
 
     @property
     def windowed_layers(self) -> int:
@@ -125,8 +121,8 @@ class ReadyVision:
             value_range=data.image_value_range or self.value_range,
             resample=self.resample,
             has_image_blocks=self.has_image_blocks,
-            blocks_need_windows=self.ready.family.blocks_need_windows,
-            boxes=self.ready.family.boxes,
+            blocks_need_windows=self.blocks_need_windows,
+            boxes=self.architecture.family.boxes,
         )
 
     def build(self, mean: torch.Tensor, std: torch.Tensor) -> "ReadyTower":
@@ -135,11 +131,11 @@ class ReadyVision:
 
     def build_projector(self, args: ModelArguments, hidden_size: int) -> "Connector":
         """The connector, uninitialised."""
-        return Connector(self.ready)
+        return Connector(self.architecture)
 
     def patch_embedding(self, tower: nn.Module) -> nn.Module:
         """The first layer of a vision model."""
-        return self.ready.family.patch_embedding(tower)
+        return self.architecture.family.patch_embedding(tower)
 
 
 def _within(tiling: Tiling, data: DataArguments) -> Tiling:
@@ -237,17 +233,23 @@ class ReadyTower(nn.Module):
         """mean and std: as VisionTower takes them."""
         super().__init__()
         self.plan = plan
-        self.tower = plan.ready.family.build_tower(copy.deepcopy(plan.config))
+        self.tower = plan.architecture.family.build_tower(copy.deepcopy(plan.config))
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
         """(N, 3, S, S) uint8, and Batch.tower, to (N, patches, C)."""
-        family = self.plan.ready.family
+        family = self.plan.architecture.family
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
         if family.casts_pixels:
             pixels = pixels.to(family.patch_embedding(self.tower).weight.dtype)
         return family.features(self.tower, pixels, tower_inputs)
+
+    def prompt_mask(
+        self, config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The mask of prompts (B, L) that their language model takes, with 0 at padding. is_image (B, L) bool."""
+        return self.plan.architecture.family.prompt_mask(config, embeds, mask, is_image)
 
 
 class Connector(nn.Module):

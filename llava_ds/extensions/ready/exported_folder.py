@@ -16,6 +16,13 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, renamed, turned
 from llava_ds.export.tokenizer_files import write_json
+from llava_ds.extensions.ready.families.qwen_vl import pixel_bounds
+from llava_ds.extensions.ready.family import ReadyModel
+from llava_ds.extensions.ready.ready_images import ReadyImageOptions
+from llava_ds.extensions.ready.ready_tilings import CellTiling, FrameCells, SplitTiling
+from llava_ds.extensions.ready.ready_videos import VideoRule
+from llava_ds.extensions.ready.ready_vision import VALUE_RANGE, frames_options, plan_videos
+from llava_ds.extensions.ready.tensor_names import ReadyNames, names_in_folder
 from llava_ds.files.model_files import (
     JSON_FILES,
     OTHER_FILES,
@@ -25,14 +32,9 @@ from llava_ds.files.model_files import (
     read_json_if_there,
 )
 from llava_ds.files.processor_files import SETTINGS_FILES, TEMPLATE_FILES, video_settings, whole_settings
-from llava_ds.geometry import ReadyImageOptions
-from llava_ds.model.families.qwen_vl import pixel_bounds
-from llava_ds.model.open.ready_folder import ReadyNames, names_in_folder
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.ready import VALUE_RANGE, ReadyModel, frames_options, plan_videos
 from llava_ds.model.vision import read_processor, read_whole_processor
-from llava_ds.tilings import CellTiling, FrameCells, SplitTiling, Tiling
-from llava_ds.videos import VideoRule
+from llava_ds.tilings import Tiling
 
 _GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -40,18 +42,13 @@ _GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOT_COPIED = ("config.json", "adapter_config.json", *SETTINGS_FILES, *TEMPLATE_FILES)
 
 
-def source_folder(export: ExportPlan) -> Path:
-    """The folder that the ready model came from, or the one under its adapter."""
-    return Path(export.model.sources.vision_tower.path)
-
-
 def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """The entries by the names that they have in the folder that the model came from, and experts turned as there.
 
     Behind them come what never trains, and parts that no image needs, from that folder.
     """
-    names = ReadyNames(export.model.ready, export.model.text_config)
-    files = WeightFiles(source_folder(export))
+    names = ReadyNames(export.model.architecture, export.model.text_config)
+    files = WeightFiles(export.source_folder)
     shapes = files.shapes
     known = names_in_folder(names, shapes)
     found = renamed(entries, lambda name: known.get(name) or names.from_part(name))
@@ -98,8 +95,8 @@ def processor_files(
 
 def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
     """Write the processor's files where the run prepared images otherwise than the source's files say."""
-    plan, options, source = export.model, export.image_options, source_folder(export)
-    if options.value_range is not None or sizes_differ(plan.ready, options, plan.tokenizer, source):
+    plan, options, source = export.model, export.image_options, export.source_folder
+    if options.value_range is not None or sizes_differ(plan.architecture, options, plan.tokenizer, source):
         _write_processor(export, output_dir)
 
 
@@ -111,8 +108,8 @@ def sizes_differ(
 
 
 def _write_processor(export: ExportPlan, output_dir: Path) -> None:
-    plan, source = export.model, source_folder(export)
-    contents = processor_files(plan.ready, export.image_options, plan.tokenizer, source)
+    plan, source = export.model, export.source_folder
+    contents = processor_files(plan.architecture, export.image_options, plan.tokenizer, source)
     for name, content in contents.items():
         if content == read_json_if_there(source / name, str(source)):
             shutil.copy(source / name, output_dir / name)  # as its maker wrote it
@@ -174,7 +171,7 @@ def _size_of(rule: VideoRule) -> dict[str, dict[str, int]]:
 def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
     """Write the folder, one tensor in memory at a time, and return the sums of their bits. holes: files of weights
     without weights."""
-    source, written_entries = source_folder(export), ready_entries(export, entries)
+    source, written_entries = export.source_folder, ready_entries(export, entries)
     written = write_shards(written_entries, output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     check_folder(source, str(source))
     for name in (*JSON_FILES, *OTHER_FILES):
@@ -232,7 +229,7 @@ def _write_template(template: str, source: Path, output_dir: Path) -> None:
 def _write_rows(config: dict, export: ExportPlan) -> None:
     """Set the number of rows in the content of config.json, where the run has another one than the source."""
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    own, before = export.model.text_config, export.model.ready.config.get_text_config()
+    own, before = export.model.text_config, export.model.architecture.config.get_text_config()
     for name in ("vocab_size", "vocab_size_per_layer_input"):
         value, old = getattr(own, name, None), getattr(before, name, None)
         if value != old:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.internvl.modeling_internvl import InternVLModel, InternVLMultiModalProjector
 
 from llava_ds.boxes import BoxFormat
-from llava_ds.model.families.ready_family import (
+from llava_ds.extensions.ready.family import (
     ReadyFamily,
     TileSpec,
     chosen_frames,
@@ -20,8 +20,8 @@ from llava_ds.model.families.ready_family import (
     token_of,
     written_token,
 )
-from llava_ds.tilings import CanvasTiling
-from llava_ds.videos import VideoRule
+from llava_ds.extensions.ready.ready_tilings import CanvasTiling
+from llava_ds.extensions.ready.ready_videos import VideoRule
 
 MAX_TILES = 1000  # of an image; published models have 12
 VIDEO_SIDE = 384  # pixels of a frame, where the processor's files don't say it

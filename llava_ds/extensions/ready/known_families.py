@@ -1,6 +1,6 @@
 """The families of ready vision-language models that can be trained, and the way to one in a folder.
 
-To add a family: write its file beside this one, whose FAMILY says what ready_family.py lists, and put it into READY.
+To add a family: write its file in families/, whose FAMILY says what family.py lists, and put it into READY.
 Its tiles are in llava_ds/tilings.py, its videos are a VideoRule (llava_ds/videos.py). Then add its small model to
 tests/helpers/ready_models.py and a row to docs/ready_models.md.
 """
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from transformers import AutoModelForCausalLM
 
 if TYPE_CHECKING:
-    from llava_ds.model.families.ready_family import ReadyFamily
+    from llava_ds.extensions.ready.family import ReadyFamily
 
-READY = {  # model_type in config.json: the file beside this one, and its family's name there
+READY = {  # model_type in config.json: the file in families/, and its family's name there
     "idefics3": ("idefics3", "FAMILY"),
     "smolvlm": ("idefics3", "FAMILY"),
     "internvl": ("internvl", "FAMILY"),
@@ -42,7 +42,7 @@ def family_of(model_type: str) -> "ReadyFamily | None":
     if model_type not in READY:
         return None
     file, name = READY[model_type]
-    return getattr(import_module(f"{__package__}.{file}"), name)
+    return getattr(import_module(f"{__package__}.families.{file}"), name)
 
 
 def register_text_models(family: "ReadyFamily") -> None:

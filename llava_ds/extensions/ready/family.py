@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from llava_ds.boxes import THOUSANDTHS, BoxFormat
+from llava_ds.extensions.ready.ready_videos import VideoRule
 from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Tiling
-from llava_ds.videos import VideoRule
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 Layouts = Sequence[MediaLayout]  # of the images and videos of a batch, in order
@@ -114,6 +120,18 @@ class ReadyFamily:
     shrink: Callable[[PreTrainedConfig], None] = shrink
     tower_widths: Callable[[PreTrainedConfig], tuple[int, int]] = tower_widths
     boxes: BoxFormat = THOUSANDTHS
+
+
+@dataclass(frozen=True)
+class ReadyModel:
+    """A folder's family, and the configuration of the whole model."""
+
+    family: ReadyFamily
+    config: PreTrainedConfig
+
+    def outer_class(self) -> type[PreTrainedModel]:
+        """Return transformers' class of the whole model."""
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(self.config)]
 
 
 def expect(settings: dict, **values: object) -> None:

@@ -20,8 +20,8 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel, Qwen3VLMoeVisionModel
 
 from llava_ds.boxes import THOUSANDTHS
-from llava_ds.model.families import qwen_vl
-from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, shrink
+from llava_ds.extensions.ready.families import qwen_vl
+from llava_ds.extensions.ready.family import ReadyFamily, TileSpec, shrink
 
 MERGERS = ("merger", "deepstack_merger_list")
 

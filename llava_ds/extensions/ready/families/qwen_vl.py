@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from llava_ds.model import attention
-from llava_ds.model.families.ready_family import (
+from llava_ds.extensions.ready.family import (
     Layouts,
     TileSpec,
     chosen_frames,
@@ -27,8 +26,9 @@ from llava_ds.model.families.ready_family import (
     token_of,
     written_token,
 )
-from llava_ds.tilings import CellTiling, FrameCells
-from llava_ds.videos import VideoRule
+from llava_ds.extensions.ready.ready_tilings import CellTiling, FrameCells
+from llava_ds.extensions.ready.ready_videos import VideoRule
+from llava_ds.model import attention
 
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of the processor, where its files don't say it
 # The same of videos: of a frame, and of all frames of a video with times between them.

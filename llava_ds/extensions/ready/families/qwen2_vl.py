@@ -12,8 +12,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 
 from llava_ds.boxes import BoxFormat
-from llava_ds.model.families import qwen_vl
-from llava_ds.model.families.ready_family import VISION, ReadyFamily, TileSpec
+from llava_ds.extensions.ready.families import qwen_vl
+from llava_ds.extensions.ready.family import VISION, ReadyFamily, TileSpec
 
 
 class Qwen2VLForCausalLM(qwen_vl.CausalTrunk):

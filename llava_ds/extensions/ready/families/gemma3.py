@@ -9,8 +9,8 @@ from transformers.models.gemma3.modeling_gemma3 import (
     get_block_sequence_ids_for_mask,
 )
 
-from llava_ds.model.families.ready_family import ReadyFamily, TileSpec, expect, side_of, token_of
-from llava_ds.tilings import SquareTiling
+from llava_ds.extensions.ready.family import ReadyFamily, TileSpec, expect, side_of, token_of
+from llava_ds.extensions.ready.ready_tilings import SquareTiling
 
 _TOKENS = ("image_token", "boi_token", "eoi_token")
 
