@@ -71,7 +71,7 @@ def check_files(export: ExportPlan, out: Path) -> None:
 
 def check_pixels(export: ExportPlan, out: Path) -> None:
     """transformers' image processor makes of an image what training did."""
-    options, ready = export.image_options, export.model.ready
+    options, ready = export.image_options, export.model.architecture
     processor = AutoImageProcessor.from_pretrained(out, backend="pil", local_files_only=True, trust_remote_code=False)
     whole = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
     mean, std = (torch.tensor(each).view(1, 3, 1, 1) for each in (export.model.images.mean, export.model.images.std))

@@ -12,7 +12,7 @@ from llava_ds.data.sample import Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 from llava_ds.data.templates import Segment, Span
 from llava_ds.data.word_tokenizer import WholeRow, WordRow
-from llava_ds.extensions.ready.ready_images import ReadyImageOptions
+from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import ImageText
 from llava_ds.tokenizer import framing_ids
 
@@ -23,7 +23,7 @@ class ReadyEncoder(Encoder):
     In place of an image or video comes the text of its layout, in which a token stands for so many features.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ReadyImageOptions) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> None:
         self.image_token, self.placeholder = images.tiling.image_token, images.tiling.placeholder
         self.video = images.video
         self.places = [self.placeholder, *([] if self.video is None else [self.video.token])]

@@ -74,7 +74,7 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
     monkeypatch.setattr(attention, "attend", leaking)
     monkeypatch.setattr("llava_ds.model.last_layer.attend", leaking)
     with pytest.raises(ConfigError, match=r"be trained here: logits of a pack differ from one by one by (1 |[01]\.\d)"):
-        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, images, str(tmp_path))
     assert not list(tmp_path.rglob("*.json"))  # a refusal is not remembered
 
 
@@ -82,15 +82,15 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
 def test_wrong_features_are_refused(planned, tmp_path):
     """Of a family whose connector is called with the rows of an image in another order."""
     plan, images, folder = planned
-    family = plan.ready.family
+    family = plan.architecture.family
 
     def turned(connector, config, features):
         return family.connect(connector, config, features.flip(1 if features.shape[1] > 1 else 0))
 
-    other = plan.ready._replace(family=dataclasses.replace(family, connect=turned))
-    wrong = dataclasses.replace(plan, tower=dataclasses.replace(plan.tower, ready=other))
+    other = dataclasses.replace(plan.architecture, family=dataclasses.replace(family, connect=turned))
+    wrong = dataclasses.replace(plan, tower=dataclasses.replace(plan.tower, architecture=other))
     with pytest.raises(ConfigError, match="logits of a pack differ"):
-        ready_trial.check_ready(wrong, images, str(folder), str(tmp_path))
+        ready_trial.check_ready(wrong, images, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", ready_models.QWEN_PROCESSORS, indirect=True)
@@ -103,7 +103,7 @@ def test_positions_of_one_axis_are_refused(planned, monkeypatch, tmp_path):
 
     monkeypatch.setattr(native_resolution, "axis_positions", along_the_text)
     with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by (1 |[01]\.\d)"):
-        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, images, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", [*ready_models.QWEN_PROCESSORS, "gemma4", "gemma4_e"], indirect=True)
@@ -118,7 +118,7 @@ def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
 
     monkeypatch.setattr(attention, "tower_attention", leaking)
     with pytest.raises(ConfigError, match="logits of a pack differ"):
-        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, images, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", ["qwen3_5"], indirect=True)
@@ -127,7 +127,7 @@ def test_states_that_reach_the_next_sample_are_refused(planned, monkeypatch, tmp
     plan, images, folder = planned
     monkeypatch.setattr(delta_net, "one_by_one", lambda forward, hidden_states, lengths: forward(hidden_states))
     with pytest.raises(ConfigError, match=r"be trained here: logits of a pack differ from one by one by (1 |[01]\.\d)"):
-        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, images, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", ["gemma3", "gemma4"], indirect=True)
@@ -136,7 +136,7 @@ def test_images_that_see_what_is_before_them_alone_are_refused(planned, tmp_path
     plan, images, folder = planned
     causal = dataclasses.replace(images, has_image_blocks=False)
     with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by (1 |[01]\.\d)"):
-        ready_trial.check_ready(plan, causal, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, causal, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", ["gemma4"], indirect=True)
@@ -145,7 +145,7 @@ def test_images_that_see_each_other_in_every_layer_are_refused(planned, tmp_path
     plan, images, folder = planned
     everywhere = dataclasses.replace(images, blocks_need_windows=False)
     with pytest.raises(ConfigError, match="logits of a pack differ"):
-        ready_trial.check_ready(plan, everywhere, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, everywhere, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", ["gemma4_e"], indirect=True)
@@ -158,7 +158,7 @@ def test_embeddings_of_layers_are_paddings_at_images(planned, monkeypatch, tmp_p
         lambda self, ids, places: {"per_layer_inputs": self.language_model.base_model.get_per_layer_inputs(ids)},
     )
     with pytest.raises(ConfigError, match="logits of a pack differ"):
-        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, images, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", ["gemma3", "gemma4"], indirect=True)
@@ -172,7 +172,7 @@ def test_images_without_their_windows_start_are_refused(planned, monkeypatch, tm
 
     monkeypatch.setattr(attention, "attend_in_blocks", without_window)
     with pytest.raises(ConfigError, match="logits of a pack differ"):
-        ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, images, str(tmp_path))
 
 
 @pytest.mark.full
@@ -222,36 +222,36 @@ def test_a_frozen_tower_leaves_the_other_gradients(planned, monkeypatch):
 @pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
 def test_the_result_is_kept(planned, monkeypatch, tmp_path):
     plan, images, folder = planned
-    line = ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+    line = ready_trial.check_ready(plan, images, str(tmp_path))
     monkeypatch.setattr(ready_trial, "try_ready", None)
-    assert ready_trial.check_ready(plan, images, str(folder), str(tmp_path)) == f"{line} (tried before)"
+    assert ready_trial.check_ready(plan, images, str(tmp_path)) == f"{line} (tried before)"
     other = dataclasses.replace(images, resample=0)
     with pytest.raises(TypeError):  # tried again
-        ready_trial.check_ready(plan, other, str(folder), str(tmp_path))
+        ready_trial.check_ready(plan, other, str(tmp_path))
     copied = tmp_path / "copied"
     shutil.copytree(folder, copied)
     again = plan_model(ModelArguments(model_name_or_path=str(copied), version="processor"), 512)
     again = dataclasses.replace(again, tokenizer=plan.tokenizer)  # with its template's variables
-    assert ready_trial.check_ready(again, images, str(copied), str(tmp_path)) == f"{line} (tried before)"
+    assert ready_trial.check_ready(again, images, str(tmp_path)) == f"{line} (tried before)"
     settings = json.loads((copied / "processor_config.json").read_text())
     (copied / "processor_config.json").write_text(json.dumps({**settings, "new": 1}))
     with pytest.raises(TypeError):
-        ready_trial.check_ready(again, images, str(copied), str(tmp_path))
+        ready_trial.check_ready(again, images, str(tmp_path))
     with monkeypatch.context() as changed:
         changed.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
         with pytest.raises(TypeError):
-            ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
-    assert ready_trial.check_ready(plan, images, str(folder), str(tmp_path)) == f"{line} (tried before)"
+            ready_trial.check_ready(plan, images, str(tmp_path))
+    assert ready_trial.check_ready(plan, images, str(tmp_path)) == f"{line} (tried before)"
     for library in ready_trial.LIBRARIES:
         monkeypatch.setattr(ready_trial, "versions_of", lambda names, other=library: [f"not this {other}"])
         with pytest.raises(TypeError):
-            ready_trial.check_ready(plan, images, str(folder), str(tmp_path))
+            ready_trial.check_ready(plan, images, str(tmp_path))
 
 
 @pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
 def test_settings_that_change_what_is_computed_are_refused(planned, tmp_path):
     plan, _, folder = planned
-    kind = plan.ready.config.model_type
+    kind = plan.architecture.config.model_type
     for name, value, wrong in (
         ("preprocessor_config.json", {"do_rescale": False}, "it says do_rescale false, expected true"),
         ("preprocessor_config.json", {"size": {"shortest_edge": 32}}, "expected"),

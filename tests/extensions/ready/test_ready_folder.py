@@ -34,12 +34,12 @@ def taken(folder, **flags):
 
 def test_every_tensor_has_its_part_and_its_name(folder):
     read = read_folder(str(folder))
-    names = ReadyNames(read.ready, read.text_config)
+    names = ReadyNames(read.architecture, read.text_config)
     on_disk = load_file(folder / "model.safetensors").keys()
     known = names_in_folder(names, on_disk)
     beside = {name for name in on_disk if names.is_beside(names.to_memory(name))}
     assert any("audio_tower" in name for name in beside) == (
-        read.ready.config.to_dict().get("audio_config") is not None
+        read.architecture.config.to_dict().get("audio_config") is not None
     )
     assert sorted(known.values()) == sorted(on_disk - beside)
     assert {names.to_memory(name): names.from_part(part) for part, name in known.items()} == {
@@ -79,7 +79,7 @@ def test_heads_for_several_tokens_are_left_out(tmp_path):
     tensors["mtp.fc.weight"] = torch.zeros(32, 64)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     read = read_folder(str(tmp_path))
-    known = names_in_folder(ReadyNames(read.ready, read.text_config), tensors)
+    known = names_in_folder(ReadyNames(read.architecture, read.text_config), tensors)
     assert set(tensors) - set(known.values()) == {"mtp.fc.weight"}
     plan_model(ModelArguments(**given, version="processor"), 512)
 

@@ -27,6 +27,7 @@ from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.extensions.ready.family import media_ids
+from llava_ds.extensions.ready.ready_tilings import cut_as_asked
 from llava_ds.infer.generate import Prompt, media_of
 from llava_ds.model.plan import read_parts
 from llava_ds.tilings import AskedSize
@@ -262,7 +263,7 @@ def test_qwens_images_have_the_size_that_their_part_asks_for(name, family, model
     ],
 )
 def test_frames_have_the_size_that_their_part_asks_for(asked, frames, expected):
-    assert asked.cut((640, 480), 28, float("inf"), frames).steps == (expected,)
+    assert cut_as_asked(asked, (640, 480), 28, float("inf"), frames).steps == (expected,)
 
 
 def test_boxes_are_on_the_image_as_its_part_resizes_it(model, folder, tmp_path):
@@ -383,7 +384,7 @@ def test_frames_that_a_video_does_not_have_are_refused(settings, expected, model
 
 def test_a_size_that_no_image_can_have_is_refused():
     with pytest.raises(DataError, match="asks for a size of at least 10,000,000 and at most 4,194,304 pixels"):
-        AskedSize(least=10**7).cut((64, 48), CELL, 4096)
+        cut_as_asked(AskedSize(least=10**7), (64, 48), CELL, 4096)
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_bounds_of_pixels_are_kept_up_to_the_exports_files(tmp_path, family, for
         change_image_settings(tmp_path, max_pixels=4096)  # as older folders have it
     written = tmp_path / "written"
     written.mkdir()
-    write_image_sizes(SimpleNamespace(model=plan, image_options=options), written)
+    write_image_sizes(SimpleNamespace(model=plan, image_options=options, source_folder=tmp_path), written)
     for file in tmp_path.iterdir():
         if file.is_file() and not (written / file.name).exists():
             (written / file.name).write_bytes(file.read_bytes())
