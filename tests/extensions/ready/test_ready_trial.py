@@ -63,7 +63,7 @@ def test_tiles_that_patches_do_not_divide(monkeypatch, tmp_path):
 
 def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_path):
     """One sample sees those before it in the pack, as where an attention does not know where samples begin."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     sound = attention.attend
 
     def leaking(query, key, value, cu_seqlens, max_seqlen, rule, query_positions=None):
@@ -81,7 +81,7 @@ def test_a_leaking_copy_is_refused_with_the_figure(planned, monkeypatch, tmp_pat
 @pytest.mark.parametrize("planned", few(FAMILIES, DAILY), indirect=True)
 def test_wrong_features_are_refused(planned, tmp_path):
     """Of a family whose connector is called with the rows of an image in another order."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     family = plan.architecture.family
 
     def turned(connector, config, features):
@@ -96,7 +96,7 @@ def test_wrong_features_are_refused(planned, tmp_path):
 @pytest.mark.parametrize("planned", ready_models.QWEN_PROCESSORS, indirect=True)
 def test_positions_of_one_axis_are_refused(planned, monkeypatch, tmp_path):
     """As a trainer gives them that knows of one kind of positions only."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
 
     def along_the_text(input_ids, cells):
         return torch.arange(len(input_ids)).expand(3, -1)
@@ -109,7 +109,7 @@ def test_positions_of_one_axis_are_refused(planned, monkeypatch, tmp_path):
 @pytest.mark.parametrize("planned", [*ready_models.QWEN_PROCESSORS, "gemma4", "gemma4_e"], indirect=True)
 def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
     """As where a tower is not told where an image ends."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     sound = attention.tower_attention
 
     def leaking(*args, cu_seq_lens_q, max_length_q, **options):
@@ -124,7 +124,7 @@ def test_images_that_see_each_other_are_refused(planned, monkeypatch, tmp_path):
 @pytest.mark.parametrize("planned", ["qwen3_5"], indirect=True)
 def test_states_that_reach_the_next_sample_are_refused(planned, monkeypatch, tmp_path):
     """As of a trainer that tells attention alone where samples begin."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     monkeypatch.setattr(delta_net, "one_by_one", lambda forward, hidden_states, lengths: forward(hidden_states))
     with pytest.raises(ConfigError, match=r"be trained here: logits of a pack differ from one by one by (1 |[01]\.\d)"):
         ready_trial.check_ready(plan, images, str(tmp_path))
@@ -133,7 +133,7 @@ def test_states_that_reach_the_next_sample_are_refused(planned, monkeypatch, tmp
 @pytest.mark.parametrize("planned", ["gemma3", "gemma4"], indirect=True)
 def test_images_that_see_what_is_before_them_alone_are_refused(planned, tmp_path):
     """As where a family's rule for image tokens is not known: causal as the text's."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     causal = dataclasses.replace(images, has_image_blocks=False)
     with pytest.raises(ConfigError, match=r"logits of a pack differ from one by one by (1 |[01]\.\d)"):
         ready_trial.check_ready(plan, causal, str(tmp_path))
@@ -142,7 +142,7 @@ def test_images_that_see_what_is_before_them_alone_are_refused(planned, tmp_path
 @pytest.mark.parametrize("planned", ["gemma4"], indirect=True)
 def test_images_that_see_each_other_in_every_layer_are_refused(planned, tmp_path):
     """As Gemma 3's, where Gemma 4's do in layers with a window alone."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     everywhere = dataclasses.replace(images, blocks_need_windows=False)
     with pytest.raises(ConfigError, match="logits of a pack differ"):
         ready_trial.check_ready(plan, everywhere, str(tmp_path))
@@ -151,7 +151,7 @@ def test_images_that_see_each_other_in_every_layer_are_refused(planned, tmp_path
 @pytest.mark.parametrize("planned", ["gemma4_e"], indirect=True)
 def test_embeddings_of_layers_are_paddings_at_images(planned, monkeypatch, tmp_path):
     """Not those of the id that a batch has there."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     monkeypatch.setattr(
         LlavaModel,
         "layer_inputs",
@@ -164,7 +164,7 @@ def test_embeddings_of_layers_are_paddings_at_images(planned, monkeypatch, tmp_p
 @pytest.mark.parametrize("planned", ["gemma3", "gemma4"], indirect=True)
 def test_images_without_their_windows_start_are_refused(planned, monkeypatch, tmp_path):
     """As where image tokens see all that is before them in layers with a window, too."""
-    plan, images, folder = planned
+    plan, images, _folder = planned
     sound = attention.attend_in_blocks
 
     def without_window(query, key, value, blocks, rule):
