@@ -20,14 +20,14 @@ PACKAGES = ("llava_ds", "run")
 SLACK = 0.01
 
 BARS = {
-    "imported files": 187,
-    "imported lines": 30307,
+    "imported files": 188,
+    "imported lines": 30378,
     "files at the end": 225,
     "lines at the end": 35119,
-    "feature words": 796,
+    "feature words": 801,
     "kernel files": 109,
-    "kernel lines": 16259,
-    "all lines": 67725,
+    "kernel lines": 16258,
+    "all lines": 67792,
 }
 
 # What one reads to understand training.

@@ -99,10 +99,6 @@ class Arguments:
         """What a 0 of an extension's flag switches off."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
-    def needing(self, what: str) -> list[tuple[ExtensionFlags, str]]:
-        """The flags of the extensions that need one of PROPERTIES, and why."""
-        return [(flags, flags.needs[what]) for flags in self.own.values() if what in flags.needs]
-
     def replaced(self, **values: object) -> "Arguments":
         """A copy in which every named flag has another value, in whichever section it is."""
 

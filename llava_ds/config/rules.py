@@ -22,6 +22,7 @@ from llava_ds.config.model_flags import (
     trained_parts,
     trains_projector_only,
 )
+from llava_ds.config.properties import clashes, features
 from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
 from llava_ds.constants import ConfigError, in_short
 from llava_ds.files.places import local_path
@@ -159,6 +160,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
         problems += [line for flags in args.own.values() for line in flags.problems(args)]
+        problems += clashes(features(args))
     problems += template_variables(args)
     return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args), *rows_of_tokens(args)]
 
@@ -345,9 +347,6 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         yield f"--eval_steps {training.eval_steps:g} {remedy}"
     if training.eval_strategy not in (None, "no") and not has_samples:
         yield f"--eval_strategy {training.eval_strategy} {remedy}"
-    if training.eval_tasks is not None and args.model.bits < 16:
-        bits = args.model.bits
-        yield f"--eval_tasks can't be answered from the packed weights of --bits {bits}: leave one of them out"
     if training.eval_tasks is not None and training.objective == "reward":
         yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
     if data.eval_data_split is not None and data.eval_data_path is None:
@@ -550,8 +549,6 @@ def last_layers(args: Arguments) -> Iterator[str]:
             yield f"--{flag} can't be used with --lora_enable: name the layers by --modules_to_save, like layers.31"
         elif part in chosen:
             yield f"--{flag} unfreezes layers of the {part.replace('_', ' ')}, all of which trains: give {remedy}"
-        elif args.training.pipeline_parallel_size > 1:
-            yield f"--{flag} leaves a stage without trained weights: leave out --pipeline_parallel_size"
     if model.unfreeze_topk_llm and model.train_modules is not None:
         yield "--unfreeze_topk_llm and --train_modules both say what trains of the language model: give one of them"
 

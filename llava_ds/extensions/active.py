@@ -45,9 +45,10 @@ def flags_class(name: str) -> type[ExtensionFlags]:
     kind = _part(name, "flags", "Flags")
     where = f"llava_ds/extensions/{name}/flags.py: Flags"
     _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
-    for needed in kind.needs:
-        if needed not in PROPERTIES:
-            raise ConfigError(f"{where}: unknown property {needed!r}: {_hint(needed, PROPERTIES)}")
+    for names in (kind.needs, kind.breaks):
+        for name in () if isinstance(names, property) else names:
+            if name not in PROPERTIES:
+                raise ConfigError(f"{where}: unknown property {name!r}: {_hint(name, PROPERTIES)}")
     return kind
 
 

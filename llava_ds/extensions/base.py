@@ -32,17 +32,28 @@ if TYPE_CHECKING:
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
 
-PROPERTIES = ("dense_mlps",)  # what an extension may need of a run, and another feature take away
+# What a feature may need of a run, and another one take away, in the words of a message.
+PROPERTIES = {
+    "whole_matrices": "whole matrices on every rank",
+    "whole_layers": "all layers on every rank",
+    "whole_sample": "all tokens of a sample on one rank",
+    "trained_layers": "a language model whose layers all train",
+    "routerless_mlps": "MLPs without routers",
+    "dense_mlps": "dense MLPs",
+    "plain_weights": "weights that are not packed",
+}
 
 
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
-    needs: keys of PROPERTIES, and why the extension can't do without; moments: numbers that the optimizer keeps for
+    needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
+    property where values decide, of either); moments: numbers that the optimizer keeps for
     each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
+    breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
 

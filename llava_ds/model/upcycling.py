@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.config.arguments import Arguments, ModelArguments
+from llava_ds.config.properties import Feature, clashes, features
 from llava_ds.constants import ConfigError
 from llava_ds.model.families.language import UPCYCLED, is_mixture, is_upcycled
 from llava_ds.model.families.upcycled import GATE, NAMES, OF_UPCYCLED, Mixture, expert_of
@@ -218,14 +219,12 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
             ("--torch_compile True", training.torch_compile, "how many tokens an expert has is read by the host"),
             ("--use_liger_kernel True", training.use_liger_kernel, "Liger has no kernels for these experts"),
             ("--mlp_tile_tokens", training.mlp_tile_tokens is not None, "experts deal tokens out themselves"),
-            ("--sequence_parallel_size", training.sequence_parallel_size > 1, "it is not tried with these experts"),
-            ("--tensor_parallel_size", training.tensor_parallel_size > 1, "AutoTP does not know these experts"),
-            ("--pipeline_parallel_size", training.pipeline_parallel_size > 1, "stages don't carry routers' loss"),
         )
         if is_set
     ]
-    found += [f"{flags.asked_by()}: {why}" for flags, why in args.needing("dense_mlps")]
     lines, experts = [f"{line}: leave it out, for the language model is upcycled" for line in found], Mixture.of(config)
+    upcycled = Feature("an upcycled language model", breaks=("dense_mlps", "routerless_mlps"))
+    lines += clashes([*features(args), upcycled])
     if experts.num_experts % training.ep_size:
         sizes = [n for n in range(1, experts.num_experts + 1) if experts.num_experts % n == 0]
         lines.append(

@@ -709,7 +709,7 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
         ("--unfreeze_topk_vision 2 --lora_enable True", "can't be used with --lora_enable: name the layers by"),
         (
             "--unfreeze_topk_llm 2 --freeze_backbone True --pipeline_parallel_size 2",
-            "--unfreeze_topk_llm leaves a stage without trained weights",
+            "which --unfreeze_topk_llm 2 takes away: leave one of them out",
         ),
         ("--use_dora True", "--use_dora without --lora_enable would train the whole language model"),
         ("--lora_r 8 --lora_alpha 8", "--lora_r, --lora_alpha without --lora_enable would train the whole language"),

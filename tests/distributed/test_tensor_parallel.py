@@ -165,7 +165,7 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
             "--sequence_parallel_size 2 times --tensor_parallel_size 2 is 4, which does not divide 2 ranks: give one "
             "of 1 x 1, 1 x 2, 2 x 1",
         ),
-        ({**TP, "lora_enable": True}, "AutoTP does not know the adapters of --lora_enable"),
+        ({**TP, "lora_enable": True}, "--lora_enable True needs whole matrices on every rank"),
     ],
 )
 def test_what_does_not_go_is_refused(runs, flags, said):

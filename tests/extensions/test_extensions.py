@@ -114,7 +114,7 @@ def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
     config = upcycled_config(toys.language_model_config("llama"), dense)
     check_upcycled(arguments(), config)
     flag = next(iter(FEATURES[name]))
-    with pytest.raises(ConfigError, match=f"^--{flag} .*: leave it out, for the language model is upcycled"):
+    with pytest.raises(ConfigError, match=f"^--{flag} .* needs dense MLPs .*, which an upcycled language model takes"):
         check_upcycled(arguments(**FEATURES[name]), config)
 
 
@@ -132,6 +132,11 @@ class MisspelledFlags(Flags):
 @dataclasses.dataclass(frozen=True)
 class NeedyFlags(Flags):
     needs: ClassVar = {"dense_mlp": "why not"}
+
+
+@dataclasses.dataclass(frozen=True)
+class GreedyFlags(Flags):
+    breaks: ClassVar = ("whole_layer",)
 
 
 class Misspelled(Hook):
@@ -160,6 +165,7 @@ def mine(monkeypatch):
         ({"Flag": Flags}, "mine/flags.py has no Flags: did you mean Flag?"),
         ({"Flags": MisspelledFlags}, "Flags: nothing reads problms: did you mean problems?"),
         ({"Flags": NeedyFlags}, "unknown property 'dense_mlp': did you mean dense_mlps?"),
+        ({"Flags": GreedyFlags}, "unknown property 'whole_layer': did you mean whole_layers?"),
     ],
 )
 def test_a_slip_in_an_extensions_flags_is_named(mine, flags, message):

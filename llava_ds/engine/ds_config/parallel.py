@@ -2,8 +2,9 @@
 
 from transformers import PreTrainedConfig
 
-from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.config.arguments import Arguments
 from llava_ds.config.bounds import MOST
+from llava_ds.config.properties import clashes, features
 from llava_ds.constants import ConfigError
 from llava_ds.engine import tensor_parallel
 from llava_ds.engine.ds_config.compilation import deep_compiles
@@ -77,7 +78,9 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
                 'write "auto"'
             )
         else:
-            args = args.replaced(**{flag: size})
+            given, args = args, args.replaced(**{flag: size})
+            known = clashes(features(given))
+            problems += [line for line in clashes(features(args)) if line not in known]
     if problems:
         raise ConfigError("\n".join(problems))
     return args
@@ -219,28 +222,22 @@ def _check_experts(draft: Draft, flag: str) -> None:
 
 
 def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
-    """Raise ConfigError, with every reason, for what can't be trained on these axes."""
+    """Raise ConfigError, with every reason, for a language model that can't be trained on these axes."""
+    sp, tp = args.training.sequence_parallel_size, args.training.tensor_parallel_size
     lines = [
         f"--{flag} is {size}: {problem}"
         for flag, size, found in (
-            (SEQUENCE, args.training.sequence_parallel_size, _sequence_problems),
-            (TENSOR, args.training.tensor_parallel_size, _tensor_problems),
+            (SEQUENCE, sp, _sequence_problems),
+            (TENSOR, tp, _tensor_problems),
             (PIPELINE, args.training.pipeline_parallel_size, _pipeline_problems),
         )
         if size > 1
-        for problem in (*found(args, text_config, size), *_tasks_problem(args))
+        for problem in found(text_config, size)
     ]
-    sp, tp = args.training.sequence_parallel_size, args.training.tensor_parallel_size
     if not lines and sp > 1 and tp > 1 and (problem := heads_problem(*_heads(text_config, tp), sp)):
         lines = [f"--{SEQUENCE} is {sp} and --{TENSOR} {tp}: of a rank's heads, {problem}"]
     if lines:
         raise ConfigError("\n".join(lines))
-
-
-def _tasks_problem(args: Arguments) -> list[str]:
-    if args.training.eval_tasks is None:
-        return []
-    return ["--eval_tasks is answered by ranks that have the whole model each: leave one of them out"]
 
 
 def _heads(config: PreTrainedConfig, tp: int) -> tuple[int, int]:
@@ -249,58 +246,23 @@ def _heads(config: PreTrainedConfig, tp: int) -> tuple[int, int]:
     return heads // tp, (getattr(config, "num_key_value_heads", None) or heads) // tp
 
 
-def _sequence_problems(args: Arguments, text_config: PreTrainedConfig, sp: int) -> list[str]:
-    training, found = args.training, []
-    if problem := heads_problem(*_heads(text_config, 1), sp):
-        found.append(f"the language model's {problem}")
-    if training.objective not in ("sft", "dpo"):
-        found.append(
-            f"--objective {training.objective} needs an answer's tokens on one rank: leave --{SEQUENCE} out, or train "
-            "by sft or dpo"
-        )
-    if training.router_aux_loss_coef:
-        found.append("--router_aux_loss_coef balances experts over all tokens of a micro-batch: give 0")
-    return found
+def _sequence_problems(text_config: PreTrainedConfig, sp: int) -> list[str]:
+    problem = heads_problem(*_heads(text_config, 1), sp)
+    return [f"the language model's {problem}"] if problem else []
 
 
-def _tensor_problems(args: Arguments, text_config: PreTrainedConfig, tp: int) -> list[str]:
-    training = args.training
-    found = [f"the language model's {each}" for each in tensor_parallel.problems(text_config, tp)]
-    if training.objective in ("grpo", "ppo"):
-        found.append(
-            f"--objective {training.objective} draws answers on one rank, from a whole model: leave --{TENSOR} out"
-        )
-    if args.model.lora_enable:
-        found.append("DeepSpeed's AutoTP does not know the adapters of --lora_enable: leave one of them out")
-    if args.model.bits < 16:
-        found.append(f"the packed weights of --bits {args.model.bits} can't be cut: leave one of them out")
-    if training.torch_compile:
-        found.append("--torch_compile is not tried with matrices that are cut: leave one of them out")
-    return found
+def _tensor_problems(text_config: PreTrainedConfig, tp: int) -> list[str]:
+    return [f"the language model's {each}" for each in tensor_parallel.problems(text_config, tp)]
 
 
-def _pipeline_problems(args: Arguments, text_config: PreTrainedConfig, pp: int) -> list[str]:
-    training, model_args, found = args.training, args.model, []
-    if training.tensor_parallel_size > 1:
-        found.append(f"--{TENSOR} is {training.tensor_parallel_size}, and DeepSpeed's AutoTP makes groups of all ranks")
-    if training.objective != "sft":
-        found.append(f"--objective {training.objective} needs a whole model: leave --{PIPELINE} out, or train by sft")
+def _pipeline_problems(text_config: PreTrainedConfig, pp: int) -> list[str]:
+    found = []
     if text_config.num_hidden_layers < pp:
         found.append(f"the language model has {text_config.num_hidden_layers} layers: give as many or fewer")
     if problem := stages.problem(text_config):
         found.append(f"the language model's {problem}: take another axis")
-    if is_mixture(text_config) or is_upcycled(text_config) or args.model.moe_enable or training.ep_size > 1:
+    if is_mixture(text_config) or is_upcycled(text_config):
         found.append("routers' loss is not carried between stages, nor are experts: take another axis")
-    parts = trained_parts(model_args)
-    if "language_model" not in parts or model_args.lora_enable or model_args.bits < 16:
-        found.append(
-            "a stage without trained weights of its own has nothing to do: train the language model whole (no "
-            "--tune_mm_mlp_adapter, --lora_enable or --bits)"
-        )
-    if training.torch_compile:
-        found.append("--torch_compile is not tried with stages: leave one of them out")
-    if training.gradient_checkpointing == "auto":
-        found.append("--gradient_checkpointing auto measures a whole model: give all or off")
     return found
 
 

@@ -86,42 +86,25 @@ def test_two_sizes_are_refused():
         with_axes(arguments("--sp_size", "4"), {"sequence_parallel_size": 2})
 
 
-def test_every_reason_against_a_mesh_is_given_at_once():
+def test_heads_that_cannot_be_shared_out():
     llama = toys.language_model_config("llama")  # 4 heads, 2 of keys
-    drawn = ["--objective", "grpo", "--reward_funcs", "exact"]
-    check_axes(arguments(*drawn), llama)  # nothing is shared
-    for size in ("2", "4"):
+    for size in ("1", "2", "4"):
         check_axes(arguments("--sp_size", size), llama)
-    with pytest.raises(ConfigError) as caught:
-        check_axes(arguments("--sp_size", "3", *drawn, "--router_aux_loss_coef", "0.1"), llama)
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 3 and all(line.startswith("--sequence_parallel_size is 3: ") for line in lines)
-    assert "4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 4" in lines[0]
-    assert "--objective grpo needs an answer's tokens on one rank" in lines[1]
-    assert "--router_aux_loss_coef balances experts over all tokens" in lines[2]
-
-
-@pytest.mark.parametrize("objective", ["reward", "grpo", "ppo"])
-def test_objectives_that_need_whole_answers(objective):
-    args = arguments("--sp_size", "2").replaced(objective=objective)
-    with pytest.raises(ConfigError, match=f"--objective {objective} needs"):
-        check_axes(args, toys.language_model_config("llama"))
+    reason = "--sequence_parallel_size is 3: .* 4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 4"
+    with pytest.raises(ConfigError, match=reason):
+        check_axes(arguments("--sp_size", "3"), llama)
 
 
 def test_every_reason_against_cut_matrices_is_given_at_once():
     llama = toys.language_model_config("llama", attention_dropout=0.1)
-    flags = ["--tp_size", "3", "--lora_enable", "True", "--bits", "4", "--torch_compile", "True"]
     with pytest.raises(ConfigError) as caught:
-        check_axes(arguments(*flags), llama)
+        check_axes(arguments("--tp_size", "3"), llama)
     lines = str(caught.value).splitlines()
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in lines)
     reasons = (
         "4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2",
         "attention_dropout is 0.1 in its config.json",
         "q_proj.weight can't be divided into 3 parts",
-        "the adapters of --lora_enable",
-        "the packed weights of --bits 4",
-        "--torch_compile is not tried",
     )
     assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
 
@@ -146,13 +129,6 @@ def test_what_does_not_go_with_cut_matrices(raw, said):
     assert len(lines) == 1 and lines[0].startswith("--tensor_parallel_size is 2, but ")
 
 
-@pytest.mark.parametrize("objective", ["grpo", "ppo"])
-def test_objectives_that_draw_answers(objective):
-    args = arguments("--tp_size", "2").replaced(objective=objective)
-    with pytest.raises(ConfigError, match=f"--objective {objective} draws answers on one rank, from a whole model"):
-        check_axes(args, toys.language_model_config("llama"))
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "granite"])
 def test_families_whose_matrices_are_cut(family):
     check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
@@ -173,24 +149,9 @@ def test_families_that_are_not_cut_are_refused_by_name(family, found):
         check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
 
 
-def test_every_reason_against_stages_is_given_at_once():
-    flags = [
-        "--pp_size", "3", "--tp_size", "2", "--lora_enable", "True", "--torch_compile", "True",
-        "--gradient_checkpointing", "auto",
-    ]  # fmt: skip
-    args = arguments(*flags).replaced(objective="dpo")
-    with pytest.raises(ConfigError) as caught:
-        check_axes(args, toys.language_model_config("llama"))
-    lines = [line for line in str(caught.value).splitlines() if line.startswith("--pipeline_parallel_size is 3: ")]
-    reasons = (
-        "--tensor_parallel_size is 2, and DeepSpeed's AutoTP makes groups of all ranks",
-        "--objective dpo needs a whole model",
-        "the language model has 2 layers: give as many or fewer",
-        "a stage without trained weights of its own has nothing to do",
-        "--torch_compile is not tried with stages",
-        "--gradient_checkpointing auto measures a whole model: give all or off",
-    )
-    assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
+def test_more_stages_than_layers():
+    with pytest.raises(ConfigError, match="--pipeline_parallel_size is 3: the language model has 2 layers"):
+        check_axes(arguments("--pp_size", "3"), toys.language_model_config("llama"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_5", "qwen3", "mistral", "phi3"])

@@ -1,0 +1,106 @@
+"""What the features of a run need of it, and what they take away: one check of all pairs, with one message.
+
+An extension says so in its flags (ExtensionFlags.needs and .breaks), a feature of the core in core_features, and a
+model's folder where it is read.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.config.model_flags import lora_parts, trained_parts
+from llava_ds.extensions.base import PROPERTIES
+
+
+class Feature(NamedTuple):
+    """A feature that a run has. name: the flag that asks for it, as it would be written, or words for what a model's
+    folder brings; needs: keys of PROPERTIES, and why, which may be empty; breaks: those that it takes away."""
+
+    name: str
+    needs: Mapping[str, str] = {}
+    breaks: Collection[str] = ()
+
+
+def features(args: Arguments) -> list[Feature]:
+    """The features that flags ask for, and that need or take away a property."""
+    own = (flags for flags in args.own.values() if flags.needs or flags.breaks)
+    return [*core_features(args), *(Feature(flags.asked_by(), flags.needs, flags.breaks) for flags in own)]
+
+
+def clashes(found: Collection[Feature]) -> list[str]:
+    """A line for every two features of which one needs what the other takes away: the first such property."""
+    lines: dict[tuple[str, str], str] = {}
+    for needing, breaking in product(found, found):
+        for needed, why in needing.needs.items():
+            if needed in breaking.breaks and needing is not breaking:
+                both = needing.name.startswith("--") and breaking.name.startswith("--")
+                flag = needing.name if needing.name.startswith("--") else breaking.name
+                lines.setdefault(
+                    (needing.name, breaking.name),
+                    f"{needing.name} needs {PROPERTIES[needed]}{f' ({why})' if why else ''}, which {breaking.name} "
+                    f"takes away: leave {'one of them' if both else flag} out",
+                )
+    return list(lines.values())
+
+
+def core_features(args: Arguments) -> Iterator[Feature]:
+    """The features of the core, but for what concerns a single flag."""
+    yield from _ways_to_train(args)
+    yield from _ways_to_run(args)
+    training = args.training
+    if training.objective != "sft":
+        needs = {"whole_layers": ""}
+        if training.objective != "dpo":
+            needs["whole_sample"] = "its answers are scored there"
+        if training.objective in ("grpo", "ppo"):
+            needs["whole_matrices"] = "answers are drawn on one rank"
+        yield Feature(f"--objective {training.objective}", needs)
+    if training.eval_tasks is not None:
+        needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
+        yield Feature("--eval_tasks", needs)
+    if training.router_aux_loss_coef:
+        needs = {"whole_sample": "it balances experts over all tokens of a micro-batch"}
+        yield Feature(f"--router_aux_loss_coef {training.router_aux_loss_coef:g}", needs)
+
+
+def _ways_to_train(args: Arguments) -> Iterator[Feature]:
+    """What trains, and how it is held."""
+    model, training = args.model, args.training
+    if model.lora_enable:
+        yield Feature(
+            "--lora_enable True", {"whole_matrices": "an adapter lies beside a whole matrix"}, ("trained_layers",)
+        )
+    if model.bits < 16:
+        breaks = ("trained_layers", "plain_weights")
+        yield Feature(f"--bits {model.bits}", {"whole_matrices": "packed ones can't be cut"}, breaks)
+    if "language_model" not in trained_parts(model) | lora_parts(model):
+        yield Feature("--tune_mm_mlp_adapter or another flag of what trains", breaks=("trained_layers",))
+    for flag in ("unfreeze_topk_llm", "unfreeze_topk_vision"):
+        if count := getattr(model, flag):
+            yield Feature(f"--{flag} {count}", breaks=("trained_layers",))
+    if model.moe_enable or training.ep_size > 1:
+        name = "--moe_enable True" if model.moe_enable else f"--ep_size {training.ep_size}"
+        yield Feature(name, breaks=("routerless_mlps",))
+
+
+def _ways_to_run(args: Arguments) -> Iterator[Feature]:
+    """How ranks share the work, and what makes them faster."""
+    training, untried = args.training, "it is not tried with these experts"
+    if (size := training.sequence_parallel_size) > 1:
+        yield Feature(f"--sequence_parallel_size {size}", {"dense_mlps": untried}, ("whole_sample",))
+    if (size := training.tensor_parallel_size) > 1:
+        needs = {"dense_mlps": "AutoTP does not know these experts"}
+        yield Feature(f"--tensor_parallel_size {size}", needs, ("whole_matrices",))
+    if (size := training.pipeline_parallel_size) > 1:
+        needs = {
+            "whole_matrices": "AutoTP makes groups of all ranks",
+            "routerless_mlps": "routers' loss is not carried between stages",
+            "trained_layers": "a stage without trained weights has nothing to do",
+        }
+        yield Feature(f"--pipeline_parallel_size {size}", needs, ("whole_layers",))
+    if training.torch_compile:
+        untried = "no other is tried"
+        yield Feature("--torch_compile True", {"whole_matrices": untried, "whole_layers": untried})
+    if training.gradient_checkpointing == "auto":
+        yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

@@ -1,0 +1,54 @@
+"""Features that need what another one takes away: one line for each pair, from flags and DeepSpeed JSON alone."""
+
+import pytest
+from ds_json import CONFIGS
+
+from llava_ds.config.parsing import parse_arguments
+from llava_ds.config.properties import Feature, clashes, core_features
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.base import PROPERTIES
+
+NEEDED = ["--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero1.json")]
+
+
+def test_a_pair_has_one_line_with_the_first_reason():
+    first = Feature("--first 2", {"whole_layers": "it counts them", "whole_sample": ""})
+    second = Feature("--second", breaks=("whole_sample", "whole_layers"))
+    said = "--first 2 needs all layers on every rank (it counts them), which --second takes away: leave one of them out"
+    assert clashes([first, second]) == clashes([second, first]) == [said]
+    assert clashes([first]) == clashes([second, second._replace(name="--third")]) == []
+
+
+def test_what_a_folder_brings_stays():
+    folder, flag = Feature("a model of this kind", {"whole_sample": ""}), Feature("--flag 2", breaks=("whole_sample",))
+    assert clashes([folder, flag]) == [
+        "a model of this kind needs all tokens of a sample on one rank, which --flag 2 takes away: leave --flag 2 out"
+    ]
+    (line,) = clashes([folder._replace(needs={}, breaks=("dense_mlps",)), Feature("--flag", {"dense_mlps": ""})])
+    assert line == "--flag needs dense MLPs, which a model of this kind takes away: leave --flag out"
+
+
+def test_every_pair_of_a_command_line_is_named():
+    flags = ["--pp_size", "2", "--tp_size", "2", "--lora_enable", "True", "--torch_compile", "True"]
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments([*NEEDED, *flags, "--gradient_checkpointing", "auto", "--router_aux_loss_coef", "0.1"])
+    lines = str(caught.value).splitlines()
+    pairs = [(line.split(" needs ")[0], line.split(", which ")[1].split(" takes ")[0]) for line in lines]
+    tp, pp = "--tensor_parallel_size 2", "--pipeline_parallel_size 2"
+    assert sorted(pairs) == sorted(
+        [
+            ("--lora_enable True", tp),
+            ("--torch_compile True", tp),
+            ("--torch_compile True", pp),
+            ("--gradient_checkpointing auto", pp),
+            (pp, tp),
+            (pp, "--lora_enable True"),
+        ]
+    )
+
+
+def test_every_property_of_the_core_is_known():
+    flags = ["--lora_enable", "True", "--eval_fraction", "0.1", "--eval_tasks", __file__, "--eval_steps", "5"]
+    args, _ = parse_arguments([*NEEDED, *flags, "--torch_compile", "True"])
+    found = list(core_features(args))
+    assert len(found) == 3 and all({*each.needs, *each.breaks} <= PROPERTIES.keys() for each in found)
