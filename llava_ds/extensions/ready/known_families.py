@@ -1,8 +1,8 @@
 """The families of ready vision-language models that can be trained, and the way to one in a folder.
 
 To add a family: write its file in families/, whose FAMILY says what family.py lists, and put it into READY.
-Its tiles are in llava_ds/tilings.py, its videos are a VideoRule (llava_ds/videos.py). Then add its small model to
-tests/helpers/ready_models.py and a row to docs/ready_models.md.
+Its tiles are in ready_tilings.py, its videos are a VideoRule (ready_videos.py). Then add its small model to
+tests/extensions/ready/ready_models.py and a row to docs/ready.md.
 """
 
 from importlib import import_module

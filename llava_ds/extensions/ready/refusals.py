@@ -1,6 +1,7 @@
 """Flags that ready models have no use for, and what they can't be trained with yet."""
 
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.properties import Feature, clashes, features
 from llava_ds.model.open.folder import FLAG
 
 # Flags of LLaVA's own composition and templates, which a ready model's files decide.
@@ -20,8 +21,6 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     if training.objective != "sft":
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
     problems += sharing_problems(args, kind)
-    if args.model.bits != 16:
-        problems.append(f"--bits {args.model.bits}: {kind}, whose weights can't be quantized so far: give 16")
     if args.model.lora_weight_path is not None:
         problems.append(
             f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
@@ -36,15 +35,6 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
 
 
 def sharing_problems(args: Arguments, kind: str) -> list[str]:
-    """Lines about experts, and about ranks that share parts of a model, which a ready model can't have yet."""
-    axes = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
-    sizes = {name: getattr(args.training, name) for name in axes}
-    upcycled = [f"--moe_enable True: {kind}, whose MLPs can't become experts so far: leave it out"]
-    return [
-        *(
-            f"--{name} {size}: {kind}, which ranks can't share so far: give 1"
-            for name, size in sizes.items()
-            if size > 1
-        ),
-        *(upcycled if args.model.moe_enable else []),
-    ]
+    """Lines about what takes away that every rank has the whole model as its folder has it."""
+    whole = ("whole_matrices", "whole_layers", "whole_sample", "routerless_mlps", "plain_weights")
+    return clashes([*features(args), Feature(kind, dict.fromkeys(whole, "others are not tried with it"))])
