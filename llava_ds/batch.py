@@ -82,8 +82,8 @@ class Batch:
     target_samples (S,) int64, the sample of the micro-batch that each belongs to;
     target_weights (S,) float32, of the loss of each, None where all are 1;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank tile, placed nowhere, if the samples have no images);
-    with videos of several frames a tile, H is T * W, for the T frames of a moment are below each other, and images have T times
-    the same; placing, where their features go.
+    where a tile has T frames of a video, H is T * W, for they are below each other, and images have T times the same;
+    placing, where their features go.
 
     tower: further arguments of a tower that takes whole images in any shape, whose tiles are the cells of an image;
     trunk: further arguments of the language model's layers, as image_blocks; extra: what objectives and axes add, by
