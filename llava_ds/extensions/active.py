@@ -2,19 +2,24 @@
 
 import dataclasses
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Architecture, Extension, ExtensionFlags, FolderPart, Hook, Phase
+from llava_ds.extensions.architecture import Architecture, FolderPart
+from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, Wrap
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.plan import ModelPlan
+    from llava_ds.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,19 @@ class Active:
     def hooks(self) -> list[tuple[Phase, type[Hook]]]:
         """What acts between steps."""
         return [hook for each in self.extensions for hook in each.hooks]
+
+    @property
+    def wraps(self) -> list[Wrap]:
+        """What changes models and their engine."""
+        return [each.wrap for each in self.extensions if each.wrap is not None]
+
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.filled(model, plan, resolved, ranks)]
+
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.started(new)]
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
@@ -77,8 +95,21 @@ def model_types() -> list[str]:
     return [kind for part in parts for kind in part.model_types]
 
 
+def choice(flag: str, value: object) -> Callable:
+    """What an extension does for a value of a core's flag. Raises ConfigError where none has it."""
+    for name, trigger in EXTENSIONS.items():
+        if value in trigger.values.get(flag, ()):
+            return _extension(name).choices[flag]
+    raise ConfigError(f"--{flag} {value} needs an extension that is not in llava_ds/extensions: give another value")
+
+
 def _extension(name: str) -> Extension:
     found: Extension = _part(name, "extension", "extension")
+    if found.wrap is not None:
+        where = f"llava_ds/extensions/{name}/extension.py: {type(found.wrap).__name__}"
+        if not isinstance(found.wrap, Wrap):
+            raise ConfigError(f"{where}: give a value of a class of extensions/base.py's Wrap")
+        _refuse_unknown(vars(type(found.wrap)), Wrap, where)
     for phase, hook in found.hooks:
         where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):

@@ -5,30 +5,21 @@ extensions/<name>/extension.py has the value `extension`, and is loaded when a r
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from llava_ds.constants import DataError
+from llava_ds.extensions.architecture import FolderPart
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from llava_ds.batch import Batch
     from llava_ds.config.arguments import Arguments
-    from llava_ds.data.collate import LoadedSample
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
-    from llava_ds.export.bit_check import Written
-    from llava_ds.export.export_plan import ExportPlan
-    from llava_ds.export.tensors import Entry
-    from llava_ds.geometry import ImageOptions
-    from llava_ds.layouts import MediaLayout
-    from llava_ds.model.open.folder import ModelFolder
+    from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
-    from llava_ds.model.vision import TowerPlan
+    from llava_ds.runtime.ranks import Ranks
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
 
@@ -41,6 +32,7 @@ PROPERTIES = {
     "routerless_mlps": "MLPs without routers",
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
+    "given_answers": "answers from records",
 }
 
 
@@ -49,13 +41,26 @@ class ExtensionFlags:
 
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
     property where values decide, of either); moments: numbers that the optimizer keeps for
-    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to;
+    compiles: layers may be compiled; fuses: kernels of layers are fused, which the flag of this text asks for.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    compiles: ClassVar[bool] = False
+    fuses: ClassVar[str] = ""
+
+    @property
+    def mlp_tokens(self) -> int | None:
+        """Tokens that an MLP of the language model takes at a time; None for all."""
+        return None
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int) -> Iterator[str]:
+        """A line for each flag by which a run needs less memory. tokens: of its largest micro-batch."""
+        yield from ()
 
     @property
     def rewinds(self) -> bool:
@@ -150,105 +155,32 @@ class Hook:
         """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
 
 
-class TensorNames(Protocol):
-    """Names of an architecture's tensors. Here they are those of tower, projector and language model."""
+class Wrap:
+    """What an extension changes in each model that trains, and in the engine over them.
 
-    def from_part(self, name: str) -> str:
-        """Return the name in transformers' class of a tensor here."""
-
-    def to_memory(self, on_disk: str) -> str | None:
-        """Return the name in transformers' class of a tensor in a folder; None for what the class does not have."""
-
-
-class Architecture(Protocol):
-    """A model of one class of transformers', which is trained with its own tower, connector, template and processor.
-
-    kind: what it is, as messages say it; config: of the whole model; casts_pixels: False if its tower takes pixels in
-    fp32, whatever its weights are in.
+    All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
     """
 
-    kind: str
-    config: "PreTrainedConfig"
-    casts_pixels: bool
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights, and no engine yet."""
+        return []
 
-    def outer_class(self) -> "type[PreTrainedModel]":
-        """Return transformers' class."""
-
-    def open_tokenizer(self, path: str, where: str) -> "PreTrainedTokenizerBase":
-        """Open the tokenizer of a folder. where: as messages begin. Raises ConfigError."""
-
-    def plan_tower(self, folder: Path, tokenizer: "PreTrainedTokenizerBase", where: str) -> "TowerPlan":
-        """Plan the tower from the processor's files in a folder. Raises ConfigError."""
-
-    def problems(self, args: "Arguments", kind: str) -> list[str]:
-        """Return lines on flags that don't go with the model. kind: what it is, as a message says it."""
-
-    def sharing_problems(self, args: "Arguments") -> list[str]:
-        """Return those on ranks that share parts of the model, which the DeepSpeed JSON may ask for, too."""
-
-    def try_out(self, plan: "ModelPlan", images: "ImageOptions", cache_dir: str) -> str:
-        """Compare a small copy with transformers' class. Returns a line. Raises ConfigError where they differ."""
-
-    def names(self, text_config: "PreTrainedConfig") -> TensorNames:
-        """Return the names of its tensors."""
-
-    def entries(self, export: "ExportPlan", entries: "list[Entry]") -> "list[Entry]":
-        """Return the tensors to write by their names on disk."""
-
-    def write(self, export: "ExportPlan", entries: "list[Entry]", output_dir: Path, holes: bool) -> "Written":
-        """Write the folder, as transformers_folder.write_hf does."""
-
-    def write_changed_settings(self, export: "ExportPlan", output_dir: Path) -> None:
-        """Write the processor's files beside an adapter, where the run's settings are not those of its base."""
-
-    def saved_modules(self, names: Sequence[str]) -> list[str]:
-        """Return the fewest modules of transformers' class that hold these tensors of tower and connector."""
-
-    def first_inputs(
-        self,
-        model: "PreTrainedModel",
-        batch: "Batch",
-        layouts: "list[MediaLayout]",
-        pixels: "torch.Tensor",
-        num_positions: int,
-    ) -> "dict[str, torch.Tensor]":
-        """Return arguments of transformers' class for the first positions of a sample, with the layouts of its images.
-
-        pixels (N, 3, S, S), normalised. Raises NotCompared where it can't compute them.
-        """
-
-    def prompt_inputs(
-        self, model: "PreTrainedModel", samples: "list[LoadedSample]", batch: "Batch", pixels: "torch.Tensor"
-    ) -> "dict[str, torch.Tensor]":
-        """Return arguments of generate() for prompts, (B, T) and padded on the left. batch: of all of them."""
-
-
-class FolderPart(Protocol):
-    """The model folders that an extension reads. model_types: of their config.json."""
-
-    model_types: Collection[str]
-
-    def read(self, path: str, config: dict, where: str) -> "ModelFolder":
-        """Read a folder with one of Trigger.model_types. config: its config.json; where: as messages begin.
-
-        Raises ConfigError, also for those that are not in model_types, with the reason.
-        """
-
-    def missing(self, config: dict) -> list[str]:
-        """Return parts that a config.json has to have, and lacks."""
-
-    def architecture(self, config: "PreTrainedConfig") -> Architecture:
-        """Return the architecture of a configuration with one of model_types."""
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step, and before the largest micro-batch is tried."""
+        return []
 
 
 @dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; hooks: what acts between steps, by phase; folder:
-    model folders that it reads.
+    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; choices:
+    what its values of the core's flags do, by the flag; wrap: what changes the model and its engine; hooks: what acts
+    between steps, by phase; folder: model folders that it reads.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    choices: Mapping[str, Callable] = field(default_factory=dict)
+    wrap: Wrap | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()
     folder: FolderPart | None = None

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from llava_ds.config.arguments import ModelArguments, changes_base, lora_parts
 from llava_ds.config.model_flags import LORA_PARTS, is_pattern
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.base import Architecture
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import read_json
 from llava_ds.model.expert_lora import wrap_experts
 from llava_ds.model.open import names as formats

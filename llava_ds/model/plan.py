@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.base import Architecture
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import is_there, library_errors
 from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem

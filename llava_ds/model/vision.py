@@ -19,7 +19,7 @@ from llava_ds.batch import Inputs
 from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.base import Architecture
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import library_errors, read_config, shown
 from llava_ds.files.processor_files import image_settings, video_settings, whole_settings
 from llava_ds.geometry import BICUBIC, FILTERS, ImageOptions, ImageSpec, image_options, native_options

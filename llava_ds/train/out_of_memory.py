@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from llava_ds.batch import Batch
+from llava_ds.config.arguments import Arguments
 from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
@@ -14,6 +15,8 @@ from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.state import TrainState
@@ -101,7 +104,7 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
     training, stage = resolved.args.training, resolved.zero_stage
     pp, ep = training.pipeline_parallel_size, training.ep_size
     has_experts = resolved.args.model.moe_enable or ep > 1
-    lines = [*_about_layers(training), *_about_tokens(training, batch, longest_sample, has_experts)]
+    lines = [*_about_layers(training), *_about_tokens(resolved.args, batch, longest_sample)]
     most = 1 if pp > 1 else 2 if has_experts else 3
     if stage < most:
         higher = ", or higher" if stage + 1 < most else ""
@@ -128,9 +131,9 @@ def _about_layers(training: TrainingArguments) -> list[str]:
     return []
 
 
-def _about_tokens(
-    training: TrainingArguments, batch: Batch | None, longest_sample: int, has_experts: bool
-) -> list[str]:
+def _about_tokens(args: Arguments, batch: Batch | None, longest_sample: int) -> list[str]:
+    training = args.training
+    has_experts = args.model.moe_enable or training.ep_size > 1
     sp = training.sequence_parallel_size
     longest_sample, whole = -(-longest_sample // sp), longest_sample  # of a rank
     tokens = max(longest_sample, batch.input_ids.shape[1] if batch is not None else 0)
@@ -148,9 +151,8 @@ def _about_tokens(
         )
         lines.append(f"--per_device_train_batch_size {half}{more}: likewise")
     if least >= tokens:
-        if training.mlp_tile_tokens is None and not has_experts:
-            lines.append(f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice")
         if not has_experts:
+            lines += [line for name in EXTENSIONS for line in flags_class(name).saving_memory(args, tokens)]
             lines.append(f"--sequence_parallel_size {2 * sp}, on several GPUs: more of them share each sample")
         lines.append(f"--model_max_length below {whole}: the longest sample alone does not fit")
     return lines

@@ -29,7 +29,7 @@ def test_what_a_folder_brings_stays():
 
 
 def test_every_pair_of_a_command_line_is_named():
-    flags = ["--pp_size", "2", "--tp_size", "2", "--lora_enable", "True", "--torch_compile", "True"]
+    flags = ["--pp_size", "2", "--tp_size", "2", "--lora_enable", "True"]
     with pytest.raises(ConfigError) as caught:
         parse_arguments([*NEEDED, *flags, "--gradient_checkpointing", "auto", "--router_aux_loss_coef", "0.1"])
     lines = str(caught.value).splitlines()
@@ -38,8 +38,6 @@ def test_every_pair_of_a_command_line_is_named():
     assert sorted(pairs) == sorted(
         [
             ("--lora_enable True", tp),
-            ("--torch_compile True", tp),
-            ("--torch_compile True", pp),
             ("--gradient_checkpointing auto", pp),
             (pp, tp),
             (pp, "--lora_enable True"),
@@ -49,6 +47,5 @@ def test_every_pair_of_a_command_line_is_named():
 
 def test_every_property_of_the_core_is_known():
     flags = ["--lora_enable", "True", "--eval_fraction", "0.1", "--eval_tasks", __file__, "--eval_steps", "5"]
-    args, _ = parse_arguments([*NEEDED, *flags, "--torch_compile", "True"])
-    found = list(core_features(args))
-    assert len(found) == 3 and all({*each.needs, *each.breaks} <= PROPERTIES.keys() for each in found)
+    found = list(core_features(parse_arguments([*NEEDED, *flags])[0]))
+    assert len(found) == 2 and all({*each.needs, *each.breaks} <= PROPERTIES.keys() for each in found)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import toys
 from extension_there import if_there, needs_extension
+from known_flags import known_cases
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -67,6 +68,7 @@ MORE = {
     "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
     **{f"bf16-pp2-zero{stage}": (2, stage, {**PP, "bf16": True}) for stage in (0, 1)},
 }
+FEW, MORE = known_cases(FEW), known_cases(MORE)
 
 
 @pytest.fixture(scope="module")

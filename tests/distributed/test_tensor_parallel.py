@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import toys
 from extension_there import if_there, needs_extension
+from known_flags import known_cases
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -58,6 +59,7 @@ MORE = {
     "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
     "bf16-tp2": (2, 1, {**TP, "bf16": True}),
 }
+FEW, MORE = known_cases(FEW), known_cases(MORE)
 
 
 @pytest.fixture(scope="module")

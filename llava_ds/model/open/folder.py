@@ -21,7 +21,7 @@ from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.active import folder_part
-from llava_ds.extensions.base import Architecture
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
 from llava_ds.model.families.language import (
     EXPERTS,

@@ -1,0 +1,286 @@
+"""Choices that "auto" leaves to memory: the DeepSpeed JSON, tokens of a micro-batch, and checkpointed layers."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from llava_ds.checkpoint.run_identity import saved_identity
+from llava_ds.config.arguments import Arguments, ranks_per_sample
+from llava_ds.config.shipped import DS_CONFIGS
+from llava_ds.constants import ConfigError
+from llava_ds.data.dataset import EncodedDataset
+from llava_ds.data.sample_order import SampleOrder
+from llava_ds.data.step_plan import largest_share
+from llava_ds.engine.activation_budget import free_memory
+from llava_ds.engine.ds_config.optimizer import num_moments
+from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
+from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.extensions.planning.activations import MicroBatch
+from llava_ds.extensions.planning.fit import GB, Run, advice, fits, most_stage
+from llava_ds.extensions.planning.memory import Setup, ZeroPlacement, ZeroSettings, most_activations
+from llava_ds.extensions.planning.named_models import SUPERVISED
+from llava_ds.extensions.planning.shapes import ModelShape, shape_of
+from llava_ds.model.plan import ModelPlan
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
+
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
+FULL_TOKENS = 8192  # a GPU computes no faster with larger micro-batches
+MOST_TOKENS_ON_CPU = 8192
+ROUND_TOKENS = 64  # auto chooses a multiple of it, where that is no less than the longest sample
+
+
+@dataclass(frozen=True)
+class Data:
+    """Facts of the samples on which memory depends. share: tokens of a rank in the largest step, if auto packs them."""
+
+    longest_sample: int
+    supervised_fraction: float
+    share: int
+
+    def shared_by(self, sp: int) -> "Data":
+        """The part of one of the ranks that share samples."""
+        return dataclasses.replace(self, longest_sample=-(-self.longest_sample // sp), share=-(-self.share // sp))
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that train. memory: bytes of the smallest one, None if unknown; node_memory: of the smallest node,
+    None for as much as it takes; are_local: this machine is one of them, and has to have what training needs."""
+
+    num_ranks: int
+    ranks_per_node: int
+    kind: str = "cuda"
+    memory: float | None = None
+    node_memory: float | None = None
+    are_local: bool = False
+
+
+def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices: Devices) -> Run:
+    """The run as training would do it, with the largest micro-batch that its flags allow.
+
+    Its tiles are as many as the tokens have room for, and each shows its features once. If the devices' memory is
+    unknown, auto checkpoints no layer, and takes micro-batches of whole shares.
+    """
+    training = resolved.args.training
+    sp, weight_bytes = training.sequence_parallel_size, resolved.dtype.itemsize
+    data = data.shared_by(sp)
+    bound = training.tokens_per_micro_batch
+    accumulated = (resolved.config.get("data_types") or {}).get("grad_accum_dtype")
+    setup = Setup(
+        num_gpus=devices.num_ranks,
+        zero=ZeroSettings.of(resolved.config["zero_optimization"]),
+        gpus_per_node=devices.ranks_per_node,
+        weight_bytes=weight_bytes,
+        gradient_bytes=GRADIENT_BYTES.get(accumulated, weight_bytes),
+        accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
+        moments=num_moments(resolved.config) + resolved.args.extra_moments,
+        sp=sp,
+        tp=training.tensor_parallel_size,
+        pp=training.pipeline_parallel_size,
+        ep=training.ep_size,
+    )
+    run = Run(shape, zero_placement(resolved.config), setup, None, data.longest_sample)
+    return run if shape.tower is None else _MicroBatchChoice(run, resolved.args, data, devices.memory).chosen()
+
+
+@dataclass(frozen=True)
+class _MicroBatchChoice:
+    """The choice of tokens and checkpointed layers for a run, by the memory of a device."""
+
+    run: Run
+    args: Arguments
+    data: Data
+    memory: float | None
+
+    def chosen(self) -> Run:
+        training, data = self.args.training, self.data
+        layers = self.run.shape.text.num_layers
+        checkpointed = 0
+        if training.gradient_checkpointing == "all":
+            checkpointed = -(-layers // training.gradient_checkpointing_every_n_layers)
+        chooses_layers = training.gradient_checkpointing == "auto"
+        tokens = training.tokens_per_micro_batch or training.per_device_train_batch_size * data.longest_sample
+        if tokens == "auto":
+            tokens = self.most_tokens(data.share, checkpointed)
+            full = min(FULL_TOKENS, data.share)
+            if chooses_layers and tokens < full // ROUND_TOKENS * ROUND_TOKENS:
+                tokens = self.most_tokens(full, layers)  # layers are checkpointed for a full micro-batch, not for more
+        tokens = max(tokens, data.longest_sample)
+        if chooses_layers:
+            checkpointed = next((n for n in range(layers) if self.has_room(tokens, n)), layers)
+        return self.with_tokens(tokens, checkpointed)
+
+    def with_tokens(self, tokens: int, checkpointed: int) -> Run:
+        batch = MicroBatch(
+            num_tokens=tokens,
+            num_supervised=int(tokens * self.data.supervised_fraction),
+            num_tiles=max(1, tokens // self.run.shape.tower.num_patches),
+            num_recomputed=checkpointed,
+            mlp_tokens=self.args.mlp_tokens,
+        )
+        return dataclasses.replace(self.run, batch=batch)
+
+    def has_room(self, tokens: int, checkpointed: int) -> bool:
+        planned = self.with_tokens(tokens, checkpointed)
+        if self.args.training.activation_memory_gb is not None:
+            needed = most_activations(planned.shape, planned.setup, planned.batch)
+            return needed <= self.args.training.activation_memory_gb * GB
+        return self.memory is None or fits(planned.estimate().total, self.memory)
+
+    def most_tokens(self, most: int, checkpointed: int) -> int:
+        """The most tokens up to a number that have room, by bisection; at least a longest sample."""
+        low, high = self.data.longest_sample, max(most, self.data.longest_sample)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.has_room(middle, checkpointed) else (low, middle - 1)
+        return max(self.data.longest_sample, low // ROUND_TOKENS * ROUND_TOKENS)
+
+
+def zero_placement(config: dict) -> ZeroPlacement:
+    """The devices on which a resolved JSON puts model states."""
+    return ZeroPlacement(
+        config["zero_optimization"].get("stage", 0),
+        offload_device(config, "offload_optimizer"),
+        offload_device(config, "offload_param"),
+    )
+
+
+def run_on_ranks(
+    resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
+) -> Run:
+    """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
+    training = resolved.args.training
+    sp = training.sequence_parallel_size
+    dp = ranks.world_size // ranks_per_sample(training)
+    share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, dp))
+    facts = dataset.index.facts
+    data = Data(
+        longest_sample=int(dataset.lengths.max()),
+        supervised_fraction=facts["targets"] / facts["tokens"],
+        share=min(share, MOST_TOKENS_ON_CPU * sp) if ranks.device.type == "cpu" else share,
+    )
+    memory = min(gather(free_memory(ranks.device), ranks))
+    devices = Devices(ranks.world_size, local_ranks(), ranks.device.type, memory, are_local=True)
+    return planned_run(shape_of(plan.text_config, plan.tower, resolved.args), resolved, data, devices)
+
+
+def choose_tokens_per_micro_batch(
+    resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
+) -> int:
+    """Choose the value of --tokens_per_micro_batch auto, and print it. All ranks call it together.
+
+    It is the value of the checkpoint being resumed, for another would round otherwise; else as many as have room.
+    """
+    training = resolved.args.training
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as in the checkpoint being resumed"
+    if tokens is None:
+        tokens, why = run_on_ranks(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
+    print_first(f"--tokens_per_micro_batch {tokens} ({why})")
+    return tokens
+
+
+def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, str]:
+    """Names of configurations, the fastest first, and the reason for each.
+
+    Sharding costs traffic and frees memory: one rank has nothing to share, and several do best with a sharded
+    optimizer, where gradients travel once per optimizer step, or during backward. Offloaded states cross PCIe.
+    """
+    training = args.training
+    tokens = training.tokens_per_micro_batch
+    packed = isinstance(tokens, int) and tokens < training.per_device_train_batch_size * args.data.model_max_length
+    if world_size == 1:
+        # DeepSpeed's float16 begins at stage 1.
+        found = {"zero1" if training.fp16 else "zero0": "on one rank there is nothing to share out"}
+    elif training.gradient_accumulation_steps > 1 or packed:
+        found = {
+            "zero1": "gradients travel once per optimizer step, not once per micro-batch",
+            "zero2": "the rank keeps its own part of the gradients only",
+        }
+    else:
+        found = {"zero2": "gradients travel during backward, and each rank updates its part of the weights"}
+    # On one rank it shares nothing out either, but updates a part of the weights at a time.
+    found["zero3"] = "weights have to be sharded, too" if world_size > 1 else "the optimizer has to go in parts"
+    if device_type != "cpu":  # whose memory is the device's
+        found["zero2_offload"] = "the optimizer's states have to lie in CPU memory"
+        found["zero3_offload"] = "everything has to lie in CPU memory"
+    return found
+
+
+def choose_ds_config(
+    folder: Path, shape: ModelShape, args: Arguments, devices: Devices, stage: int | None = None
+) -> tuple[dict, str]:
+    """Choose the first candidate that fits by the estimate; returns the DeepSpeed JSON, and a line with the reason.
+
+    folder: of the configurations; devices: with all of their memory, not only what is free; stage: of the checkpoint
+    being resumed, which stays. Raises ConfigError where none fits, with a change that would, or where the flags can't
+    be trained with any.
+    """
+    longest = args.data.model_max_length
+    refused: ConfigError | None = None
+    most, runs = most_stage(shape), {}
+    resolve = partial(
+        resolve_ds_config,
+        dp=max(1, devices.num_ranks // ranks_per_sample(args.training)),
+        hidden_size=shape.hidden_size,
+        device_type=devices.kind,
+        is_local=devices.are_local,
+    )
+    for name, why in candidates(_filled(folder, args, resolve), devices.num_ranks, devices.kind).items():
+        raw = read_ds_config(folder / f"{name}.json")
+        if stage not in (None, raw["zero_optimization"]["stage"]) or raw["zero_optimization"]["stage"] > most:
+            continue
+        try:
+            resolved = resolve(raw, args)
+        except ConfigError as error:  # it can't be compiled on this machine, or the flags rule it out
+            refused = refused or error
+            continue
+        # Before the data is read every sample may be a longest one.
+        data = Data(longest, SUPERVISED, share=resolved.args.training.per_device_train_batch_size * longest)
+        run = runs[name] = planned_run(shape, resolved, data, devices)
+        needs = run.estimate()
+        if fits(needs.total, devices.memory) and (devices.node_memory is None or fits(needs.cpu, devices.node_memory)):
+            return raw, (
+                f"--deepspeed_config auto: {name}.json, for {why}; about {needs.total / GB:.1f} of "
+                f"{devices.memory / GB:.1f} GB are needed at most"
+            )
+    if not runs:
+        raise refused
+    first = next(iter(runs.values()))
+    raise ConfigError(
+        f"--deepspeed_config auto: none of {', '.join(runs)} fits by the estimate. {advice(first, devices.memory)}"
+    )
+
+
+def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], ResolvedConfig]) -> Arguments:
+    """The flags with the batch sizes that follow from each other; unchanged where they are refused, for the candidates
+    are refused too."""
+    try:
+        return resolve(read_ds_config(folder / "zero1.json"), args).args
+    except ConfigError:
+        return args
+
+
+def choose_for_ranks(args: Arguments, model: ModelPlan, ranks: Ranks) -> tuple[dict, str]:
+    """choose_ds_config for these ranks, by the smallest memory that one of them has. All ranks call it together.
+
+    On CPU ranks share the machine's memory evenly.
+    """
+    local = local_ranks()
+    node = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    is_cpu = ranks.device.type == "cpu"
+    own = node // local if is_cpu else torch.cuda.get_device_properties(ranks.device).total_memory
+    memories, nodes, locals_ = zip(*gather((own, node, local), ranks))
+    devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_local=True)
+    training = args.training
+    saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
+    # Another number of ranks may need another stage, and rounds otherwise anyway.
+    stage = saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None
+    shape = shape_of(model.text_config, model.tower, args)
+    # What can be compiled may differ between machines: rank 0 decides.
+    return broadcast_from_first(ranks, partial(choose_ds_config, DS_CONFIGS, shape, args, devices, stage))

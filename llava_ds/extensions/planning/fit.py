@@ -1,0 +1,236 @@
+"""The verdict on a run in a GPU's memory, the smallest change with which it fits, and the table of estimates."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llava_ds.extensions.planning.activations import MicroBatch
+from llava_ds.extensions.planning.memory import PLACEMENTS, Estimate, Setup, ZeroPlacement, estimate, largest_unit
+from llava_ds.extensions.planning.shapes import ModelShape
+
+GB, MB = 10**9, 10**6
+HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmentation, which no formula here counts
+MOST_DOUBLINGS = 6  # of the GPUs that are proposed
+DEVICES = ("none", "cpu", "nvme")  # from fast to slow
+OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))  # optimizer, param: as proposed
+CELL = 13  # the least width of a column
+
+ROWS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "fp32 copy and moments": "optimizer",
+    "= model states": "model_states",
+    "activations": "activations",
+    "gathered": "gathered",
+    "buffers": "buffers",
+    "optimizer step": "optimizer_step",
+    "= GPU, at most": "total",
+    "CPU per node": "cpu",
+    "NVMe per node": "nvme",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run, as far as memory goes. batch is None when only the number of parameters is known."""
+
+    shape: ModelShape
+    placement: ZeroPlacement
+    setup: Setup
+    batch: MicroBatch | None
+    longest_sample: int = 1
+
+    def estimate(self) -> Estimate:
+        return estimate(self.shape, self.placement, self.setup, self.batch)
+
+
+def fits(total: int, gpu_memory: float) -> bool:
+    return total <= gpu_memory * (1 - HEADROOM)
+
+
+def verdict(total: int, gpu_memory: float) -> str:
+    """The verdict on a total in a GPU's memory, both in bytes: fits, tight or too big."""
+    if fits(total, gpu_memory):
+        return "fits"
+    return "tight" if total <= gpu_memory else "too big"
+
+
+def smallest_change(run: Run, gpu_memory: float) -> Run | None:
+    """The run changed as little as possible to fit, itself if it does; None if nothing that is tried does.
+
+    Cheapest first: no offload and no more GPUs before either, then the fewest flags; recomputing layers before a
+    higher stage, and that before fewer tokens.
+    """
+    return next((other for other in _changed(run) if fits(other.estimate().total, gpu_memory)), None)
+
+
+def describe_change(run: Run, other: Run) -> str:
+    """The settings that change one run to another."""
+    changes = []
+    if other.setup.num_gpus != run.setup.num_gpus:
+        changes.append(_gpus(other.setup))
+    if run.batch is not None and other.batch.num_recomputed != run.batch.num_recomputed:
+        changes.append("--gradient_checkpointing all")
+    if other.placement.stage != run.placement.stage:
+        changes.append(f"ZeRO-{other.placement.stage}")
+    if run.batch is not None and other.batch.num_tokens != run.batch.num_tokens:
+        changes.append(f"--tokens_per_micro_batch {other.batch.num_tokens}")
+    moved: dict[str, list[str]] = {}
+    for part in ("optimizer", "param"):
+        device = getattr(other.placement, part)
+        if device != getattr(run.placement, part):
+            moved.setdefault(device, []).append(f"offload_{part}")
+    changes += [f'{" and ".join(parts)} {{"device": "{device}"}}' for device, parts in moved.items()]
+    return ", ".join(changes)
+
+
+def advice(run: Run, gpu_memory: float) -> str:
+    """One sentence: the run fits, or the smallest change with which it would."""
+    total, memory = run.estimate().total, f"{gpu_memory / GB:g} GB"
+    start = f"{placement_name(run.placement)} on {_gpus(run.setup)} needs {total / GB:.1f} GB of {memory}"
+    other = smallest_change(run, gpu_memory)
+    if other == run:
+        return f"{start}: fits"
+    if other is None:
+        return f"{start}, and nothing that was tried fits, up to {run.setup.num_gpus << MOST_DOUBLINGS} GPUs and NVMe"
+    needs = f"{other.estimate().total / GB:.1f} GB"
+    return f"{start}; the smallest change that fits: {describe_change(run, other)} ({needs})"
+
+
+def table(run: Run, gpu_memory: float | None) -> list[str]:
+    """Every stage and offload side by side, in GB (10**9 bytes) or MB; the run's own column is marked."""
+    placements = table_placements(run)
+    columns = {name: dataclasses.replace(run, placement=p).estimate() for name, p in placements.items()}
+    unit, size = ("GB", GB) if columns["ZeRO-0"].total >= GB else ("MB", MB)
+    names = [f"[{name}]" if placements[name] == run.placement else name for name in columns]
+    rows = [(f"{unit} per GPU", names)]
+    rows += [(label, [f"{getattr(c, field) / size:.2f}" for c in columns.values()]) for label, field in ROWS.items()]
+    if gpu_memory is not None:
+        rows.append((f"in {gpu_memory / GB:g} GB", [verdict(c.total, gpu_memory) for c in columns.values()]))
+    return aligned(rows)
+
+
+def aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
+    """Lines of a label and its cells, as wide as the widest of their column."""
+    widths = [max(CELL, *(len(cell) + 2 for cell in cells)) for cells in zip(*(cells for _, cells in rows))]
+    return [f"{label:22}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)) for label, cells in rows]
+
+
+def description(run: Run) -> list[str]:
+    """The model and how it trains, in words."""
+    parts = ", ".join(
+        f"{part.name} {part.num_parameters:,}{'' if part.num_trained else ' frozen'}" for part in run.shape.parts
+    )
+    setup, batch, text = run.setup, run.batch, run.shape.text
+    lines = [
+        f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
+        f"the largest gathered layer has {largest_unit(run.shape):,}",
+        f"{_gpus(setup)}, {setup.weight_bytes} bytes a weight, "
+        + (f"{run.shape.packed_bits} bits in {sum(run.shape.packed):,} of them, " if run.shape.packed else "")
+        + (
+            "no activations: only the number of parameters is known"
+            if batch is None
+            else f"{batch.num_tokens:,} tokens a micro-batch at most, {batch.num_supervised:,} supervised, "
+            f"{batch.num_tiles} image tiles, " + _recomputed(batch.num_recomputed, text.num_layers)
+        ),
+    ]
+    if batch is not None and text is not None and not text.is_llamas:
+        lines.append("activations are Llama's for layers of these widths; this model has other layers: a guide only")
+    return lines
+
+
+def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
+    """The same figures for a program, in bytes."""
+    columns = {}
+    placements = table_placements(run)
+    for name, placement in placements.items():
+        one = dataclasses.replace(run, placement=placement).estimate()
+        columns[name] = {field: getattr(one, field) for field in ROWS.values()}
+        if gpu_memory is not None:
+            columns[name]["verdict"] = verdict(one.total, gpu_memory)
+    return {
+        "parameters": {part.name: dataclasses.asdict(part) for part in run.shape.parts},
+        "num_parameters": run.shape.num_parameters,
+        "num_trained": run.shape.num_trained,
+        "largest_gathered_layer_bytes": run.setup.weight_bytes * largest_unit(run.shape),
+        "setup": dataclasses.asdict(run.setup),
+        "micro_batch": run.batch and dataclasses.asdict(run.batch),
+        "chosen": placement_name(run.placement),
+        "bytes": columns,
+        "advice": None if gpu_memory is None else advice(run, gpu_memory),
+    }
+
+
+def _changed(run: Run) -> Iterator[Run]:
+    """The run and its changes, the smallest first."""
+    recompute, halvings = [False], [0]
+    if run.batch is not None:
+        recompute += [True] if run.batch.num_recomputed != run.shape.text.num_layers else []
+        halvings += [h for h in range(1, 32) if run.batch.num_tokens >> h >= run.longest_sample]
+    stages = range(run.placement.stage, most_stage(run.shape) + 1)
+    own = (run.placement.optimizer, run.placement.param)
+    offloads = [own, *(offload for offload in OFFLOADS if offload != own and _is_further(offload, own))]
+
+    def cost(change: tuple) -> tuple:
+        doublings, offload, stage, halved, recomputed = change
+        return doublings, offload, recomputed + (stage > stages[0]) + (halved > 0), halved, stage
+
+    choices = (range(MOST_DOUBLINGS + 1), range(len(offloads)), stages, halvings, recompute)
+    for change in sorted(itertools.product(*choices), key=cost):
+        doublings, offload, stage, halved, recomputed = change
+        placement = ZeroPlacement(stage, *offloads[offload])
+        if placement not in (run.placement, *PLACEMENTS.values()) or not _goes_with(placement, run):
+            continue
+        batch = run.batch and dataclasses.replace(
+            run.batch,
+            num_tokens=run.batch.num_tokens >> halved,
+            num_supervised=run.batch.num_supervised >> halved,
+            num_tiles=max(1, run.batch.num_tiles >> halved),
+            num_recomputed=run.shape.text.num_layers if recomputed else run.batch.num_recomputed,
+        )
+        setup = dataclasses.replace(run.setup, num_gpus=run.setup.num_gpus << doublings)
+        yield dataclasses.replace(run, placement=placement, setup=setup, batch=batch)
+
+
+def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
+    """True if both parts are at least as far from the GPU."""
+    return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
+
+
+def table_placements(run: Run) -> dict[str, ZeroPlacement]:
+    """The table's columns: the usual placements, and the run's own if it is another."""
+    own = {} if run.placement in PLACEMENTS.values() else {placement_name(run.placement): run.placement}
+    return {name: placement for name, placement in (PLACEMENTS | own).items() if _goes_with(placement, run)}
+
+
+def _goes_with(placement: ZeroPlacement, run: Run) -> bool:
+    """False for what a pipeline's stages, shared experts, or an upcycled model can't be trained with."""
+    setup, is_offloaded = run.setup, placement.optimizer != "none"
+    if placement == run.placement:
+        return True
+    if is_offloaded and max(setup.pp, setup.ep) > 1:
+        return False
+    return placement.stage <= (1 if setup.pp > 1 else most_stage(run.shape))
+
+
+def most_stage(shape: ModelShape) -> int:
+    """The last ZeRO stage that a model trains at: 2 if it is upcycled."""
+    return 2 if shape.text is not None and shape.text.expert_rows else 3
+
+
+def placement_name(placement: ZeroPlacement) -> str:
+    """Its column's name."""
+    offloaded = {"opt": placement.optimizer, "param": placement.param}
+    words = " + ".join(f"{device} {part}" for part, device in offloaded.items() if device != "none")
+    return next((name for name, p in PLACEMENTS.items() if p == placement), f"{placement.stage} + {words}")
+
+
+def _recomputed(count: int, num_layers: int) -> str:
+    if count in (0, num_layers):
+        return "every layer recomputed" if count else "every activation kept"
+    return f"{count} of {num_layers} layers recomputed"
+
+
+def _gpus(setup: Setup) -> str:
+    return "1 GPU" if setup.num_gpus == 1 else f"{setup.num_gpus} GPUs"

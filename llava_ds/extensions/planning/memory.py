@@ -1,0 +1,299 @@
+# P parameters, T trained ones, N ranks, w bytes of a weight (2 in bf16 and fp16, 4 in fp32)
+"""The bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
+
+Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices. In a pipeline
+they are those of a stage, and N the ranks that have it. The same goes for experts that ranks share (--ep_size): their N
+is that of the ranks with the same ones.
+
+Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
+
+    stage   weights          gradients   fp32 copy     moments (AdamW's two)
+    0       wP               wT          4T if w < 4   8T
+    1, 2    wP               wT / N      4T / N        8T / N
+    3       wP / N           wT / N      4T / N        8T / N
+
+In bf16 with everything trained that is 16P at stage 0, 2P + 14P/N at 1 and 2, and 16P/N at 3. In fp32, stages 1 to 3
+keep a second fp32 copy of the weights: 20P on one rank, where stage 0 has 16P. Beyond the table the estimate knows:
+padding of the partitions (stages 1, 2: groups to 2N elements; stage 3: every tensor to N), that a rank holds the whole
+gradient of a tensor whose part it owns (1, 2), and what stage 3 never partitions (tensors up to
+stage3_param_persistence_threshold).
+
+Outside the model states, in columns of their own:
+
+- buffers: the bucket of gradients under reduction (reduce_bucket_size, twice with overlap_comm at 1 and 2), its copy
+  for the collective and the largest gradient before it gets there; at 0 the flattened bucket of the all-reduce; at 1
+  with accumulation the gradients that wait for the boundary in full.
+- gathered: what ZeRO-3 holds beside its partitions while it computes, at most. That is not one layer: DeepSpeed gathers
+  ahead until stage3_max_live_parameters and keeps what it needs again within stage3_max_reuse_distance.
+- optimizer step: the fp32 gradients of the group (stage 3: sub-group) that is being updated. It and the activations
+  never exist together, so the larger counts.
+
+Packed weights (--bits) count with their bits in the place of w, and their scales, which stage 3 leaves whole.
+
+Offload is of two parts, each on its own device. With offload_optimizer, gradients, fp32 copy and moments are in the
+node's memory, pinned: 4T gradients beside the wT that arrive, and at stage 2 a wT copy of the updated weights. With
+offload_param the weights are, and nothing else leaves the GPU. On NVMe the buffers between are those of DeepSpeed's
+default settings; NVMe alone was never compared with a run.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from typing import Literal
+
+from llava_ds.extensions.planning.activations import MicroBatch, activation_bytes, exchange_buffers, saved_bytes
+from llava_ds.extensions.planning.shapes import ModelShape
+
+ALL_REDUCE_BUCKET = 500_000_000  # elements that stage 0 reduces at a time (DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE)
+NVME_PARAM_BUFFERS, NVME_PARAM_BUFFER_SIZE, NVME_OPTIMIZER_BUFFERS = 5, 100_000_000, 4  # DeepSpeed's defaults
+
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class ZeroPlacement:
+    """A ZeRO stage, and where offload_optimizer and offload_param put model states; "none" is the GPU."""
+
+    stage: int
+    optimizer: Device = "none"  # gradients, fp32 copy and moments
+    param: Device = "none"  # weights
+
+
+# The columns of the table.
+PLACEMENTS = {
+    "ZeRO-0": ZeroPlacement(0),
+    "ZeRO-1": ZeroPlacement(1),
+    "ZeRO-2": ZeroPlacement(2),
+    "ZeRO-3": ZeroPlacement(3),
+    "2 + cpu opt": ZeroPlacement(2, "cpu"),
+    "3 + cpu opt": ZeroPlacement(3, "cpu"),
+    "3 + cpu all": ZeroPlacement(3, "cpu", "cpu"),
+    "3 + nvme": ZeroPlacement(3, "nvme", "nvme"),
+}
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """The sizes of zero_optimization that memory depends on, in elements, with DeepSpeed's defaults."""
+
+    reduce_bucket_size: int = 500_000_000
+    prefetch_bucket_size: int = 50_000_000
+    param_persistence_threshold: int = 100_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
+    overlap_comm: bool = True
+
+    @classmethod
+    def of(cls, zero: dict) -> "ZeroSettings":
+        """From a resolved zero_optimization section. overlap_comm absent is true at stage 3 only, as in DeepSpeed."""
+        names = [each.name for each in fields(cls) if each.name != "overlap_comm"]
+        sizes = {name: int(zero[key]) for name in names for key in (name, f"stage3_{name}") if key in zero}
+        overlap = zero.get("overlap_comm")
+        return cls(**sizes, overlap_comm=zero.get("stage") == 3 if overlap is None else overlap)
+
+    @classmethod
+    def auto(cls, hidden_size: int) -> "ZeroSettings":
+        """The values of "auto" in this repository's ds_configs."""
+        return cls(
+            reduce_bucket_size=hidden_size**2,
+            prefetch_bucket_size=int(0.9 * hidden_size**2),
+            param_persistence_threshold=10 * hidden_size,
+        )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: of an accumulated gradient; moments: fp32
+    numbers that the optimizer keeps for a parameter; sp: ranks that share the tokens of each sample; tp: ranks that
+    share matrices; pp: stages of the pipeline; ep: ranks that share experts."""
+
+    num_gpus: int
+    zero: ZeroSettings = field(default_factory=ZeroSettings)
+    gpus_per_node: int = 8
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    accumulates: bool = False
+    moments: float = 2
+    sp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share model states by ZeRO: those with the same parts of matrices and the same stage."""
+        return self.num_gpus // (self.tp * self.pp)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the rank that holds most; cpu and nvme: of a node."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    optimizer_step: int
+    gathered: int = 0
+    cpu: int = 0
+    nvme: int = 0
+
+    @property
+    def model_states(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The most that exists together: a micro-batch and an optimizer step take turns."""
+        return self.model_states + max(self.activations + self.gathered + self.buffers, self.optimizer_step)
+
+
+def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
+    """Estimate a rank's memory; without a micro-batch there are no activations.
+
+    Of a pipeline, that of a rank of the stage that needs most.
+    """
+    estimate_stage = {0: _replicated, 3: _sharded}.get(placement.stage, _sharded_optimizer)
+    if not shape.stages:
+        return estimate_stage(shape, placement, setup, most_activations(shape, setup, batch))
+    ranks = (
+        estimate_stage(stage, placement, setup, _activations(shape, index, setup, batch))
+        for index, stage in enumerate(shape.stages)
+    )
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def most_activations(shape: ModelShape, setup: Setup, batch: MicroBatch | None) -> int:
+    """Bytes of the activations of the rank that has most; 0 without a micro-batch."""
+    return max(_activations(shape, index, setup, batch) for index in range(len(shape.stages) or 1))
+
+
+def _activations(shape: ModelShape, index: int, setup: Setup, batch: MicroBatch | None) -> int:
+    """Those of a rank of the index-th stage, which has begun micro-batches for itself and each stage behind it."""
+    if batch is None:
+        return 0
+    own, w, begun = shape, setup.weight_bytes, 0
+    if shape.stages:
+        own, begun = shape.stages[index], (len(shape.stages) - 1 - index if setup.accumulates else 0)
+        share = own.text.num_layers / shape.text.num_layers
+        batch = replace(batch, num_recomputed=math.ceil(batch.num_recomputed * share))
+    activations = activation_bytes(own, batch, w) + (begun * saved_bytes(own, batch, w) if begun else 0)
+    return activations + (exchange_buffers(own, batch, w) if setup.sp > 1 else 0)
+
+
+def largest_unit(shape: ModelShape) -> int:
+    """Elements of the largest module that is gathered as one."""
+    return max(map(sum, shape.units))
+
+
+def _replicated(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
+    w, trained = setup.weight_bytes, shape.trained_of_rank
+    bucket = min(trained, ALL_REDUCE_BUCKET) * w
+    return Estimate(
+        weights=w * sum(shape.tensors) + _packed_bytes(shape),
+        gradients=w * trained,
+        optimizer=4 * (setup.moments + (w < 4)) * trained,
+        activations=activations,
+        buffers=bucket,
+        optimizer_step=0 if w == 4 else 4 * trained,
+    )
+
+
+def _sharded_optimizer(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
+    w, copies = setup.weight_bytes, shape.copies(setup.ranks)
+    # Each group is flattened to a multiple of two elements a rank (nccl_start_alignment_factor).
+    flat = [_padded(sum(group), 2 * ranks) for group, ranks in zip(shape.groups, copies)]
+    partitions = [size // ranks for size, ranks in zip(flat, copies)]
+    owned = sum(partitions)
+    # Accumulated in another precision, gradients lie in a flat buffer of just the partition.
+    held = owned if setup.gradient_bytes > w else _most_held(shape.groups, partitions)
+    largest = max(map(max, shape.groups))
+    buckets = setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1)
+    buffers = w * (buckets + largest)
+    offloaded = placement.optimizer != "none"
+    if offloaded:
+        buffers += w * largest  # where gradients are put together before they leave the GPU
+    elif placement.stage == 1 and setup.accumulates:
+        buffers += setup.gradient_bytes * max(0, shape.trained_of_rank - held)
+    in_cpu = (4 * (setup.moments + 2) + w) * owned + w * largest + (w * held if setup.accumulates else 0)
+    return Estimate(
+        weights=w * (sum(flat) + sum(shape.frozen)) + _packed_bytes(shape),
+        gradients=0 if offloaded else setup.gradient_bytes * held,
+        optimizer=0 if offloaded else 4 * (setup.moments + 1) * owned,
+        activations=activations,
+        buffers=buffers,
+        optimizer_step=0 if offloaded else 4 * max(partitions),
+        cpu=in_cpu * _ranks_of_a_node(setup) if offloaded else 0,
+    )
+
+
+def _sharded(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
+    w, ranks, zero = setup.weight_bytes, setup.ranks, setup.zero
+    groups = [[math.ceil(size / ranks) for size in group] for group in shape.groups]
+    owned = sum(map(sum, groups))
+    partitions = owned + sum(math.ceil(size / ranks) for size in shape.frozen)
+    persisted = sum(size for size in shape.tensors if size <= zero.param_persistence_threshold)
+    ahead = max(zero.max_live_parameters, zero.max_reuse_distance)
+    stored = sum(shape.tensors) + _packed_bytes(shape) // w
+    gathered = min(stored - persisted, ahead + largest_unit(shape) + zero.prefetch_bucket_size)
+    if ranks == 1 and placement.param == "none":
+        gathered = persisted = 0  # a lone rank's partition is the tensor itself
+    largest = max(map(max, shape.groups))
+    sub_group = min(max(map(sum, groups)), zero.sub_group_size + math.ceil(largest / ranks))
+    weights, gradients = w * partitions + _packed_bytes(shape, ranks), setup.gradient_bytes * owned
+    optimizer, step, own_copy = 4 * (setup.moments + 1) * owned, 4 * sub_group, 4 * owned
+    in_cpu = {
+        "none": 0,
+        "cpu": gradients + optimizer + own_copy,
+        "nvme": gradients + NVME_OPTIMIZER_BUFFERS * 4 * sub_group,
+    }[placement.optimizer]
+    in_cpu += {"none": 0, "cpu": weights, "nvme": NVME_PARAM_BUFFERS * NVME_PARAM_BUFFER_SIZE * w}[placement.param]
+    on_nvme = (placement.optimizer == "nvme") * (optimizer + own_copy) + (placement.param == "nvme") * weights
+    if placement.optimizer != "none":
+        gradients = optimizer = step = 0
+    if placement.param != "none":
+        weights = 0
+    return Estimate(
+        weights=weights + w * persisted,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        gathered=w * gathered,
+        buffers=w * (zero.reduce_bucket_size + max(zero.reduce_bucket_size, largest) + largest),
+        optimizer_step=step,
+        cpu=in_cpu * _ranks_of_a_node(setup),
+        nvme=on_nvme * _ranks_of_a_node(setup),
+    )
+
+
+def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> int:
+    """The most elements that a rank holds of tensors of which its partitions of the flattened groups have any part.
+
+    What a rank holds changes at the borders of tensors alone, so ranks between are not looked at.
+    """
+    changes: dict[int, int] = defaultdict(int)  # at a rank, against the one before it
+    for group, partition in zip(groups, partitions):
+        start = 0
+        for size in group:
+            if size:
+                changes[start // partition] += size
+                changes[(start + size - 1) // partition + 1] -= size
+            start += size
+    return max(accumulate(changes[rank] for rank in sorted(changes)))
+
+
+def _packed_bytes(shape: ModelShape, ranks: int = 1) -> int:
+    """Of packed weights sharded over the ranks, and their scales, which are not."""
+    return int(sum(shape.packed) * (shape.packed_bits / ranks + shape.scale_bits) / 8)
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _ranks_of_a_node(setup: Setup) -> int:
+    return min(setup.num_gpus, setup.gpus_per_node)

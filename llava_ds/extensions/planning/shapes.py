@@ -1,0 +1,425 @@
+"""The sizes of a model's tensors by trained part, without any weights, as far as memory depends on them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.constants import ConfigError
+from llava_ds.engine.activation_checkpointing import repeated_layers
+from llava_ds.engine.ds_config.parallel import check_axes
+from llava_ds.engine.expert_parallel import expert_group
+from llava_ds.engine.param_groups import choose_trainable, parameter_groups
+from llava_ds.engine.tensor_parallel import num_divided
+from llava_ds.extensions.planning.named_models import NAMED
+from llava_ds.extensions.planning.tower_shape import TowerShape, tower_shape
+from llava_ds.model.attention import MAX_FUSED_WIDTH
+from llava_ds.model.families.language import (
+    attention_widths,
+    has_state,
+    head_width,
+    is_mixture,
+    is_upcycled,
+    layer_configs,
+    mlp_width,
+    num_attention_layers,
+)
+from llava_ds.model.families.upcycled import Mixture
+from llava_ds.model.flops import ModelFlops, flops_of_model
+from llava_ds.model.llava import LlavaModel, assemble, layer_classes
+from llava_ds.model.lora import ADAPTER, add_lora, check_lora, linear_names, lora_layers, lora_layout
+from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.plan import read_parts
+from llava_ds.model.probe import check_language_model
+from llava_ds.model.quantize import scale_bits
+from llava_ds.model.rows import fit_vocabulary
+from llava_ds.model.stages import stage_of_parameters
+from llava_ds.model.upcycling import check_upcycled, upcycled_config
+from llava_ds.model.vision import TowerPlan, plan_tower
+
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
+# Tokens of the busiest expert by an even share, which every expert of an upcycled model computes rows for.
+UNEVEN = 1.5
+TENSORS_OF_A_COUNT = 1000  # assumed for a mere number of parameters
+
+LLAMAS_LAYER = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+    "mlp.down_proj", "input_layernorm", "post_attention_layernorm",
+}  # fmt: skip
+CLIP_L_336 = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 336, "patch_size": 14,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model: parameters, and how many of them train."""
+
+    name: str
+    num_parameters: int
+    num_trained: int
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """Widths of the language model: query and key of all heads together, of those that a rank has, as of its MLP; on
+    average over its layers where they differ.
+
+    trained: whether the stage trains its weights; intermediate: of the MLP, or for a mixture of experts of one that
+    saves as much for backward as the experts of a token; routed: True for such; expert_rows: how often a token is sent
+    to an expert in all layers of an upcycled model; is_llamas: whether its layers have
+    Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
+    inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
+    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding;
+    norms: of the hidden states in a layer; has_head_norms: whether query and key are normalised, too; fp32_norms:
+    whether norms are multiplied by their weights in fp32, as Gemma's and Qwen3.5's are; in_blocks: share of attention
+    in which the tokens of one image see each other, which is computed apart; convolved, gated: of a layer with a state,
+    what its convolution takes, and its values and their gate, on average over all layers; layer_embedding: width of the
+    embeddings that every layer takes of its own; rotary: of the rotary angles of all kinds of layers; largest: query,
+    key and intermediate of the layer that saves most, where layers differ.
+    """
+
+    hidden: int
+    intermediate: int
+    num_layers: int
+    query: int
+    key: int
+    num_heads: int
+    vocab: int
+    trained: bool
+    is_llamas: bool
+    tied: bool
+    lora_rank: int = 0
+    lora_dropped: int = 0
+    lora_scaled: int = 0
+    lora_read: int = 0
+    routed: bool = False
+    expert_rows: int = 0
+    norms: int = 2
+    has_head_norms: bool = False
+    fp32_norms: bool = False
+    in_blocks: float = 0.0
+    convolved: int = 0
+    gated: int = 0
+    layer_embedding: int = 0
+    rotary: int = 0
+    largest: tuple[int, int, int] | None = None
+
+    @property
+    def largest_layer(self) -> "TextShape":
+        """The same with the widths of the layer that saves most, which sees all tokens, and without image blocks."""
+        if self.largest is None:
+            return self
+        query, key, intermediate = self.largest
+        return replace(self, query=query, key=key, intermediate=intermediate, in_blocks=0.0)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All that memory and speed depend on. Sizes are in elements.
+
+    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
+    units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
+    the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
+    that no stage shares out. flops: None when only the number of parameters is known. tp: ranks that share the matrices
+    of the layers, ep: that share the experts of an upcycled model; parts are whole, all else is what one of them has.
+    of_experts: which groups are of experts, empty for none. stages: of a pipeline, what each has; of these is_first is
+    True for the one with tower, projector and embedding, is_last for that with the output layer.
+    """
+
+    parts: tuple[Part, ...]
+    groups: tuple[tuple[int, ...], ...]
+    frozen: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...]
+    text: TextShape | None = None
+    tower: TowerShape | None = None
+    packed: tuple[int, ...] = ()
+    packed_bits: int = 16
+    scale_bits: float = 0
+    flops: ModelFlops | None = None
+    tp: int = 1
+    of_experts: tuple[bool, ...] = ()
+    ep: int = 1
+    stages: tuple["ModelShape", ...] = ()
+    is_first: bool = True
+    is_last: bool = True
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in self.parts)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(part.num_trained for part in self.parts)
+
+    @property
+    def trained_of_rank(self) -> int:
+        """Those of one of the ranks that share matrices or experts."""
+        return sum(map(sum, self.groups))
+
+    def copies(self, ranks: int) -> list[int]:
+        """Ranks over which ZeRO shares out each group, of so many: experts lie on some of them only."""
+        return [ranks // self.ep if routed else ranks for routed in self.of_experts or [False] * len(self.groups)]
+
+    @property
+    def has_critic(self) -> bool:
+        """True if a second model trains beside the first, on the same batches."""
+        return any(part.name == "critic" for part in self.parts)
+
+    @property
+    def hidden_size(self) -> int:
+        """The language model's width; that of a 7B where only the number of parameters is known."""
+        return 4096 if self.text is None else self.text.hidden
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """Every tensor that is not packed, trained or not."""
+        return (*(size for group in self.groups for size in group), *self.frozen)
+
+
+def shape_of_folders(args: Arguments) -> ModelShape:
+    """The model that --model_name_or_path and --vision_tower name, with its own defaults of flags.
+
+    Raises ConfigError as training does.
+    """
+    args, _ = take_from_model(args)
+    parts = read_parts(args.model)
+    check_language_model(args.model.model_name_or_path, parts.text_config)
+    text = parts.text_config
+    if args.model.resize_token_embeddings:
+        text, _, _ = fit_vocabulary(text, parts.sources, parts.open_tokenizer(), args.model)
+    return shape_of(text, parts.tower, args)
+
+
+def shape_named(name: str, args: Arguments) -> ModelShape:
+    """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError with the names."""
+    if name in NAMED:
+        text = AutoConfig.for_model(**NAMED[name])
+        return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "--model", args.model), args)
+    try:
+        count = int(float(name))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < LEAST_COUNT:
+        raise ConfigError(
+            f"--model {name} is unknown: choose from {', '.join(NAMED)}, give a number of parameters like 13e9, or "
+            "name folders by --model_name_or_path and --vision_tower"
+        )
+    if count > MOST_COUNT:
+        raise ConfigError(f"--model {name} is more parameters than can be estimated: give {MOST_COUNT:.0e} or fewer")
+    return shape_of_count(count)
+
+
+def shape_of_count(count: int) -> ModelShape:
+    """A model of which only the number of parameters is known: tensors of equal size, all trained."""
+    size, rest = divmod(count, TENSORS_OF_A_COUNT)
+    tensors = tuple(size + (i < rest) for i in range(TENSORS_OF_A_COUNT))
+    return ModelShape((Part("model", count, count),), (tensors,), (), tuple((size,) for size in tensors))
+
+
+def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> ModelShape:
+    """Any causal language model with any tower, as the flags of a run compose and train them.
+
+    The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
+    Raises ConfigError for one that can't be trained on the flags' mesh.
+    """
+    if args.model.moe_enable and not is_upcycled(text):
+        text = upcycled_config(text, args.model)
+    check_axes(args, text)
+    check_upcycled(args, text)
+    with no_init_weights(), torch.device("meta"):
+        model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
+        is_llamas = _has_llamas_layers(model.language_model)
+        flops = flops_of_model(model, text, tower, args.model)
+        if args.model.lora_enable:
+            check_lora(args.model)
+            names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
+            _add_lora(model, text, tower, args)
+        if args.training.objective == "ppo":
+            _add_critic(model, text, tower, args)
+    packed = names if args.model.bits < 16 else set()
+    choose_trainable(model, args)
+    groups = parameter_groups(model, args)
+    tp, ep = args.training.tensor_parallel_size, args.training.ep_size
+    elements = num_divided(model, {p: p.numel() for p in model.parameters()}, tp)
+    elements = {p: n // ep if expert_group(p) else n for p, n in elements.items()}
+    whole = ModelShape(
+        parts=tuple(
+            Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
+            for name, part in model.named_children()
+        ),
+        groups=tuple(tuple(elements[p] for p in group["params"]) for group in groups),
+        frozen=tuple(elements[p] for n, p in model.named_parameters() if not p.requires_grad and n not in packed),
+        units=_units(model, elements),
+        text=replace(_text_shape(model.language_model, text, args, is_llamas), in_blocks=_in_blocks(text, tower)),
+        tower=tower_shape(model, tower, args),
+        packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
+        packed_bits=args.model.bits,
+        scale_bits=scale_bits(args.model),
+        flops=flops.of_rank(tp),
+        tp=tp,
+        of_experts=tuple(group.get("moe", False) for group in groups),
+        ep=ep,
+    )
+    pp = args.training.pipeline_parallel_size
+    return whole if pp == 1 else replace(whole, stages=tuple(_stages(model, whole, groups, tower, pp)))
+
+
+def _stages(
+    model: LlavaModel, whole: ModelShape, groups: list[dict], tower: TowerPlan, pp: int
+) -> Iterator[ModelShape]:
+    counts = whole.flops.layers_of_stages(whole.text.num_layers, tower.images.num_tokens, pp)
+    found = stage_of_parameters(model, counts)
+    stage_of = {p: found[name] for name, p in model.named_parameters()}
+    for stage, count in enumerate(counts):
+        ends = {"is_first": stage == 0, "is_last": stage == pp - 1}
+        trained = [tuple(p.numel() for p in group["params"] if stage_of[p] == stage) for group in groups]
+        yield replace(
+            whole,
+            groups=tuple(filter(None, trained)),
+            frozen=tuple(p.numel() for p, at in stage_of.items() if at == stage and not p.requires_grad),
+            text=replace(whole.text, num_layers=count),
+            flops=whole.flops.of_stage(count / whole.text.num_layers, **ends),
+            **ends,
+        )
+
+
+def _in_blocks(text: PreTrainedConfig, tower: TowerPlan) -> float:
+    if not tower.has_image_blocks:
+        return 0.0
+    return sum(attention_widths(text, tower.blocks_need_windows)) / sum(attention_widths(text))
+
+
+def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
+    layers = [layer for _, layer in lora_layers(language_model)]
+    inputs = sum(layer.in_features for layer in layers)
+    hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
+    tp, widths = args.training.tensor_parallel_size, _widths_of_layers(text)
+    query, key = (sum(each) // len(each) for each in list(zip(*widths))[:2])
+    return TextShape(
+        hidden=hidden,
+        intermediate=sum(each[2] for each in widths) // len(widths) // tp,
+        num_layers=num_layers,
+        query=query // tp,
+        key=key // tp,
+        num_heads=max(1, num_heads // tp),
+        vocab=language_model.get_output_embeddings().weight.shape[0],
+        trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
+        is_llamas=is_llamas,
+        tied=_is_tied(language_model),
+        lora_rank=sum(layer.r[ADAPTER] * _times_per_token(layer, text) for layer in layers) // num_layers,
+        lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
+        lora_scaled=sum(layer.out_features for layer in layers) // num_layers if args.model.use_dora else 0,
+        lora_read=max((layer.base_layer.weight.numel() for layer in layers), default=0) if args.model.use_dora else 0,
+        routed=is_mixture(text) or is_upcycled(text),
+        expert_rows=_expert_rows(text),
+        **_norms(language_model, hidden),
+        **_state_widths(text),
+        layer_embedding=getattr(text, "hidden_size_per_layer_input", None) or 0,
+        rotary=sum({head_width(layer) for layer in layer_configs(text)}),
+        largest=max(widths, key=lambda each: each[0] + each[1] + 2 * each[2]) if len(set(widths)) > 1 else None,
+    )
+
+
+def _widths_of_layers(text: PreTrainedConfig) -> list[tuple[int, int, int]]:
+    """Widths of query and key of each layer, and TextShape.intermediate.
+
+    Heads that are too wide for every kernel have a key for each query, which SDPA's kernel for them needs.
+    """
+    found, layers = [], layer_configs(text)
+    doubled = getattr(text, "num_kv_shared_layers", None) if getattr(text, "use_double_wide_mlp", False) else 0
+    for i, layer in enumerate(layers):
+        heads = getattr(layer, "num_attention_heads", 1)
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        key_heads = getattr(layer, "num_key_value_heads", None) or heads
+        key = (heads if width > MAX_FUSED_WIDTH else key_heads) * width
+        found.append((heads * width, key, _saving_width(text) * (1 + (i >= len(layers) - (doubled or 0)))))
+    return found
+
+
+def _norms(language_model: nn.Module, hidden: int) -> dict[str, object]:
+    """What TextShape says of the norms in a layer, by their modules' names and widths."""
+    layers = repeated_layers(language_model)
+    modules = dict(layers[0].named_modules()) if layers else {}
+    norms = {n: m for n, m in modules.items() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None}
+    return {
+        "norms": sum(norm.weight.numel() == hidden for norm in norms.values()) or 2,
+        "has_head_norms": any(name.endswith("q_norm") for name in norms),  # a gated norm is of a layer with a state
+        "fp32_norms": any(type(norm).__name__.startswith(("Gemma", "Qwen3_5RMSNorm")) for norm in norms.values()),
+    }
+
+
+def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
+    if not has_state(text):
+        return {}
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    share = 1 - num_attention_layers(text) / text.num_hidden_layers
+    return {"convolved": int(share * (2 * keys + values)), "gated": int(share * values)}
+
+
+def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
+    """How often LoRA of a layer computes a token: of experts, as many of them as it is routed to."""
+    return text.num_experts_per_tok if hasattr(layer, "parameter_name") else 1
+
+
+def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
+    """Add a critic as large as the actor, which it is unless another model is named."""
+    model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
+    if args.model.lora_enable:
+        _add_lora(model.critic, text, tower, args)
+    choose_trainable(model.critic, args)
+
+
+def _add_lora(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
+    add_lora(model, lora_layout(model, args.model, tower.architecture, text), args.model, seed=0)
+
+
+def _saving_width(text: PreTrainedConfig) -> int:
+    """TextShape.intermediate. For each of its k experts a token's input and the expert's output are saved, too: 2 D
+    beside 4 I."""
+    if is_upcycled(text):
+        dense, part = mlp_width(text), len(Mixture.of(text).layers) / text.num_hidden_layers
+        rows = UNEVEN * Mixture.of(text).top_k
+        return int((1 - part) * dense + part * rows * (dense + text.hidden_size // 2))
+    if not is_mixture(text):
+        return mlp_width(text)
+    expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    return text.num_experts_per_tok * (expert + text.hidden_size // 2) + shared
+
+
+def _expert_rows(text: PreTrainedConfig) -> int:
+    return len(Mixture.of(text).layers) * Mixture.of(text).top_k if is_upcycled(text) else 0
+
+
+def _has_llamas_layers(language_model: nn.Module) -> bool:
+    layers = (module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer))
+    names = {name.rpartition(".")[0] for layer in layers for name, _ in layer.named_parameters()}
+    return names == LLAMAS_LAYER
+
+
+def _is_tied(language_model: nn.Module) -> bool:
+    return language_model.get_output_embeddings().weight is language_model.get_input_embeddings().weight
+
+
+def _units(model: LlavaModel, elements: dict[nn.Parameter, int]) -> tuple[tuple[int, ...], ...]:
+    """The tensors that ZeRO-3 gathers together: of each repeated layer, and of every other module by itself."""
+    leaves = tuple(layer_classes(model))
+    inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules() if m is not leaf}
+    sizes = (
+        tuple(elements[p] for p in module.parameters(recurse=isinstance(module, leaves)))
+        for module in model.modules()
+        if id(module) not in inside
+    )
+    return tuple(unit for unit in sizes if unit)
+
+
+def _numel(parameters) -> int:
+    return sum(p.numel() for p in parameters)

@@ -1,0 +1,236 @@
+# T tokens, D language-model width, w bytes of an activation
+"""The time of an optimizer step on GPUs that are not at hand: a roofline of what llava_ds computes and sends.
+
+A step is the sum of
+
+    compute     FLOPs (model/flops.py) over a share of the GPU's peak; attention at a share of its own, with a backward
+                that computes the scores again; forward of checkpointed layers twice
+    memory      bytes that layers read and write beside their products, of the loss, and of the optimizer
+    traffic     what collectives (planning/traffic.py) last longer than the compute that they overlap with
+    CPU, PCIe   the optimizer's time on a CPU, and what copies to and from it last longer than compute
+    bubble      what a stage of a pipeline waits at the beginning and the end of a step
+
+for the rank with the average load. Not counted: waiting for data, evals, saves, the first steps, Python's own time
+(micro-batches of a few hundred tokens), latency of collectives (small layers on hundreds of ranks), ranks that wait
+for a slower one.
+
+The constants below are assumptions, each with its source; those that differ most between machines are flags.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from llava_ds.extensions.planning.fit import Run
+from llava_ds.extensions.planning.memory import Setup, ZeroPlacement
+from llava_ds.extensions.planning.shapes import ModelShape
+from llava_ds.extensions.planning.traffic import Traffic, exchange_traffic, step_traffic
+from llava_ds.runtime.gpus import Gpu
+
+TERA, GIGA = 1e12, 1e9
+MATMUL_SHARE = 0.8  # of the peak for the fastest shape, where the table of GPUs has no measurement
+# A layer's products beside the fastest shape, clocks at the power limit: the one constant that was set with the public
+# figures of docs/speed.md in view. Inside a training step of an 8B an H200 reached 47 % in all that is not attention,
+# where the fastest product has 80 % (Bekman, Machine Learning Engineering).
+LAYER_SHARE = 0.9
+# Forward and backward together, causal, heads of 128: FlashAttention-2 reaches about 60 % of an A100's peak and 35 % of
+# an H100's, version 3 about 55 % of the latter (arXiv 2307.08691 and 2407.08608, figures).
+ATTENTION_SHARE = 0.45
+ATTENTION_BACKWARD = 2.5  # five products in place of forward's two
+MEMORY_SHARE = 0.8  # of the data sheet's bandwidth, of large element-wise kernels
+LINK_SHARE = 0.75  # of NVLink and of the network, of large collectives (nccl-tests' bus bandwidth)
+PCIE_COLLECTIVE_SHARE = 0.4  # of PCIe, when ranks send through the CPU's memory
+PCIE_SHARE = 0.75  # of copies from pinned memory
+CPU_ADAM_S = 0.25e-9  # a parameter, by all cores of a node (ZeRO-Offload, arXiv 2101.06840, table of Adam's latency)
+# Numbers that a layer's forward reads and writes for a token and unit of its width outside of products and attention,
+# counted in transformers' modeling_llama kernel by kernel, and of Liger's fused ones; backward moves twice as many.
+LAYER_NUMBERS, FUSED_LAYER_NUMBERS = 75, 22
+LORA = 1.75  # times as many with adapters, whose products are so thin that their bytes count
+LOGIT_BYTES = 36  # read and written for a logit: stored, cast, softmax, gradient, cast, multiplied twice
+NETWORK_GBIT = 100.0  # of a node whose vendor does not say
+OVERLAP = 0.8  # of compute behind which traffic hides: collectives take some of its multiprocessors and bandwidth
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs, and the assumptions that flags change.
+
+    matmul_share: of the peak that a model's products reach; network_gbit: of all cards of a node; overlap: the share of
+    compute behind which traffic can hide; tf32: whether fp32 products may use it.
+    """
+
+    gpu: Gpu
+    matmul_share: float
+    network_gbit: float
+    overlap: float = OVERLAP
+    tf32: bool = False
+
+    @classmethod
+    def of(
+        cls, gpu: Gpu, matmul_share: float | None, network_gbit: float | None, overlap: float, tf32: bool
+    ) -> "Machine":
+        """With the table's values for what is None."""
+        share = matmul_share or LAYER_SHARE * (gpu.matmul or MATMUL_SHARE)
+        return cls(gpu, share, network_gbit or gpu.network or NETWORK_GBIT, overlap, tf32)
+
+    def peak(self, weight_bytes: int) -> float:
+        """FLOP/s in a precision."""
+        if weight_bytes == 2:
+            return self.gpu.half * TERA
+        return (self.gpu.tf32 if self.tf32 and self.gpu.tf32 else self.gpu.fp32) * TERA
+
+    def link_bandwidth(self, setup: Setup) -> float:
+        """Bytes/s that a rank of a ring sends. Between nodes all cards of a node serve each ring together."""
+        gpu = self.gpu
+        inside = GIGA * (LINK_SHARE * gpu.link if gpu.link else PCIE_COLLECTIVE_SHARE * gpu.pcie)
+        if setup.num_gpus <= setup.gpus_per_node:
+            return inside
+        return min(inside, LINK_SHARE * self.network_gbit * GIGA / 8)
+
+    @property
+    def memory_bandwidth(self) -> float:
+        return MEMORY_SHARE * self.gpu.bandwidth * GIGA
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work of a rank in an optimizer step, on average. tokens, supervised and tiles: of one of its micro-batches,
+    without padding; sample_tokens: length of a sample; useful: tokens over tokens computed (below 1 with padding);
+    fused_layers: whether norms, positions and activations are Liger's kernels."""
+
+    micro_steps: int
+    tokens: float
+    sample_tokens: float
+    supervised: float
+    tiles: float
+    useful: float = 1.0
+    fused_layers: bool = False
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step by cause, and what it does in them. traffic_s and pcie_s are what does not hide."""
+
+    compute_s: float
+    memory_s: float
+    traffic_s: float
+    cpu_s: float
+    pcie_s: float
+    bubble_s: float
+    traffic_bytes: float
+    tokens: float  # of all ranks
+    mfu: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.memory_s + self.traffic_s + self.cpu_s + self.pcie_s + self.bubble_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total_s
+
+
+def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime | None:
+    """Estimate a step of the run with this stage and offload; None for NVMe, where the disk decides."""
+    if "nvme" in (placement.optimizer, placement.param):
+        return None
+    if run.shape.stages:
+        return _pipeline_time(run, placement, load, machine)
+    shape, setup, steps = run.shape, run.setup, load.micro_steps
+    peak = machine.peak(setup.weight_bytes)
+    forward, backward = (
+        (steps * flops / peak, steps * num_bytes / machine.memory_bandwidth)
+        for flops, num_bytes in _passes(run, load, machine)
+    )
+    sent = step_traffic(shape, placement, setup, steps)
+    exchanged = exchange_traffic(shape.text, setup, load.tokens / load.useful, run.batch.num_recomputed)
+    sent = replace(sent, exchanged=steps * exchanged)
+    exposed_s, pcie_s = _exposed(sent, sum(forward), sum(backward), load, machine, setup)
+    updated_s, cpu_s = _optimizer_s(shape, placement, setup, machine)
+    pairs = load.tokens * (load.sample_tokens + 1) / 2
+    # Of one micro-batch. Ranks that share matrices repeat each other's work in tower and output layer.
+    useful = shape.flops.of(load.tokens, pairs, load.tiles / setup.tp, load.supervised / setup.tp)
+    time = StepTime(
+        compute_s=forward[0] + backward[0],
+        memory_s=forward[1] + backward[1] + updated_s,
+        traffic_s=exposed_s,
+        cpu_s=cpu_s,
+        pcie_s=pcie_s,
+        bubble_s=0.0,
+        traffic_bytes=sent.total,
+        tokens=steps * load.tokens * setup.ranks,
+        mfu=0.0,
+    )
+    return replace(time, mfu=steps * useful / time.total_s / peak)
+
+
+def _pipeline_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime:
+    """The step of a pipeline: its slowest stage sets the pace, and waits for as many micro-batches as others stand
+    before it or behind it (arXiv 2104.04473, 2.2.1). What goes to the next stage and comes back hides behind nothing.
+    """
+    setup, layers = run.setup, run.shape.text.num_layers
+    times = []
+    for stage in run.shape.stages:
+        recomputed = math.ceil(run.batch.num_recomputed * stage.text.num_layers / layers)
+        own = replace(run, shape=stage, batch=replace(run.batch, num_recomputed=recomputed))
+        times.append(step_time(own, placement, load, machine))
+    slowest = max(times, key=lambda time: time.total_s)
+    passed_on = 2 * load.micro_steps * load.tokens / load.useful * run.shape.text.hidden * setup.weight_bytes
+    passing_s = passed_on / machine.link_bandwidth(setup)
+    of_micro_batches = slowest.total_s - slowest.cpu_s - slowest.traffic_s + passing_s
+    whole = replace(
+        slowest,
+        traffic_s=slowest.traffic_s + passing_s,
+        traffic_bytes=slowest.traffic_bytes + passed_on,
+        bubble_s=of_micro_batches * (setup.pp - 1) / load.micro_steps,
+    )
+    useful = sum(time.mfu * time.total_s for time in times) / setup.pp
+    return replace(whole, mfu=useful / whole.total_s)
+
+
+def _passes(run: Run, load: Load, machine: Machine) -> list[tuple[float, float]]:
+    """Forward and backward of a micro-batch, padding and recomputation included: FLOPs at the peak, and bytes."""
+    shape, text, tower, w = run.shape, run.shape.text, run.shape.tower, run.setup.weight_bytes
+    flops, tokens = shape.flops, load.tokens / load.useful
+    pairs, supervised = tokens * (load.sample_tokens / load.useful + 1) / 2, load.supervised / load.useful
+    in_tower = flops.per_tile / 3 if tower.trained else flops.per_tile
+    attention = pairs * flops.forward_per_pair / ATTENTION_SHARE
+    layers = tokens * flops.forward_per_token / machine.matmul_share + attention
+    others = load.tiles * in_tower + supervised * flops.per_target
+    rest = tokens * (flops.per_token - flops.forward_per_token) + load.tiles * (flops.per_tile - in_tower)
+    numbers = FUSED_LAYER_NUMBERS if load.fused_layers else LAYER_NUMBERS
+    unpacked = sum(shape.packed) * (shape.packed_bits / 8 + w)  # weights of --bits, before each product
+    moved = w * numbers * tokens * text.num_layers * text.hidden * (LORA if text.lora_rank else 1)
+    in_towers = w * numbers * load.tiles * tower.num_positions * tower.num_layers * tower.hidden
+    trains, again = flops.per_pair > flops.forward_per_pair, run.batch.num_recomputed / text.num_layers
+    return [
+        (
+            layers + others / machine.matmul_share,
+            moved + in_towers + unpacked + supervised * text.vocab * LOGIT_BYTES * w / 2,
+        ),
+        (
+            rest / machine.matmul_share + trains * ATTENTION_BACKWARD * attention + again * layers,
+            (2 * trains + again) * moved + (trains + again) * unpacked + 2 * tower.trained * in_towers,
+        ),
+    ]
+
+
+def _exposed(
+    sent: Traffic, forward_s: float, backward_s: float, load: Load, machine: Machine, setup: Setup
+) -> tuple[float, float]:
+    """Seconds of the collectives and of PCIe that do not hide behind compute."""
+    bandwidth, pcie = machine.link_bandwidth(setup), PCIE_SHARE * machine.gpu.pcie * GIGA
+    overlap = machine.overlap if sent.can_overlap else 0.0
+    room = overlap * backward_s * sent.backward_micro_steps / load.micro_steps
+    exposed = max(0.0, sent.forward / bandwidth - overlap * forward_s)
+    exposed += max(0.0, sent.backward / bandwidth - room) + sent.after / bandwidth
+    exposed += sent.exchanged / machine.link_bandwidth(replace(setup, num_gpus=setup.sp * setup.tp * setup.ep))
+    return exposed, max(0.0, sent.pcie / pcie - overlap * (forward_s + backward_s)) + sent.pcie_after / pcie
+
+
+def _optimizer_s(shape: ModelShape, placement: ZeroPlacement, setup: Setup, machine: Machine) -> tuple[float, float]:
+    """Seconds of the update: of a rank's part in its GPU's memory, and of a node's parts on its CPU."""
+    if placement.optimizer == "cpu":
+        return 0.0, CPU_ADAM_S * shape.num_trained / math.ceil(setup.num_gpus / setup.gpus_per_node)
+    owned = shape.trained_of_rank / (1 if placement.stage == 0 else setup.ranks)
+    # Gradients: flattened, cast, normed, unscaled and clipped (26); weights, gradients and moments; weights cast back.
+    return owned * (26 + 12 + 8 * setup.moments) / machine.memory_bandwidth, 0.0
