@@ -39,6 +39,7 @@ from transformers.models.smolvlm.video_processing_smolvlm import get_resize_outp
 from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata, make_batched_videos
 
+from llava_ds.extensions.ready import known_families
 from llava_ds.extensions.ready.ready_videos import in_words
 
 SIDE, PATCH = 32, 8  # of a tile and of a patch, in pixels: 4 features a tile
@@ -593,3 +594,8 @@ def _qwen_config(family: str, tokenizer, text: dict) -> AutoConfig:
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     tied = text.pop("tie_word_embeddings", False)
     return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ids, tie_word_embeddings=tied)
+
+
+def register_text_models(family: str) -> None:
+    """Let transformers build a family's language model alone."""
+    known_families.register_text_models(known_families.family_of(family))
