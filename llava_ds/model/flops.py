@@ -232,7 +232,7 @@ def _projector_flops(
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
     matrices = [p for p in projector.parameters() if p.ndim > 1]
-    # A matrix that is no layer of its own (Gemma 3's) has a norm before it, whatever their order.
+    # A matrix that is no layer of its own has a norm before it, whatever their order.
     layers = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
     first = matrices[0] if layers and next(projector.parameters()) is layers[0] else None
     per_feature = sum(

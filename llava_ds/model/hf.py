@@ -43,14 +43,14 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 def attention_options(config: PreTrainedConfig) -> dict[str, object]:
     """Arguments of from_pretrained for a LLaVA's attention, by its configuration.
 
-    transformers 5.17 takes SDPA for Gemma 2 by itself, which leaves its soft caps out without a word; 5.23 does not.
+    transformers 5.17 takes SDPA for models with soft caps by itself, which leaves these out; 5.23 does not.
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": {"text_config": "eager"}} if capped else {}
 
 
 def let_generate_take_embeddings(model: HFModel) -> None:
-    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where Gemma's takes it by
+    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where some take it by
     **kwargs."""
     own = model.prepare_inputs_for_generation
     if "inputs_embeds" in inspect.signature(own).parameters:

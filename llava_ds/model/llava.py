@@ -76,7 +76,7 @@ class LlavaModel(nn.Module):
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:
-            options |= {"visual_pos_masks": batch.placing.positions, "deepstack_visual_embeds": deeper}
+            options |= self.vision_tower.deeper_options(batch.placing.positions, deeper)
         return embeds, options
 
     def end(self, hidden: torch.Tensor, batch: Batch, head: Head, wanted: torch.Tensor) -> Any:
@@ -91,7 +91,7 @@ class LlavaModel(nn.Module):
         return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.placing.positions)
 
     def layer_inputs(self, input_ids: torch.Tensor, image_positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The embeddings that layers of some models take beside the first one's, padding's at images (Gemma 4)."""
+        """The embeddings that layers of some models take beside the first one's, padding's at images."""
         config = self.language_model.config
         if not has_layer_embeddings(config):
             return {}

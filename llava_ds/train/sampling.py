@@ -129,10 +129,8 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
     if deeper:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
         shift = (missing.cumsum(0))[rows]  # of a token's place among all, by the padding before it
-        options = {
-            "visual_pos_masks": batch.placing.positions + shift[batch.placing.positions],
-            "deepstack_visual_embeds": deeper,
-        }
+        positions = batch.placing.positions
+        options = model.vision_tower.deeper_options(positions + shift[positions], deeper)
     for name, rows in model.layer_inputs(batch.input_ids, batch.placing.positions).items():
         parts = [F.pad(row, (0, 0, 0, 0, longest - len(row), 0)) for row in rows[0].split(lengths)]
         options[name] = torch.stack(parts)  # (B, L, layers, width)

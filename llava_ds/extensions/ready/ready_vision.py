@@ -245,6 +245,10 @@ class ReadyTower(nn.Module):
             pixels = pixels.to(family.patch_embedding(self.tower).weight.dtype)
         return family.features(self.tower, pixels, tower_inputs)
 
+    def deeper_options(self, positions: torch.Tensor, deeper: list[torch.Tensor]) -> dict[str, object]:
+        """Arguments of a language model that adds further features (M, D) at positions (M,) behind its first layers."""
+        return {"visual_pos_masks": positions, "deepstack_visual_embeds": deeper}
+
     def prompt_mask(
         self, config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:

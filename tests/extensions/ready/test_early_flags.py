@@ -9,7 +9,7 @@ from ready_models import write_ready
 from llava_ds.constants import ConfigError
 from llava_ds.train.early_flags import read_flags
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLAIN = ["--deepspeed_config", "zero2", "--output_dir", "out", "--data_path", str(ROOT / "pyproject.toml")]
 
 
