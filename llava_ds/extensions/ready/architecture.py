@@ -48,7 +48,7 @@ class ReadyArchitecture(ReadyModel):
 
     def sharing_problems(self, args: Arguments) -> list[str]:
         """Return those on ranks that share parts of the model."""
-        return sharing_problems(args, f"this is {self.kind}")
+        return sharing_problems(args)
 
     def try_out(self, plan: ModelPlan, images: ImageOptions, cache_dir: str) -> str:
         """Compare a small copy with transformers' class."""

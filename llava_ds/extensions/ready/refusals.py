@@ -20,7 +20,7 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     training, problems = args.training, []
     if training.objective != "sft":
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
-    problems += sharing_problems(args, kind)
+    problems += sharing_problems(args)
     if args.model.lora_weight_path is not None:
         problems.append(
             f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
@@ -34,7 +34,7 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     return problems
 
 
-def sharing_problems(args: Arguments, kind: str) -> list[str]:
+def sharing_problems(args: Arguments) -> list[str]:
     """Lines about what takes away that every rank has the whole model as its folder has it."""
     whole = ("whole_matrices", "whole_layers", "whole_sample", "routerless_mlps", "plain_weights")
-    return clashes([*features(args), Feature(kind, dict.fromkeys(whole, "others are not tried with it"))])
+    return clashes([*features(args), Feature("a ready model", dict.fromkeys(whole, "others are not tried with it"))])

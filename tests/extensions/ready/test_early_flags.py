@@ -35,14 +35,14 @@ def refusal(argv: list[str]) -> list[str]:
     [
         ("--objective grpo", "--objective grpo: ", "which trains on answers alone so far: give sft"),
         ("--objective ppo --num_generations 1", "--objective ppo: ", "which trains on answers alone so far: give sft"),
-        ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
-        ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
+        ("--bits 4", "a ready model needs weights that are not packed ", "--bits 4 takes away: leave --bits 4 out"),
+        ("--bits 8 --quant_type fp4", "a ready model needs weights that ", "leave --bits 8 out"),
         (
-            "--tensor_parallel_size 2 --sample_data_path x.json",
-            "--tensor_parallel_size 2: ",
-            "can't share so far: give 1",
+            "--tensor_parallel_size 2 --eval_data_split x",
+            "a ready model needs whole matrices on every rank ",
+            "leave --tensor_parallel_size 2 out",
         ),
-        ("--moe_enable True --top_k_experts 9", "--moe_enable True: ", "can't become experts so far: leave it out"),
+        ("--moe_enable True --top_k_experts 9", "a ready model needs MLPs without routers ", "--moe_enable True out"),
     ],
 )
 def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
@@ -52,16 +52,17 @@ def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
 
 def test_every_reason_that_can_not_be_helped_is_given(ready):
     lines = refusal([*ready, "--objective", "grpo", "--bits", "4", "--version", "v1"])
-    assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--bits 4", "--version"]
+    assert [line.partition(":")[0] for line in lines][::2] == ["--objective grpo", "--version"]
+    assert lines[1].endswith("leave --bits 4 out")
 
 
 def test_a_families_axes_come_before_missing_flags(composed):
     *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
     assert bits.startswith("--bits 4 needs --lora_enable True")
-    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
+    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--eval_data_split", "x"])
     assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
-    assert asked.startswith("--sample_data_path ")
+    assert asked.startswith("--eval_data_split ")
 
 
 def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
