@@ -4,8 +4,8 @@ from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.tracking.run_record import complete_run_record, data_record
+from llava_ds.tracking.skipped_samples import SkippedSamples
 from llava_ds.train.plan import Plan
-from llava_ds.train.skipped_samples import SkippedSamples
 
 
 def write_data_books(plan: Plan, skipped: SkippedSamples, ranks: Ranks) -> None:
