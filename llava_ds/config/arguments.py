@@ -133,6 +133,12 @@ class Arguments:
         """What a 0 of an extension's flag switches off."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
+    @property
+    def evaluates(self) -> bool:
+        """True if there is something that evaluations measure."""
+        data = self.data
+        return bool(data.eval_fraction) or data.eval_data_path is not None or self.training.eval_tasks is not None
+
     def replaced(self, **values: object) -> "Arguments":
         """A copy in which every named flag has another value, in whichever section it is."""
 

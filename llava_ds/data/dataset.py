@@ -52,7 +52,6 @@ from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
 from llava_ds.files.places import real_path
-from llava_ds.files.urls import configure
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 from llava_ds.tokenizer import rows_noted
@@ -197,13 +196,21 @@ class EncodedDataset(torch.utils.data.Dataset):
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
         return _pair(sample, chosen_length, reference, margin)
 
+    # The order of samples that are shuffled, and the number of shards that are shuffled together.
+    drawn: tuple[str, int] = ("random", 1)
+
     @property
-    def is_streamed(self) -> bool:
-        """True if records may still have to be encoded (StreamedDataset)."""
-        return False
+    def is_whole(self) -> bool:
+        """True if all records are checked and encoded, and their lengths known."""
+        return True
 
     def wait_for(self, samples: Sequence[int]) -> None:
         """Return when these samples are encoded, and their lengths known: at once."""
+
+    def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
+        """The longest samples whose lengths are known, of a data set that is not whole: so many, or as make up a number
+        of tokens."""
+        raise NotImplementedError
 
     @property
     def order_folder(self) -> Path:
@@ -373,7 +380,8 @@ def data_spec(
 ) -> "DataSpec":
     """The data that the flags name, as open_data takes them."""
     model, data = args.model, args.data
-    configure(f"{data.object_cache_dir or data.cache_dir}/objects", int(data.object_cache_gb * 10**9), data.allow_http)
+    for flags in args.own.values():
+        flags.prepare(args)
     encoding = EncodingOptions(
         template=resolve_template(model.version),
         max_length=data.model_max_length,

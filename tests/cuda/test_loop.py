@@ -18,7 +18,7 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.progress import NumbersFromDevice
-from llava_ds.train.evals import Decoding, SampleQuestion, answers, eval_loss
+from llava_ds.train.evals import eval_loss
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.state import TrainState
@@ -86,10 +86,11 @@ def test_eval_waits_for_its_sums(name):
 
 
 def test_sample_answers_wait_for_their_tokens(tokenizer):
-    prompts = [SampleQuestion(i, str(i), "?", [], "", one) for i, one in enumerate(SAMPLES)]
+    own = pytest.importorskip("llava_ds.extensions.samples.sampled_answers")
+    prompts = [own.SampleQuestion(i, str(i), "?", [], "", one) for i, one in enumerate(SAMPLES)]
     with gpu() as rules:
         engine = engine_on(rules)
-        answers(Direct(engine), prompts, Decoding(tokenizer, "plain", OPTIONS, 4, 512), RANKS)
+        own.answers(Direct(engine), prompts, own.Decoding(tokenizer, "plain", OPTIONS, 4, 512), RANKS)
         assert set(rules.waits) == {"the questions on their way to the device", "the next token"}
 
 

@@ -15,11 +15,7 @@ from ready_models import write_ready
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, DataError
-from llava_ds.data import shards
 from llava_ds.data.collate import collate
-from llava_ds.data.dataset import ALONE, DataSpec, PreflightOptions
-from llava_ds.data.sources import SourceOptions, open_sources
-from llava_ds.data.stream import StreamedDataset
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import build_projector
@@ -117,20 +113,6 @@ def test_only_what_is_learned_is_weighed(opened):
     data = opened("earlier", (0.5, 0.25), encoding=encoding)
     for i in range(len(data)):
         assert len(set(data[i].weights[data[i].labels != IGNORE_INDEX].tolist())) == 1
-
-
-def test_a_streamed_data_set_has_them_too(opened, tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_RECORDS", 4)
-    data = write(tmp_path / "data")
-    sources = open_sources(data["data_path"], SourceOptions(image_folder=data["image_folder"], cache_dir=str(tmp_path)))
-    options = PreflightOptions(cache_dir=str(tmp_path / "streamed"), num_workers=1)
-    spec = DataSpec.of(sources, tokenizer, toys.encoding_options(), toys.image_options(), options)
-    spec.encode(1)
-    streamed, whole = StreamedDataset(spec, 1, len(KINDS)), spec.open(ALONE)
-    found = [streamed[i].weights for i in range(len(KINDS))]
-    assert [weights is None for weights in found] == [whole[i].weights is None for i in range(len(KINDS))]
-    assert all(w is None or torch.equal(w, whole[i].weights) for i, w in enumerate(found))
-    assert any(weights is not None for weights in found)
 
 
 @pytest.fixture(scope="module")

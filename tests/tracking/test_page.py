@@ -10,6 +10,7 @@ import pytest
 from browser import Browser, missing
 from PIL import Image
 
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.tracking.chart import Series, line_chart
 from llava_ds.tracking.compare_runs import comparison_page, differences, in_terminal, names_of
 from llava_ds.tracking.curves import TITLES
@@ -178,8 +179,9 @@ def test_the_page_leads_with_the_result_and_ends_with_the_machine(tmp_path):
         "tokens/s (median)", "waiting for data", "Throughput", "Seconds per step", "<h2>Configuration</h2>",
     )  # fmt: skip
     assert ordered == sorted(ordered)
-    text = Elements(page).text
-    assert "Earlier answers (1)" in text and "step 0" in text
+    if "samples" in EXTENSIONS:
+        text = Elements(page).text
+        assert "Earlier answers (1)" in text and "step 0" in text
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_a_logarithmic_axis_is_marked_as_such():
 
 def test_answers_that_were_rewarded(tmp_path):
     text = Elements(write_report(write_run(tmp_path / "run")).read_text()).text
-    begin = text.index("Rewarded answers", text.index("Answers while training") + 200)
+    begin = text.rindex("Rewarded answers")
     part = text[begin : text.index("Learning", begin)]
     assert "step 1" in part and "step 30" in part and "22 more are in rollouts.jsonl" in part
     assert "1.00 × 3" in part and "0.30 × 2" in part and "More answers (2)" in part

@@ -38,7 +38,7 @@ def refusal(argv: list[str]) -> list[str]:
         ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
         ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
         (
-            "--tensor_parallel_size 2 --sample_data_path x.json",
+            "--tensor_parallel_size 2 --eval_data_split x",
             "--tensor_parallel_size 2: ",
             "can't share so far: give 1",
         ),
@@ -59,9 +59,9 @@ def test_a_families_axes_come_before_missing_flags(composed):
     *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
     assert bits.startswith("--bits 4 needs --lora_enable True")
-    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
+    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--eval_data_split", "x"])
     assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
-    assert asked.startswith("--sample_data_path ")
+    assert asked.startswith("--eval_data_split ")
 
 
 def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):

@@ -72,7 +72,14 @@ class Flags(ExtensionFlags):
         """Both learn pairs of answers; a reward model scores answers and gives none."""
         if objective not in METRICS:
             return None
-        scores, needs = objective == "reward", {"whole_layers": "", "dense_mlps": "it is not tried with these experts"}
+        scores, needs = (
+            objective == "reward",
+            {
+                "whole_layers": "",
+                "known_samples": "pairs are encoded before",
+                "dense_mlps": "it is not tried with these experts",
+            },
+        )
         if scores:
             needs["whole_sample"] = "its answers are scored there"
         return ObjectiveTraits(one_answer=True, pairs=True, scores=scores, metrics=METRICS[objective], needs=needs)

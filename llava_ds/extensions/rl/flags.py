@@ -117,7 +117,11 @@ class Flags(ExtensionFlags):
         """Both draw their answers."""
         if objective not in ("grpo", "ppo"):
             return None
-        needs = {"whole_layers": "", "whole_sample": "its answers are scored there"}
+        needs = {
+            "whole_layers": "",
+            "known_samples": "prompts are encoded before",
+            "whole_sample": "its answers are scored there",
+        }
         needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
         needs["dense_mlps"] = "it is not tried with these experts"
         return ObjectiveTraits(one_answer=True, draws=True, second_model=objective == "ppo", needs=needs)
@@ -148,7 +152,6 @@ class Flags(ExtensionFlags):
         others = {
             "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
             "--steps_across_epochs": bool(training.steps_across_epochs),
-            "--stream": data.stream,
         }
         for flag, is_set in others.items():
             if is_set:
