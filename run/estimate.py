@@ -125,7 +125,7 @@ import contextlib
 import json
 from functools import partial
 
-from llava_ds.config.arguments import ranks_per_sample, trains_projector_only
+from llava_ds.config.arguments import trains_projector_only
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR
@@ -187,9 +187,9 @@ def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tu
         raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
     args = axes_from(raw or {}, args)
     training = args.training
-    sp, tp, pp = training.sequence_parallel_size, training.tensor_parallel_size, training.pipeline_parallel_size
-    check_sizes(own.num_gpus, sp, tp, pp)
-    check_experts(own.num_gpus, sp * tp * pp, training.ep_size)
+    tp, pp = training.tensor_parallel_size, training.pipeline_parallel_size
+    check_sizes(own.num_gpus, args.axes)
+    check_experts(own.num_gpus, args.axes, training.ep_size)
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
@@ -245,7 +245,7 @@ def resolve(
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
-    dp = own.num_gpus // ranks_per_sample(args.training)
+    dp = own.num_gpus // args.ranks_per_sample
     machine = {"dp": dp, "device_type": "cuda", "is_local": False}
     return resolve_ds_config(raw, args, hidden_size=shape.hidden_size, **machine)
 

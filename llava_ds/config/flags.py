@@ -43,6 +43,7 @@ class Flag:
     run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
     the layout.
     per_machine: whether each machine may have another value. A path may be another on each.
+    shares_samples: whether it is a number of ranks with the same samples.
     """
 
     group: str
@@ -50,6 +51,7 @@ class Flag:
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False
+    shares_samples: bool = False
 
 
 def flags_of(group: str) -> tuple[Callable[..., object], Callable[..., object]]:

@@ -79,6 +79,9 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
     for flag in ("unfreeze_topk_llm", "unfreeze_topk_vision"):
         if count := getattr(model, flag):
             yield Feature(f"--{flag} {count}", breaks=("trained_layers",))
+    if model.mm_native_resolution:
+        needs = dict.fromkeys(("whole_sample", "whole_layers"), "images in their own shape are not shared")
+        yield Feature("--mm_native_resolution True", needs)
     if model.moe_enable or training.ep_size > 1:
         name = "--moe_enable True" if model.moe_enable else f"--ep_size {training.ep_size}"
         yield Feature(name, breaks=("routerless_mlps",))
@@ -86,9 +89,7 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
     """How ranks share the work, and what makes them faster."""
-    training, untried = args.training, "it is not tried with these experts"
-    if (size := training.sequence_parallel_size) > 1:
-        yield Feature(f"--sequence_parallel_size {size}", {"dense_mlps": untried}, ("whole_sample",))
+    training = args.training
     if (size := training.tensor_parallel_size) > 1:
         needs = {"dense_mlps": "AutoTP does not know these experts"}
         yield Feature(f"--tensor_parallel_size {size}", needs, ("whole_matrices",))

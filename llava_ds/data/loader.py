@@ -12,7 +12,6 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import ItemCounts, LoadedPair, LoadedSample, collate, counts_of
-from llava_ds.data.cut import CutMicroBatch, Part, PartsOfMicroBatches, without
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.geometry import ImageOptions
@@ -140,9 +139,9 @@ def micro_batches(
         "pin_memory": device.type == "cuda",
     }
     if mesh.shared > 1:
-        parts = PartsOfMicroBatches(dataset, Part(mesh.sp_rank, mesh.sp, mesh.pp_rank == 0))
-        cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
-        loader = (_agreed(each, mesh) for each in cut)
+        from llava_ds.data.shared_loader import parts_of
+
+        loader = parts_of(dataset, batches, mesh, options)
     else:
         collate_fn = partial(_micro_batch, options=dataset.image_options)
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options)
@@ -150,44 +149,17 @@ def micro_batches(
         yield dataclasses.replace(micro, batch=micro.batch.to(device))
 
 
-def _unchanged(item: CutMicroBatch) -> CutMicroBatch:
-    return item
-
-
-def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
-    """The rank's part without the samples that some rank could not decode, whose tokens nobody is asked for then."""
-    finders = torch.full((cut.num_planned,), mesh.shared)  # the first rank that could not decode a sample
-    finders[list(cut.broken)] = mesh.shared_rank
-    torch.distributed.all_reduce(finders, torch.distributed.ReduceOp.MIN, mesh.shared_host_group)
-    found = {place for place, finder in enumerate(finders.tolist()) if finder < mesh.shared}
-    firsts = itertools.accumulate((counts.samples for counts in cut.counts), initial=0)
-    numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # in the batch
-    dropped = {number for place, those in zip(cut.places, numbers) if place in found for number in those}
-    kept = [counts for place, counts in zip(cut.places, cut.counts) if place not in found]
-    batch = without(cut.batch, dropped) if dropped else cut.batch
-    if mesh.sp > 1:
-        batch = dataclasses.replace(batch, trunk={**batch.trunk, "sequence_group": mesh.sp_group})
-    return MicroBatch(
-        batch=batch,
-        places=tuple(place for place in cut.places if place not in found),
-        **_numbers(kept),
-        broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.shared_rank),
-        is_counted=mesh.sp_rank == 0,
-        numbers=tuple(number for number, place in enumerate(cut.places) if place not in found),
-    )
-
-
 def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options: ImageOptions) -> MicroBatch:
     places = tuple(i for i, item in enumerate(items) if not isinstance(item, BrokenSample))
     return MicroBatch(
         batch=collate([sample for i in places for sample in items[i].samples], options),
         places=places,
-        **_numbers([counts_of(items[i]) for i in places]),
+        **numbers_of([counts_of(items[i]) for i in places]),
         broken=tuple(item for item in items if isinstance(item, BrokenSample)),
     )
 
 
-def _numbers(kept: list[ItemCounts]) -> dict[str, int]:
+def numbers_of(kept: list[ItemCounts]) -> dict[str, int]:
     """What a MicroBatch of these items holds."""
     names = ("tokens", "targets", "pairs", "tiles", "tile_pairs")
     return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in names}

@@ -70,17 +70,17 @@ def _construct(
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     # Weights that will be packed are never written: on the CPU they take no memory. Those that will be cut, or that
     # other ranks' stages and experts have, would take a whole model's on the device.
-    is_whole = args.bits == 16 and mesh.tp == mesh.pp == mesh.ep == 1
+    is_whole = args.bits == 16 and not mesh.is_divided
     device = ranks.device if is_whole else torch.device("cpu")
     with construction(ds_config, dtype, device, zero3, mesh.data_group):
         model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
-    if mesh.pp > 1:
+    if (place := mesh.at("pp")).size > 1:
         flops = flops_of_model(model, plan.text_config, plan.tower, args)
-        counts = flops.layers_of_stages(plan.text_config.num_hidden_layers, plan.images.num_tokens, mesh.pp)
+        counts = flops.layers_of_stages(plan.text_config.num_hidden_layers, plan.images.num_tokens, place.size)
         from llava_ds.engine.pipeline import OwnedByStages
 
         model.placement = OwnedByStages.of(model, counts, mesh)
-        keep_stage(model, counts, mesh.pp_rank, mesh.pp_group)
+        keep_stage(model, counts, place.index, place.group)
         print_first(f"layers of the pipeline's stages: {', '.join(map(str, counts))}")
     if plan.whole_last_layer is None and is_last(model):
         model.shorten_last_layer()

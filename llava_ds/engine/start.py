@@ -40,7 +40,7 @@ def start_engine(
     """
     config, training = resolved.config, resolved.args.training
     elements = {p: num_elements(p) for p in model.parameters()}
-    elements = num_divided(model, elements, mesh.tp)
+    elements = num_divided(model, elements, mesh.at("tp").size)
     meant = [(*_rates(group), sum(elements[p] for p in group["params"])) for group in groups]
     optimizer = _own_optimizer(groups, resolved)
     built: dict[str, object] = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer}
@@ -50,7 +50,7 @@ def start_engine(
         peaks.extend(dict(group) for group in optimizer.param_groups)  # before the schedule begins to change them
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
-    if mesh.pp > 1:
+    if mesh.at("pp").size > 1:
         built["mpu"] = ParallelUnit(mesh, model)
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=for_engine(config), **built)
     engine._config.train_batch_size = config["train_batch_size"]  # it counts ranks with the same samples, too
@@ -100,7 +100,7 @@ def check_engine(engine, resolved: ResolvedConfig, mesh: Mesh) -> None:
     meant = {
         **{key: value_at(config, key) for key in understood},
         "ranks": mesh.grad_ranks,
-        "tensor_parallel.autotp_size": mesh.tp,
+        "tensor_parallel.autotp_size": mesh.at("tp").size,
         "zero_optimization.stage": resolved.zero_stage,
         "zero_optimization.offload_optimizer.device": offload_device(config, "offload_optimizer"),
         "zero_optimization.offload_param.device": offload_device(config, "offload_param"),

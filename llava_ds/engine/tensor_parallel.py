@@ -110,11 +110,12 @@ def place_matrices(engine, mesh: Mesh) -> None:
     DeepSpeed 0.19.8 pickles the batch of the first forward and sends it to the others, then compares objects that know
     no comparison. Here the ranks of a group plan alike, and agree on what they could decode (data/loader.py).
     """
-    if mesh.tp == 1:
+    place = mesh.at("tp")
+    if place.size == 1:
         return
     engine.first_dataloader_check.remove()
-    assert engine.mpu.get_tensor_model_parallel_rank() == mesh.tp_rank, "DeepSpeed lays ranks out in another order"
-    placement = CutMatrices("tp", mesh.tp, mesh.tp_rank, mesh.tp_group)
+    assert engine.mpu.get_tensor_model_parallel_rank() == place.index, "DeepSpeed lays ranks out in another order"
+    placement = CutMatrices("tp", place.size, place.index, place.group)
     held = placement.held(engine.module).items()
     other = [s.name for p, s in held if bool(s.slice) != getattr(p, "tensor_model_parallel", False)]
     assert not other, f"DeepSpeed cuts others: {other[:3]}"

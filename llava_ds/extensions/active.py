@@ -8,10 +8,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase
+from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, MeshPart, Phase
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from llava_ds.config.arguments import Arguments
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
 
 
@@ -26,6 +29,15 @@ class Active:
         """What acts between steps."""
         return [hook for each in self.extensions for hook in each.hooks]
 
+    @property
+    def meshes(self) -> list[MeshPart]:
+        """What the axes of the mesh need."""
+        return [each.mesh for each in self.extensions]
+
+    def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:
+        """Return lines on what can't be done with a language model. config: its configuration."""
+        return [line for each in self.extensions if each.fits is not None for line in each.fits(args, config)]
+
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
         lines = [line for each in self.extensions if each.check is not None for line in each.check(resolved)]
@@ -36,6 +48,16 @@ class Active:
 def owners(flags: Collection[str]) -> list[str]:
     """The extensions that flags, or aliases of flags, belong to."""
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
+
+
+def own_keys() -> list[str]:
+    """The keys at the top of a DeepSpeed JSON that belong to an extension."""
+    return [key for trigger in EXTENSIONS.values() for key in trigger.keys.split()]
+
+
+def reading(keys: Collection[str]) -> list[str]:
+    """The extensions that keys at the top of a DeepSpeed JSON belong to."""
+    return [name for name, trigger in EXTENSIONS.items() if not set(trigger.keys.split()).isdisjoint(keys)]
 
 
 def flags_class(name: str) -> type[ExtensionFlags]:

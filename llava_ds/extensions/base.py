@@ -8,13 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from llava_ds.config.arguments import Arguments
+    from llava_ds.data.shared_loader import Cut
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.model.llava import LlavaModel
+    from llava_ds.runtime.mesh import Mesh
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
 
@@ -30,18 +35,51 @@ PROPERTIES = {
 }
 
 
+class Axis(NamedTuple):
+    """An axis of the mesh beside that of the data.
+
+    name: in Mesh.places; flag: that of its size; order: of ranks: an axis above 0 has ranks next to each other, one
+    below has those of whole data axes; divides_model: its ranks hold other parameters, or parts of them, for the same
+    tokens; otherwise they share the tokens of every micro-batch.
+    """
+
+    name: str
+    flag: str
+    size: int
+    order: int
+    divides_model: bool
+
+
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
-    property where values decide, of either); moments: numbers that the optimizer keeps for
-    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    property where values decide, of either); moments: numbers that the optimizer keeps for each trained weight beside
+    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    keys: dotted keys of the DeepSpeed JSON that say what a flag says; other_keys: other trainers' keys of the same, as
+    engine/ds_config/keys.py has UNSUPPORTED; other_names: other trainers' names of flags, by flag.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    keys: ClassVar[Mapping[str, str]] = {}
+    other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
+    other_names: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis of the mesh that the flags add."""
+        return None
+
+    @classmethod
+    def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
+        """Return the values of flags that a DeepSpeed JSON gives, each with its key. Adds lines to problems.
+
+        Only of flags of sizes so far: whole numbers from 1, or "auto".
+        """
+        return {flag: (raw[key], key) for key, flag in cls.keys.items() if raw.get(key) is not None}
 
     @property
     def rewinds(self) -> bool:
@@ -50,6 +88,13 @@ class ExtensionFlags:
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
+        yield from ()
+
+    def relief(self, args: "Arguments", is_one_sample: bool) -> Iterator[str]:
+        """A line for every change of these flags by which a rank needs less memory, also where none is given.
+
+        is_one_sample: no micro-batch could be smaller.
+        """
         yield from ()
 
     def asked_by(self) -> str:
@@ -137,11 +182,26 @@ class Hook:
 
 
 @dataclass(frozen=True)
+class MeshPart:
+    """What the axis of an extension's flags needs; every slot is optional.
+
+    cut: from the mesh, what cuts this rank's part out of a micro-batch, as data/shared_loader.py has it, to be sent to
+    loader processes; adapt: lets a model with its weights, the one that trains or another, take such parts.
+    """
+
+    cut: Callable[["Mesh"], "Cut"] | None = None
+    adapt: Callable[["LlavaModel", "Mesh"], None] | None = None
+
+
+@dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible; fits: lines on what can't be done with a language
+    model, by its configuration; hooks: what acts between steps, by phase; mesh: for the axis that its flags add.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()
+    mesh: MeshPart = MeshPart()

@@ -7,16 +7,23 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
+    at the top of the DeepSpeed JSON, that say what a flag says.
     """
 
     title: str
     flags: str
     always: bool = False
     leaves: str = ""
+    keys: str = ""
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "sequence_parallel": Trigger(
+        "ranks share the tokens of every micro-batch",
+        "sequence_parallel_size sp_size",
+        keys="sequence_parallel_size",
+    ),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",

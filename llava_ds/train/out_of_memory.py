@@ -14,6 +14,8 @@ from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.state import TrainState
@@ -98,10 +100,18 @@ def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
 
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
     """List what to change, the cheapest first."""
-    training, stage = resolved.args.training, resolved.zero_stage
+    args, training, stage = resolved.args, resolved.args.training, resolved.zero_stage
     pp, ep = training.pipeline_parallel_size, training.ep_size
-    has_experts = resolved.args.model.moe_enable or ep > 1
-    lines = [*_about_layers(training), *_about_tokens(training, batch, longest_sample, has_experts)]
+    has_experts = args.model.moe_enable or ep > 1
+    # Of a rank.
+    longest = -(-longest_sample // args.ranks_per_token)
+    tokens = max(longest, batch.input_ids.shape[1] if batch is not None else 0)
+    least = max(longest, tokens // 2)
+    lines = [*_about_layers(training), *_about_tokens(training, tokens, least, has_experts)]
+    for name in EXTENSIONS:
+        lines += args.own.get(name, flags_class(name)()).relief(args, is_one_sample=least >= tokens)
+    if least >= tokens:
+        lines.append(f"--model_max_length below {longest_sample}: the longest sample alone does not fit")
     most = 1 if pp > 1 else 2 if has_experts else 3
     if stage < most:
         higher = ", or higher" if stage + 1 < most else ""
@@ -128,29 +138,16 @@ def _about_layers(training: TrainingArguments) -> list[str]:
     return []
 
 
-def _about_tokens(
-    training: TrainingArguments, batch: Batch | None, longest_sample: int, has_experts: bool
-) -> list[str]:
-    sp = training.sequence_parallel_size
-    longest_sample, whole = -(-longest_sample // sp), longest_sample  # of a rank
-    tokens = max(longest_sample, batch.input_ids.shape[1] if batch is not None else 0)
-    least = max(longest_sample, tokens // 2)
+def _about_tokens(training: TrainingArguments, tokens: int, least: int, has_experts: bool) -> list[str]:
+    """Smaller micro-batches. tokens: of one on a rank; least: that it could have."""
     lines = []
     if training.loss_reduction == "token" and not training.steps_across_epochs and least < tokens:
         lines.append(f"--tokens_per_micro_batch {least}: the same steps in more, smaller micro-batches")
     size = training.per_device_train_batch_size
     if training.tokens_per_micro_batch is None and size > 1:
-        half = size // 2
-        more = (
-            ""
-            if training.train_batch_size
-            else (f" --gradient_accumulation_steps {training.gradient_accumulation_steps * 2}")
-        )
-        lines.append(f"--per_device_train_batch_size {half}{more}: likewise")
-    if least >= tokens:
-        if training.mlp_tile_tokens is None and not has_experts:
-            lines.append(f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice")
-        if not has_experts:
-            lines.append(f"--sequence_parallel_size {2 * sp}, on several GPUs: more of them share each sample")
-        lines.append(f"--model_max_length below {whole}: the longest sample alone does not fit")
+        more = f" --gradient_accumulation_steps {training.gradient_accumulation_steps * 2}"
+        more = "" if training.train_batch_size else more
+        lines.append(f"--per_device_train_batch_size {size // 2}{more}: likewise")
+    if least >= tokens and training.mlp_tile_tokens is None and not has_experts:
+        lines.append(f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice")
     return lines

@@ -11,6 +11,7 @@ from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments, with_objective_defaults
+from llava_ds.config.properties import clashes, features
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
@@ -196,11 +197,13 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
     if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
         raise ConfigError("\n".join(shared))
+    if lines := clashes(features(args)):  # of flags that the JSON or the model's folder gives, too
+        raise ConfigError("\n".join(lines))
     check_axes(args, model.text_config)
     print_first(*model.notes, *_check_experts(args, model))
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
-    if args.training.sequence_parallel_size > 1:
+    if args.ranks_per_token > 1:
         model = dataclasses.replace(model, whole_last_layer="the ranks that share a sample do so evenly")
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)
@@ -254,7 +257,7 @@ def _plan_steps(
         from llava_ds.planning.auto import choose_tokens_per_micro_batch
 
         tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
-    packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
+    packing = Packing.of(known.args, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
     # Resolved again from the flags as given: some keys depend on the number of steps and on the tokens chosen.

@@ -141,19 +141,18 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
     """What runs micro-batches over this mesh."""
-    if mesh.pp == 1:
+    if mesh.at("pp").size == 1:
         return Direct(engine)
     from llava_ds.engine.pipeline import Pipelined
 
     return Pipelined(engine)
 
 
-def _share_tokens(model: LlavaModel, mesh: Mesh) -> None:
-    """Let the ranks of a mesh that share a micro-batch's tokens do so."""
-    if mesh.sp > 1:
-        from llava_ds.model.shared_tokens import share_tokens
-
-        share_tokens(model)
+def _adapt(model: LlavaModel, plan: Plan, mesh: Mesh) -> None:
+    """Let a model take what its rank has of micro-batches."""
+    for part in plan.active.meshes:
+        if part.adapt is not None:
+            part.adapt(model, mesh)
 
 
 def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:
@@ -164,7 +163,7 @@ def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, 
     dtype, other = plan.resolved.compute_dtype, plan.reference
     model = engine if other is None else open_frozen(other, dtype, ranks)
     if other is not None:
-        _share_tokens(model, mesh)
+        _adapt(model, plan, mesh)
     described = (plan.model, plan.args.model, plan.images) if other is None else (other.model, other.args, other.images)
     reference = Reference(model, dtype, forward_digest(*described))
     workers = plan.args.data.dataloader_num_workers
@@ -259,7 +258,7 @@ def _build_engine(
         from llava_ds.model.liger import use_liger
 
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
-    _share_tokens(model, mesh)
+    _adapt(model, plan, mesh)
     share_experts(model, mesh)
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")

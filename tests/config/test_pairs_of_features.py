@@ -28,7 +28,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "zero3": {"stage": 3},
     "offload": {"stage": "3_offload"},
     "bf16": {"bf16": True},
-    "sequence": {"sequence_parallel_size": 2},
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2, "stage": 1},
     "experts": MOE,

@@ -880,7 +880,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
-        ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
         ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),
         ("--pipeline_model_parallel_size", ": did you mean --pipeline_parallel_size?"),
         ("--ep", ": did you mean --ep_size?"),

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import toys
+from extension_there import runs_there
 from launching import ROOT, command_line, ds_config, launch
 
-from llava_ds.config.arguments import ranks_per_sample
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.planning.auto import Data, Devices, planned_run
@@ -27,13 +27,15 @@ CASES = [(stage, "fp32", trains, 1) for trains in ("projector", "all") for stage
 CASES += [(stage, "bf16", "all", 2) for stage in (0, 1, 2, 3)]
 CASES += [(2, "fp32", "lora", 1), (3, "fp32", "lora", 1), (2, "bf16", "qlora", 1), (3, "bf16", "qlora", 1)]
 SHARED = [(stage, "fp32", "all", 1) for stage in (0, 1, 2, 3)] + [(stage, "bf16", "all", 2) for stage in (1, 3)]
-AXES = {  # ranks, flags
-    "sp2": (2, {"sequence_parallel_size": 2}),
-    "tp2": (2, {"tensor_parallel_size": 2}),
-    "dp2xtp2": (4, {"tensor_parallel_size": 2}),
-    "pp2": (2, {"pipeline_parallel_size": 2}),
-    "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
-}
+AXES = runs_there(
+    {  # ranks, flags
+        "sp2": (2, {"sequence_parallel_size": 2}),
+        "tp2": (2, {"tensor_parallel_size": 2}),
+        "dp2xtp2": (4, {"tensor_parallel_size": 2}),
+        "pp2": (2, {"pipeline_parallel_size": 2}),
+        "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
+    }
+)
 LORA = {"lora": {"lora_enable": True}, "qlora": {"lora_enable": True, "bits": 4}}
 
 
@@ -83,7 +85,7 @@ def planned(flags: list[str], ranks: int) -> Run:
     args, _ = parse_arguments(flags)
     shape = shape_of_folders(args)
     raw = read_ds_config(args.training.deepspeed_config)
-    dp = ranks // ranks_per_sample(args.training)
+    dp = ranks // args.ranks_per_sample
     resolved = resolve_ds_config(raw, args, dp=dp, hidden_size=shape.text.hidden)
     return planned_run(shape, resolved, Data(512, 0.25, share=512), Devices(ranks, 8))
 

@@ -202,9 +202,6 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
         ({}, {"torch_compile": True}, "--torch_compile True: "),
         ({}, {"use_liger_kernel": True}, "--use_liger_kernel True: "),
         ({}, {"mlp_tile_tokens": 8}, "--mlp_tile_tokens: "),
-        ({}, {"sequence_parallel_size": 2}, "--sequence_parallel_size: "),
-        ({}, {"tensor_parallel_size": 2}, "--tensor_parallel_size: "),
-        ({}, {"pipeline_parallel_size": 2}, "--pipeline_parallel_size: "),
     ],
 )
 def test_what_does_not_go_with_experts_is_refused(model, training, message):

@@ -12,6 +12,8 @@ from llava_ds.config.arguments import every_flag
 from llava_ds.constants import did_you_mean, in_short
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, section_of, sections, strict_model
+from llava_ds.extensions.active import flags_class, own_keys
+from llava_ds.extensions.table import EXTENSIONS
 
 # Removed in DeepSpeed 0.19, and what to use. Older guides and configurations still have them.
 REMOVED = {
@@ -59,7 +61,6 @@ _TENSOR = (
 )  # fmt: skip
 _PIPELINE = ("pp", "pp_size", "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_stages", "stages")
 _EXPERT = ("ep", "ep_size", "expert_model_parallel_size", "expert_parallel_size", "moe_ep_size")
-_SEQUENCE = ("cp", "cp_size", "sp", "sp_size", "context_parallel_size", "ulysses_size", "ulysses_parallel_size")
 _RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
 
 # Features that this trainer doesn't have, by key, with the values that don't ask for them.
@@ -77,10 +78,6 @@ UNSUPPORTED = {
     **{
         name: ((1,), 'write "moe_expert_parallel_size": {size}, which shares experts out over ranks')
         for name in _EXPERT
-    },
-    **{
-        name: ((1,), 'write "sequence_parallel_size": {size}, which shares the tokens of a sample out by heads')
-        for name in _SEQUENCE
     },
     **{name: ((), "it follows from the ranks that are started and from the other axes") for name in _RANKS},
     **{
@@ -168,7 +165,7 @@ def _refuse_unsupported(draft: Draft) -> None:
         asks = next((k for k in OFF if isinstance(value, dict) and k in value and value[k] not in OFF[k]), None)
         found = f"{key}.{asks} is {as_json(value[asks])}" if asks else f"{key} is {as_json(value)}"
         draft.refuse(f"{found} in the DeepSpeed JSON: remove it, {why}")
-    for key, (harmless, why) in UNSUPPORTED.items():
+    for key, (harmless, why) in (UNSUPPORTED | _names_of_others(draft.config)).items():
         value = value_at(draft.config, key)
         if value is None:
             continue
@@ -178,6 +175,13 @@ def _refuse_unsupported(draft: Draft) -> None:
             draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why.format(size=size)}")
         if asks or key not in fields_of(DeepSpeedJson):
             _remove(draft.config, key)
+
+
+def _names_of_others(config: dict) -> dict[str, tuple[tuple, str]]:
+    """What UNSUPPORTED has, of extensions; looked up where there are keys that nothing here knows."""
+    if not config.keys() - fields_of(DeepSpeedJson).keys() - UNSUPPORTED.keys():
+        return {}
+    return {key: rule for name in EXTENSIONS for key, rule in flags_class(name).other_keys.items()}
 
 
 def _is_off(value: object) -> bool:
@@ -283,7 +287,8 @@ def _unknown(parent: str, name: str, value: object) -> str:
         hint = f"it is a flag, give --{name} {in_short(value)}"
     else:
         otherwise = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"
-        hint = did_you_mean(name, [key for key in known if _is_of_kind(value, fields[key])], otherwise)
+        fitting = [key for key in known if _is_of_kind(value, fields[key])]
+        hint = did_you_mean(name, [*fitting, *([] if parent else own_keys())], otherwise)
     shown = name if name.isascii() and name.replace("_", "a").isalnum() else as_json(name)
     return f"{parent + '.' if parent else ''}{shown} in the DeepSpeed JSON is no key of DeepSpeed's: {hint}"
 

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, flag_default
 from llava_ds.config.bounds import MOST
 from llava_ds.config.properties import clashes, features
 from llava_ds.constants import ConfigError
@@ -11,11 +11,11 @@ from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, optimizer_name
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
+from llava_ds.extensions.active import active, flags_class, reading
 from llava_ds.model import stages
-from llava_ds.model.exchange import heads_problem
 from llava_ds.model.families.language import is_mixture, is_upcycled
 
-SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size"  # flags
+TENSOR, PIPELINE = "tensor_parallel_size", "pipeline_parallel_size"  # flags
 EXPERT, EXPERT_KEY = "ep_size", "moe_expert_parallel_size"  # flag and key, which DeepSpeed is not told either
 SECTION, STAGES = "tensor_parallel", "pipeline"  # DeepSpeed's, of the JSON
 # Its other keys, with the values that ask for nothing, and what to do about the others.
@@ -57,12 +57,12 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
     """The flags with the JSON's sizes. Raises ConfigError, with every reason, where both are given and differ, or mean
     nothing.
 
-    Ranks are laid out before the JSON is resolved. Of sequence parallelism DeepSpeed is not told: it would sum no
-    gradients without an object of Megatron's, and with it divide them by other numbers at each stage (0.19.8).
+    Ranks are laid out before the JSON is resolved.
     """
     raw, problems = raw or {}, []
+    own = [flags_class(name).in_json(raw, problems) for name in reading(raw)]
     written = {
-        SEQUENCE: (raw.get(SEQUENCE), SEQUENCE),
+        **{flag: found for each in own for flag, found in each.items()},
         TENSOR: _of_section(raw.get(SECTION), problems),
         PIPELINE: (_stages_of(raw.get(STAGES), problems), f"{STAGES}.stages"),
         EXPERT: (raw.get(EXPERT_KEY), EXPERT_KEY),
@@ -72,14 +72,12 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
             problems.append(f'{key} is {as_json(size)} in the DeepSpeed JSON: write a whole number above 0, or "auto"')
-        elif flag in args.given and args.as_dict()[flag] != size:
+        elif flag in args.given and (given := args.as_dict().get(flag, flag_default(flag))) != size:
             problems.append(
-                f"{key} is {size} in the DeepSpeed JSON but --{flag} is {args.as_dict()[flag]}: make them equal, or "
-                'write "auto"'
+                f'{key} is {size} in the DeepSpeed JSON but --{flag} is {given}: make them equal, or write "auto"'
             )
         else:
-            given, args = args, args.replaced(**{flag: size})
-            known = clashes(features(given))
+            known, args = clashes(features(args)), args.replaced(**{flag: size})
             problems += [line for line in clashes(features(args)) if line not in known]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -140,14 +138,15 @@ def _size(value: object) -> object:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else "N"
 
 
-def take_axes(draft: Draft) -> None:
-    """Let the flags take the JSON's sizes, and leave in the JSON what DeepSpeed is to know (for_engine)."""
+def take_axes(draft: Draft, own: dict) -> None:
+    """Let the flags take the JSON's sizes, and leave in the JSON what DeepSpeed is to know (for_engine). own: values of
+    the keys that extensions have."""
     try:
-        draft.args = with_axes(draft.args, draft.config)
+        draft.args = with_axes(draft.args, draft.config | own)
     except ConfigError as error:
         for line in str(error).splitlines():
             draft.refuse(line)
-    for key in (SEQUENCE, SECTION, STAGES, EXPERT_KEY):
+    for key in (SECTION, STAGES, EXPERT_KEY):
         draft.config.pop(key, None)
     tp, pp = draft.args.training.tensor_parallel_size, draft.args.training.pipeline_parallel_size
     ep = draft.args.training.ep_size
@@ -223,32 +222,18 @@ def _check_experts(draft: Draft, flag: str) -> None:
 
 def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
     """Raise ConfigError, with every reason, for a language model that can't be trained on these axes."""
-    sp, tp = args.training.sequence_parallel_size, args.training.tensor_parallel_size
     lines = [
         f"--{flag} is {size}: {problem}"
         for flag, size, found in (
-            (SEQUENCE, sp, _sequence_problems),
-            (TENSOR, tp, _tensor_problems),
+            (TENSOR, args.training.tensor_parallel_size, _tensor_problems),
             (PIPELINE, args.training.pipeline_parallel_size, _pipeline_problems),
         )
         if size > 1
         for problem in found(text_config, size)
     ]
-    if not lines and sp > 1 and tp > 1 and (problem := heads_problem(*_heads(text_config, tp), sp)):
-        lines = [f"--{SEQUENCE} is {sp} and --{TENSOR} {tp}: of a rank's heads, {problem}"]
+    lines += active(args.own).check_model(args, text_config)
     if lines:
         raise ConfigError("\n".join(lines))
-
-
-def _heads(config: PreTrainedConfig, tp: int) -> tuple[int, int]:
-    """Heads, and those of keys, of a rank."""
-    heads = config.num_attention_heads
-    return heads // tp, (getattr(config, "num_key_value_heads", None) or heads) // tp
-
-
-def _sequence_problems(text_config: PreTrainedConfig, sp: int) -> list[str]:
-    problem = heads_problem(*_heads(text_config, 1), sp)
-    return [f"the language model's {problem}"] if problem else []
 
 
 def _tensor_problems(text_config: PreTrainedConfig, tp: int) -> list[str]:

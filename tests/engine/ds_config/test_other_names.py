@@ -16,11 +16,6 @@ IGNORED = "DeepSpeed would ignore it, remove it"
         ("tp", 3, 'remove it, write "tensor_parallel": {"autotp_size": 3}'),
         ("pp_size", 4, 'remove it, write "pipeline": {"stages": 4}'),
         ("ep_size", 8, 'remove it, write "moe_expert_parallel_size": 8, which shares experts out over ranks'),
-        (
-            "cp_size",
-            4,
-            'remove it, write "sequence_parallel_size": 4, which shares the tokens of a sample out by heads',
-        ),
         ("data_parallel_size", 4, "remove it, it follows from the ranks that are started and from the other axes"),
         ("dtype", "bf16", 'remove it, write "bf16": {"enabled": true}, or "fp16" in its place, or neither for fp32'),
         ("mixed_precision", "no", 'remove it, write "bf16": {"enabled": true}, or "fp16" in its place, or neither'),

@@ -9,29 +9,13 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_axes, for_engine, with_axes
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
+from llava_ds.extensions.base import Axis
 from llava_ds.runtime.mesh import check_experts, check_sizes
 
 
 def arguments(*flags: str):
     needed = ["--output_dir", "here", "--deepspeed_config", __file__]
     return parse_arguments([*needed, *flags])[0]
-
-
-@pytest.mark.parametrize(
-    ("raw", "flags", "size"),
-    [
-        (None, [], 1),
-        ({}, ["--sequence_parallel_size", "4"], 4),
-        ({}, ["--sp_size", "4"], 4),
-        ({"sequence_parallel_size": "auto"}, ["--sp_size", "4"], 4),
-        ({"sequence_parallel_size": 4}, [], 4),
-        ({"sequence_parallel_size": 4}, ["--sp_size", "4"], 4),
-        ({"sequence_parallel_size": 1}, [], 1),
-        ({"sequence_parallel_size": None}, [], 1),
-    ],
-)
-def test_flag_and_json_are_one_number(raw, flags, size):
-    assert with_axes(arguments(*flags), raw).training.sequence_parallel_size == size
 
 
 @pytest.mark.parametrize(
@@ -70,29 +54,9 @@ def test_flag_and_the_section_of_a_pipeline_are_one_number(raw, flags, size):
     assert with_axes(arguments(*flags), {"pipeline": raw}).training.pipeline_parallel_size == size
 
 
-@pytest.mark.parametrize("value", [0, -2, 2.0, True, "two", [2], 10**30])
-def test_what_is_no_size_is_refused(value):
-    with pytest.raises(ConfigError, match=r"sequence_parallel_size is .* in the DeepSpeed JSON: write a whole number"):
-        with_axes(arguments(), {"sequence_parallel_size": value})
-
-
 def test_a_section_that_is_no_object():
     with pytest.raises(ConfigError, match=r'tensor_parallel is 2 in the DeepSpeed JSON: write \{"autotp_size": 2\}'):
         with_axes(arguments(), {"tensor_parallel": 2})
-
-
-def test_two_sizes_are_refused():
-    with pytest.raises(ConfigError, match="2 in the DeepSpeed JSON but --sequence_parallel_size is 4: make them equal"):
-        with_axes(arguments("--sp_size", "4"), {"sequence_parallel_size": 2})
-
-
-def test_heads_that_cannot_be_shared_out():
-    llama = toys.language_model_config("llama")  # 4 heads, 2 of keys
-    for size in ("1", "2", "4"):
-        check_axes(arguments("--sp_size", size), llama)
-    reason = "--sequence_parallel_size is 3: .* 4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 4"
-    with pytest.raises(ConfigError, match=reason):
-        check_axes(arguments("--sp_size", "3"), llama)
 
 
 def test_every_reason_against_cut_matrices_is_given_at_once():
@@ -203,12 +167,6 @@ def test_what_does_not_go_with_stages(raw, said):
     assert len(lines) == 1 and lines[0].startswith("--pipeline_parallel_size is 2, but ")
 
 
-def test_heads_that_are_cut_and_exchanged():
-    with pytest.raises(ConfigError, match="--sequence_parallel_size is 4 and --tensor_parallel_size 2: of a rank's"):
-        check_axes(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
-    check_axes(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
-
-
 def test_deepspeed_cuts_by_rules_of_this_trainer():
     own = for_engine({"tensor_parallel": {"autotp_size": 2}})["tensor_parallel"]
     assert own["autotp_size"] == 2 and own["partition_config"]["use_default_specs"] is False
@@ -247,11 +205,13 @@ def test_deepspeed_cuts_by_rules_of_this_trainer():
     ],
 )
 def test_axes_fit_the_ranks(world_size, sp, tp, pp, said):
+    sizes = {"sequence": sp, "tensor": tp, "pipeline": pp}
+    axes = [Axis(name, f"{name}_parallel_size", size, 1, True) for name, size in sizes.items() if size > 1]
     if said is None:
-        check_sizes(world_size, sp, tp, pp)
+        check_sizes(world_size, axes)
         return
     with pytest.raises(ConfigError, match=said):
-        check_sizes(world_size, sp, tp, pp)
+        check_sizes(world_size, axes)
 
 
 def test_deepspeed_is_not_told_how_many_samples_a_step_has():
@@ -276,11 +236,14 @@ def test_flag_and_json_say_how_many_ranks_share_experts(raw, flags, size):
     assert with_axes(arguments(*flags), raw).training.ep_size == size
 
 
+AXIS = [Axis("tp", "tensor_parallel_size", 2, 2, True)]
+
+
 def test_ranks_that_cant_share_experts_are_refused():
-    check_experts(3, 1, 1)
-    check_experts(6, 2, 1)
-    check_experts(6, 1, 3)
+    check_experts(3, [], 1)
+    check_experts(6, AXIS, 1)
+    check_experts(6, [], 3)
     with pytest.raises(ConfigError, match="--ep_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
-        check_experts(6, 1, 4)
+        check_experts(6, [], 4)
     with pytest.raises(ConfigError, match="--ep_size 2 can't be combined with ranks that share samples"):
-        check_experts(4, 2, 2)
+        check_experts(4, AXIS, 2)

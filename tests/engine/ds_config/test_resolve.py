@@ -13,7 +13,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.engine.start import check_engine
-from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.mesh import Mesh, Place
 
 
 def has_auto(value: object) -> bool:
@@ -355,12 +355,12 @@ def test_what_the_engine_understood_is_compared_with_what_was_meant():
         return SimpleNamespace(dp_world_size=ranks, **methods)
 
     check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0))
-    check_engine(engine(ranks=2), resolved, Mesh(dp=1, dp_rank=0, sp=2))
-    check_engine(engine(autotp_size=2), resolved, Mesh(dp=1, dp_rank=0, tp=2))
+    check_engine(engine(ranks=2), resolved, Mesh(dp=2, dp_rank=0))
+    check_engine(engine(autotp_size=2), resolved, Mesh(dp=1, dp_rank=0, places={"tp": Place(0, 2, None, True)}))
     with pytest.raises(ConfigError, match="ranks: 1 in the engine, 2 in the resolved JSON"):
-        check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0, sp=2))
+        check_engine(engine(), resolved, Mesh(dp=2, dp_rank=0))
     with pytest.raises(ConfigError, match="autotp_size: 1 in the engine, 2 in the resolved JSON"):
-        check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0, tp=2))
+        check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0, places={"tp": Place(0, 2, None, True)}))
     with pytest.raises(ConfigError) as caught:
         offloaded = SimpleNamespace(device="cpu")
         understood_otherwise = {"gradient_clipping": 0.0, "get_data_types": (torch.float32, None)}

@@ -96,7 +96,6 @@ WRONG = [
             {"pipeline.stages": None},
             {"mpu": None},
             {"pipeline_model_parallel_size": 1},
-            {"sequence_parallel_size": 1},
         )
     ],
     # Kinds
@@ -282,9 +281,6 @@ WRONG = [
     ),
     ({"aio": {"thread_count": 1}}, {}, f"aio.thread_count {J} is an old spelling: write intra_op_parallelism"),
     (zero(cpu_offload=True), {}, f'zero_optimization.cpu_offload {J} is an old spelling: write "offload_optimizer": {{"device": "cpu"}}'),
-    ({"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}, f"sequence_parallel_size is 2 {J} but --sequence_parallel_size is 4: make them equal, or write \"auto\""),
-    ({"sequence_parallel_size": True}, {}, f"sequence_parallel_size is true {J}: write a whole number"),
-    ({"context_parallel_size": 2}, {}, f"context_parallel_size is 2 {J}: remove it, write \"sequence_parallel_size\": 2, which shares the tokens of a sample out by heads"),
     (
         {"gradient_allreduce_op": "sum"},
         {},
