@@ -97,9 +97,8 @@ class Arguments:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of the mesh beside that of the data, in the order of their ranks."""
-        tp, pp = self.training.tensor_parallel_size, self.training.pipeline_parallel_size
+        pp = self.training.pipeline_parallel_size
         found = [flags.axis for flags in self.own.values()]
-        found.append(Axis("tp", "tensor_parallel_size", tp, 2, True) if tp > 1 else None)
         found.append(Axis("pp", "pipeline_parallel_size", pp, -1, True) if pp > 1 else None)
         return tuple(sorted(filter(None, found), key=lambda axis: axis.order))
 

@@ -90,9 +90,6 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
     """How ranks share the work, and what makes them faster."""
     training = args.training
-    if (size := training.tensor_parallel_size) > 1:
-        needs = {"dense_mlps": "AutoTP does not know these experts"}
-        yield Feature(f"--tensor_parallel_size {size}", needs, ("whole_matrices",))
     if (size := training.pipeline_parallel_size) > 1:
         needs = {
             "whole_matrices": "AutoTP makes groups of all ranks",

@@ -199,15 +199,6 @@ class TrainingArguments:
         "changes the layout only: loss and gradient remain those of the step.",
         resume="layout",
     )
-    tensor_parallel_size: Count = _steps(
-        1,
-        "Ranks that share the matrices of the language model's layers (DeepSpeed's AutoTP), for models or batches too "
-        "large for ZeRO alone. They compute the same samples together, and add up what they have twice a layer, so "
-        "they belong into one machine.",
-        aliases=("--tp_size", "--deepspeed_autotp_size"),
-        resume="layout",
-        shares_samples=True,
-    )
     pipeline_parallel_size: Count = _steps(
         1,
         "Stages of a pipeline: ranks that have some of the language model's layers each, for nodes joined by slow "

@@ -99,7 +99,7 @@ def parts_of(
 
     options: of the DataLoader.
     """
-    parts = PartsOfMicroBatches(dataset, mesh.cuts)
+    parts = PartsOfMicroBatches(dataset, [part.cut(mesh) for part in mesh.parts if part.cut is not None])
     cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
     return (_agreed(each, mesh) for each in cut)
 

@@ -24,6 +24,7 @@ from llava_ds.batch import Batch
 from llava_ds.engine.non_finite import step_with
 from llava_ds.engine.placement import Placement, Share
 from llava_ds.engine.runner import Forward
+from llava_ds.extensions.base import MeshPart
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.stages import HIDDEN, Stage, stage_of, stage_of_parameters
 from llava_ds.runtime.mesh import Mesh
@@ -48,6 +49,16 @@ class OwnedByStages(Placement):
         own = dict(model.named_parameters())
         for share in self.everything:
             yield share, own.get(share.name)
+
+
+def cutting(mesh: Mesh) -> Callable:
+    """Return what leaves out the images of a micro-batch on stages that see none."""
+    return with_all if mesh.at("pp").index == 0 else without_images
+
+
+def with_all(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
+    """Return a micro-batch, and the numbers of all its tiles."""
+    return batch, list(range(len(batch.pixel_values)))
 
 
 def without_images(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
@@ -97,11 +108,18 @@ class ParallelUnit:
         return self._mesh.at("pp").size
 
 
-def open_pipeline(mesh: Mesh, device: torch.device) -> None:
-    """Let all stages of each pipeline meet once: NCCL connects the ranks of a group in its first collective, and can't
-    if this is between two of them alone."""
-    if mesh.at("pp").size > 1:
-        torch.distributed.all_reduce(torch.zeros(1, device=device), group=mesh.at("pp").group)
+def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
+    """Return what DeepSpeed asks about stages."""
+    return {"mpu": ParallelUnit(mesh, model)}
+
+
+def started(engine, mesh: Mesh) -> None:
+    """Let all stages of each pipeline meet once, and sum the norm of the gradients over them.
+
+    NCCL connects the ranks of a group in its first collective, and can't if this is between two of them alone.
+    """
+    torch.distributed.all_reduce(torch.zeros(1, device=engine.device), group=mesh.at("pp").group)
+    sum_norm_over_stages(engine.optimizer, mesh)
 
 
 def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
@@ -111,9 +129,9 @@ def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
     first stage, with tower and projector, has more groups than the others: they would wait for each other for ever. Its
     other optimizers ask for one norm of all groups.
     """
-    if mesh.at("pp").size > 1 and isinstance(optimizer, DeepSpeedZeroOptimizer):
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _sum_norm_of_zero(optimizer, mesh)
-    elif mesh.at("pp").size > 1 and isinstance(optimizer, FP16_UnfusedOptimizer):
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
         device = optimizer.fp32_groups[0][0].device
 
         def of_all(norm_list: list) -> float:
@@ -295,3 +313,6 @@ class _Neighbours:
             for work in torch.distributed.batch_isend_irecv(operations):
                 work.wait()
         return tuple(found)
+
+
+PART = MeshPart("pp", cut=cutting, engine=options, started=started)

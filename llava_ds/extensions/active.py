@@ -30,9 +30,9 @@ class Active:
         return [hook for each in self.extensions for hook in each.hooks]
 
     @property
-    def meshes(self) -> list[MeshPart]:
+    def mesh_parts(self) -> tuple[MeshPart, ...]:
         """What the axes of the mesh need."""
-        return [each.mesh for each in self.extensions]
+        return tuple(each.mesh for each in self.extensions if each.mesh is not None)
 
     def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:
         """Return lines on what can't be done with a language model. config: its configuration."""

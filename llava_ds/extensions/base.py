@@ -5,7 +5,7 @@ extensions/<name>/extension.py has the value `extension`, and is loaded when a r
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+    from torch import nn
     from transformers import PreTrainedConfig
 
     from llava_ds.config.arguments import Arguments
@@ -183,14 +185,21 @@ class Hook:
 
 @dataclass(frozen=True)
 class MeshPart:
-    """What the axis of an extension's flags needs; every slot is optional.
+    """What the axis of an extension's flags needs; every slot but its name is optional.
 
     cut: from the mesh, what cuts this rank's part out of a micro-batch, as data/shared_loader.py has it, to be sent to
     loader processes; adapt: lets a model with its weights, the one that trains or another, take such parts.
+    divides: the parameters of a whole model of which each rank holds an equal part once the engine has started; engine:
+    further arguments of deepspeed.initialize, "config" over the resolved JSON; started: acts on the engine that it
+    returns.
     """
 
+    axis: str
     cut: Callable[["Mesh"], "Cut"] | None = None
     adapt: Callable[["LlavaModel", "Mesh"], None] | None = None
+    divides: Callable[["nn.Module"], Collection["nn.Parameter"]] | None = None
+    engine: Callable[["nn.Module", "Mesh"], dict[str, object]] | None = None
+    started: Callable[["DeepSpeedEngine", "Mesh"], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -204,4 +213,4 @@ class Extension:
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
     fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()
-    mesh: MeshPart = MeshPart()
+    mesh: MeshPart | None = None

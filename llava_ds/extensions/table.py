@@ -24,6 +24,11 @@ EXTENSIONS: dict[str, Trigger] = {
         "sequence_parallel_size sp_size",
         keys="sequence_parallel_size",
     ),
+    "tensor_parallel": Trigger(
+        "ranks share the matrices of the layers",
+        "tensor_parallel_size tp_size deepspeed_autotp_size",
+        keys="tensor_parallel",
+    ),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",

@@ -79,7 +79,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
         moments=num_moments(resolved.config) + resolved.args.extra_moments,
         sp=sp,
-        tp=training.tensor_parallel_size,
+        tp=resolved.args.size_of("tp"),
         pp=training.pipeline_parallel_size,
         ep=training.ep_size,
     )

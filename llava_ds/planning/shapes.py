@@ -15,7 +15,8 @@ from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
-from llava_ds.engine.tensor_parallel import num_divided
+from llava_ds.engine.placement import divided
+from llava_ds.extensions.active import active
 from llava_ds.model.attention import MAX_FUSED_WIDTH
 from llava_ds.model.families.language import (
     attention_widths,
@@ -247,8 +248,9 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
     packed = names if args.model.bits < 16 else set()
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
-    tp, ep = args.training.tensor_parallel_size, args.training.ep_size
-    elements = num_divided(model, {p: p.numel() for p in model.parameters()}, tp)
+    tp, ep = args.size_of("tp"), args.training.ep_size
+    elements = {p: p.numel() for p in model.parameters()}
+    elements = divided(elements, model, active(args.own).mesh_parts, args.size_of)
     elements = {p: n // ep if expert_group(p) else n for p, n in elements.items()}
     whole = ModelShape(
         parts=tuple(
@@ -301,7 +303,7 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
     layers = [layer for _, layer in lora_layers(language_model)]
     inputs = sum(layer.in_features for layer in layers)
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
-    tp, widths = args.training.tensor_parallel_size, _widths_of_layers(text)
+    tp, widths = args.size_of("tp"), _widths_of_layers(text)
     query, key = (sum(each) // len(each) for each in list(zip(*widths))[:2])
     return TextShape(
         hidden=hidden,

@@ -5,14 +5,14 @@ Beside them ep: ranks of dp, next to each other, that share the experts of a mix
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.base import Axis
+from llava_ds.extensions.base import Axis, MeshPart
 from llava_ds.runtime.ranks import Ranks
 
 Group = torch.distributed.ProcessGroup | None  # None: all ranks, or none beside this one, as its owner says
@@ -37,7 +37,7 @@ class Mesh:
     the other axes, by name; ep: ranks next to each other on the data axis that share experts, ep_group.
     shared_host_group: of all ranks with the same samples, for what lies on the host. data_group: the ranks that hold
     the same parameters and parts of matrices, over which counts, losses and gradients are summed (None: all ranks).
-    cuts: what this rank needs of the micro-batches of its samples (data/shared_loader.py).
+    parts: what the axes need of a run.
     """
 
     dp: int
@@ -47,10 +47,10 @@ class Mesh:
     data_group: Group = None
     ep: int = 1
     ep_group: Group = None
-    cuts: tuple[Callable, ...] = ()
+    parts: tuple[MeshPart, ...] = ()
 
     @classmethod
-    def of(cls, ranks: Ranks, axes: Sequence[Axis] = (), ep: int = 1) -> "Mesh":
+    def of(cls, ranks: Ranks, axes: Sequence[Axis] = (), ep: int = 1, parts: tuple[MeshPart, ...] = ()) -> "Mesh":
         """Lay out all ranks, by the axes' order. All call it together. Raises ConfigError for axes that don't fit."""
         check_sizes(ranks.world_size, axes)
         shared = math.prod(axis.size for axis in axes)
@@ -79,6 +79,7 @@ class Mesh:
             data_group=group_along(alike) if divided else None,
             ep=ep,
             ep_group=_own_group(grid.reshape(-1, ep)) if ep > 1 else None,
+            parts=parts,
         )
 
     def at(self, axis: str) -> Place:

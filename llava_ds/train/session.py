@@ -148,9 +148,9 @@ def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
     return Pipelined(engine)
 
 
-def _adapt(model: LlavaModel, plan: Plan, mesh: Mesh) -> None:
+def _adapt(model: LlavaModel, mesh: Mesh) -> None:
     """Let a model take what its rank has of micro-batches."""
-    for part in plan.active.meshes:
+    for part in mesh.parts:
         if part.adapt is not None:
             part.adapt(model, mesh)
 
@@ -163,7 +163,7 @@ def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, 
     dtype, other = plan.resolved.compute_dtype, plan.reference
     model = engine if other is None else open_frozen(other, dtype, ranks)
     if other is not None:
-        _adapt(model, plan, mesh)
+        _adapt(model, mesh)
     described = (plan.model, plan.args.model, plan.images) if other is None else (other.model, other.args, other.images)
     reference = Reference(model, dtype, forward_digest(*described))
     workers = plan.args.data.dataloader_num_workers
@@ -258,7 +258,7 @@ def _build_engine(
         from llava_ds.model.liger import use_liger
 
         print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
-    _adapt(model, plan, mesh)
+    _adapt(model, mesh)
     share_experts(model, mesh)
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")

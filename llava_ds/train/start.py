@@ -1,7 +1,6 @@
 """The start of a run: flags, the lock on --output_dir, and the ranks, checked to be the same everywhere."""
 
 import contextlib
-import dataclasses
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +51,12 @@ def name_sources(argv: list[str], message: str) -> str:
 
 def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
     """Lay out the ranks, and print a line where those of an axis that belong together lie on several machines."""
-    mesh = Mesh.of(ranks, args.axes, args.training.ep_size)
+    parts = active(args.own).mesh_parts
+    if args.training.pipeline_parallel_size > 1:
+        from llava_ds.engine.pipeline import PART
+
+        parts += (PART,)
+    mesh = Mesh.of(ranks, args.axes, args.training.ep_size, parts)
     together = {f"--{axis.flag}": axis.size for axis in args.axes if axis.order > 0}
     together |= {"--ep_size": mesh.ep} if mesh.ep > 1 else {}
     number = math.prod(together.values())
@@ -61,12 +65,7 @@ def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
             f"the {number} ranks that share layers ({' x '.join(together)}) do not divide the {local_ranks()} of a "
             "machine: layers send tokens between machines, which is slow"
         )
-    cuts = [part.cut(mesh) for part in active(args.own).meshes if part.cut is not None]
-    if mesh.at("pp").index > 0:
-        from llava_ds.engine.pipeline import without_images
-
-        cuts.append(without_images)
-    return dataclasses.replace(mesh, cuts=tuple(cuts))
+    return mesh
 
 
 def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:

@@ -28,7 +28,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "zero3": {"stage": 3},
     "offload": {"stage": "3_offload"},
     "bf16": {"bf16": True},
-    "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2, "stage": 1},
     "experts": MOE,
     "experts over ranks": {**MOE, "ep_size": 2},

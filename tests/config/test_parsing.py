@@ -880,13 +880,11 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
-        ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),
         ("--pipeline_model_parallel_size", ": did you mean --pipeline_parallel_size?"),
         ("--ep", ": did you mean --ep_size?"),
         ("--image_tower", ": did you mean --vision_tower?"),
         ("--eval_capacity_factor", ": leave it out, for eval and answers drop no token"),
         ("--expert_model_parallel_size", ": did you mean --ep_size?"),
-        ("--tp", ": did you mean --tensor_parallel_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         (
             "--offload_reference_model",

@@ -29,19 +29,16 @@ def test_what_a_folder_brings_stays():
 
 
 def test_every_pair_of_a_command_line_is_named():
-    flags = ["--pp_size", "2", "--tp_size", "2", "--lora_enable", "True", "--torch_compile", "True"]
+    flags = ["--pp_size", "2", "--lora_enable", "True", "--torch_compile", "True"]
     with pytest.raises(ConfigError) as caught:
         parse_arguments([*NEEDED, *flags, "--gradient_checkpointing", "auto", "--router_aux_loss_coef", "0.1"])
     lines = str(caught.value).splitlines()
     pairs = [(line.split(" needs ")[0], line.split(", which ")[1].split(" takes ")[0]) for line in lines]
-    tp, pp = "--tensor_parallel_size 2", "--pipeline_parallel_size 2"
+    pp = "--pipeline_parallel_size 2"
     assert sorted(pairs) == sorted(
         [
-            ("--lora_enable True", tp),
-            ("--torch_compile True", tp),
             ("--torch_compile True", pp),
             ("--gradient_checkpointing auto", pp),
-            (pp, tp),
             (pp, "--lora_enable True"),
         ]
     )

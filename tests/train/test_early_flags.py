@@ -37,11 +37,7 @@ def refusal(argv: list[str]) -> list[str]:
         ("--objective ppo --num_generations 1", "--objective ppo: ", "which trains on answers alone so far: give sft"),
         ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
         ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
-        (
-            "--tensor_parallel_size 2 --sample_data_path x.json",
-            "--tensor_parallel_size 2: ",
-            "can't share so far: give 1",
-        ),
+        ("--ep_size 2 --sample_data_path x.json", "--ep_size 2: ", "can't share so far: give 1"),
         ("--moe_enable True --top_k_experts 9", "--moe_enable True: ", "can't become experts so far: leave it out"),
     ],
 )
@@ -56,9 +52,6 @@ def test_every_reason_that_can_not_be_helped_is_given(ready):
 
 
 def test_a_families_axes_come_before_missing_flags(composed):
-    *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
-    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
-    assert bits.startswith("--bits 4 needs --lora_enable True")
     layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
     assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
     assert asked.startswith("--sample_data_path ")

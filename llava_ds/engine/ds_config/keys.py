@@ -56,9 +56,6 @@ RENAMED = {
 }
 
 # Other trainers' names of an axis' size.
-_TENSOR = (
-    "tp", "tp_size", "tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree", "autotp_size",
-)  # fmt: skip
 _PIPELINE = ("pp", "pp_size", "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_stages", "stages")
 _EXPERT = ("ep", "ep_size", "expert_model_parallel_size", "expert_parallel_size", "moe_ep_size")
 _RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
@@ -73,7 +70,6 @@ UNSUPPORTED = {
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always beside each other"),
     # Other trainers' names, which DeepSpeed would ignore.
-    **{name: ((1,), 'write "tensor_parallel": {{"autotp_size": {size}}}') for name in _TENSOR},
     **{name: ((1,), 'write "pipeline": {{"stages": {size}}}') for name in _PIPELINE},
     **{
         name: ((1,), 'write "moe_expert_parallel_size": {size}, which shares experts out over ranks')
@@ -85,12 +81,6 @@ UNSUPPORTED = {
         for name in ("dtype", "torch_dtype", "param_dtype", "precision", "mixed_precision")
     },
     "fp8": ((), "weights train in the precision of bf16, fp16 or fp32"),
-    "model_parallel_size": (
-        (1,),
-        'write "tensor_parallel": {{"autotp_size": {size}}} for matrices that are cut, or "pipeline": '
-        '{{"stages": {size}}} for layers',
-    ),
-    "mp_size": ((1,), 'write "tensor_parallel": {{"autotp_size": {size}}}: mp_size is of DeepSpeed\'s inference'),
     **{
         name: ((False,), "it is a key of DeepSpeed's inference, and this JSON is for training")
         for name in ("kernel_inject", "replace_with_kernel_inject", "injection_policy", "max_out_tokens", "max_tokens")
@@ -237,7 +227,7 @@ def _without_auto(section: dict, model: type[BaseModel]) -> dict:
     return copy
 
 
-SIZES = {"tensor_parallel": "autotp_size", "pipeline": "stages"}  # the key of a section that has no other use
+SIZES = {"pipeline": "stages"}  # the key of a section that has no other use
 KINDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",

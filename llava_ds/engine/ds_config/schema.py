@@ -154,7 +154,6 @@ class DeepSpeedJson(_Section):
     moe: dict = {}
     pipeline: dict = {}
     moe_expert_parallel_size: Whole = 1  # the project's own, as --ep_size
-    tensor_parallel: dict = {}
     use_data_before_expert_parallelism: bool = False
     weight_quantization: dict = {}
 

@@ -40,4 +40,4 @@ def adapt(model: LlavaModel, mesh: Mesh) -> None:
     share_tokens(model, mesh.at(AXIS).group)
 
 
-extension = Extension(fits=fits, mesh=MeshPart(cut=cutting, adapt=adapt))
+extension = Extension(fits=fits, mesh=MeshPart(AXIS, cut=cutting, adapt=adapt))

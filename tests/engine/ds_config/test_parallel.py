@@ -1,7 +1,5 @@
 """The sizes of the mesh in flags and JSON, and what can't be trained on it."""
 
-import re
-
 import pytest
 import toys
 
@@ -21,26 +19,6 @@ def arguments(*flags: str):
 @pytest.mark.parametrize(
     ("raw", "flags", "size"),
     [
-        (None, ["--tensor_parallel_size", "2"], 2),
-        (None, ["--tp_size", "2"], 2),
-        (None, ["--deepspeed_autotp_size", "2"], 2),
-        ({"autotp_size": 2}, [], 2),
-        ({"tp_size": 2}, [], 2),
-        ({"tp": {"tp_size": 2, "tp_grain_size": 1}}, [], 2),
-        ({"autotp_size": 2, "tp": {"tp_size": 1}}, ["--tp_size", "2"], 2),
-        ({"autotp_size": "auto"}, ["--tp_size", "2"], 2),
-        ({"autotp_size": 0}, [], 1),
-        ({}, [], 1),
-    ],
-)
-def test_flag_and_deepspeeds_section_are_one_number(raw, flags, size):
-    args = arguments(*flags)
-    assert with_axes(args, {"tensor_parallel": raw}).training.tensor_parallel_size == size
-
-
-@pytest.mark.parametrize(
-    ("raw", "flags", "size"),
-    [
         (None, ["--pipeline_parallel_size", "2"], 2),
         (None, ["--pp_size", "2"], 2),
         ({"stages": 2}, [], 2),
@@ -52,65 +30,6 @@ def test_flag_and_deepspeeds_section_are_one_number(raw, flags, size):
 )
 def test_flag_and_the_section_of_a_pipeline_are_one_number(raw, flags, size):
     assert with_axes(arguments(*flags), {"pipeline": raw}).training.pipeline_parallel_size == size
-
-
-def test_a_section_that_is_no_object():
-    with pytest.raises(ConfigError, match=r'tensor_parallel is 2 in the DeepSpeed JSON: write \{"autotp_size": 2\}'):
-        with_axes(arguments(), {"tensor_parallel": 2})
-
-
-def test_every_reason_against_cut_matrices_is_given_at_once():
-    llama = toys.language_model_config("llama", attention_dropout=0.1)
-    with pytest.raises(ConfigError) as caught:
-        check_axes(arguments("--tp_size", "3"), llama)
-    lines = str(caught.value).splitlines()
-    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in lines)
-    reasons = (
-        "4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2",
-        "attention_dropout is 0.1 in its config.json",
-        "q_proj.weight can't be divided into 3 parts",
-    )
-    assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
-
-
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "hpz_partition_size makes groups of ranks"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile cuts matrices by rules of its own"),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-            'zero_optimization.offload_param.device is "nvme", which is not tried: write "cpu"',
-        ),
-        ({"optimizer": {"type": "lamb", "params": {"lr": 0.1}}}, "Lamb's updates depend on a layer's norm"),
-        ({"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}, "Adafactor's updates depend on a matrix's rows"),
-    ],
-)
-def test_what_does_not_go_with_cut_matrices(raw, said):
-    with pytest.raises(ConfigError) as caught:
-        resolve_ds_config({**raw, "tensor_parallel": {"autotp_size": 2}}, arguments(), dp=2, hidden_size=32)
-    lines = [line for line in str(caught.value).splitlines() if said in line]
-    assert len(lines) == 1 and lines[0].startswith("--tensor_parallel_size is 2, but ")
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "granite"])
-def test_families_whose_matrices_are_cut(family):
-    check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
-
-
-@pytest.mark.parametrize(
-    ("family", "found"),
-    [
-        ("phi3", "qkv_proj.weight"),
-        ("gpt2", "other names"),
-        ("opt", "out_proj.weight"),
-        ("mixtral", "mlp.gate.weight"),
-        ("olmoe", "q_norm.weight"),
-    ],
-)
-def test_families_that_are_not_cut_are_refused_by_name(family, found):
-    with pytest.raises(ConfigError, match=rf"the language model's layers have .*{found}, and what is cut is self_attn"):
-        check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
 
 
 def test_more_stages_than_layers():
@@ -165,24 +84,6 @@ def test_what_does_not_go_with_stages(raw, said):
         resolve_ds_config({**raw, "pipeline": {"stages": 2}}, arguments(), dp=2, hidden_size=32)
     lines = [line for line in str(caught.value).splitlines() if said in line]
     assert len(lines) == 1 and lines[0].startswith("--pipeline_parallel_size is 2, but ")
-
-
-def test_deepspeed_cuts_by_rules_of_this_trainer():
-    own = for_engine({"tensor_parallel": {"autotp_size": 2}})["tensor_parallel"]
-    assert own["autotp_size"] == 2 and own["partition_config"]["use_default_specs"] is False
-    rules = own["partition_config"]["layer_specs"]
-    layer = "language_model.model.layers.3."
-    kinds = {
-        f"{layer}self_attn.q_proj.weight": "column",
-        f"{layer}mlp.up_proj": "column",
-        f"{layer}self_attn.o_proj": "row",
-        f"{layer}mlp.down_proj.weight": "row",
-        f"{layer}self_attn.k_norm.weight": "skip",
-    }
-    for name, kind in kinds.items():
-        assert [rule["partition_type"] for rule in rules if re.match(rule["patterns"][0], name)] == [kind], name
-    for name in ("vision_tower.tower.vision_model.encoder.layers.0.self_attn.q_proj", "language_model.lm_head"):
-        assert not any(re.match(rule["patterns"][0], name) for rule in rules), name
 
 
 @pytest.mark.parametrize(

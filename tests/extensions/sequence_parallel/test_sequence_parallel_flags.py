@@ -1,8 +1,13 @@
 """The flag of sequence parallelism in flags, DeepSpeed JSON and messages, and what can't be shared out."""
 
+import importlib.util
+import json
+from pathlib import Path
+
 import pytest
 import toys
 from ds_json import arguments as flags_of
+from extension_there import needs_extension
 
 from llava_ds.checkpoint.run_identity import data_ranks
 from llava_ds.config.parsing import parse_arguments
@@ -95,7 +100,24 @@ def test_heads_that_cannot_be_shared_out():
         check_axes(arguments("--sp_size", "3"), llama)
 
 
+@needs_extension("tensor_parallel")
 def test_heads_that_are_cut_and_exchanged():
     with pytest.raises(ConfigError, match="--sequence_parallel_size is 4, and 2 ranks share its matrices: of a rank's"):
         check_axes(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
     check_axes(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
+
+
+def test_the_estimate_takes_the_size_from_the_json(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("estimate", Path(__file__).parents[3] / "run" / "estimate.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written = tmp_path / "shared.json"
+    written.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}))
+    flags = ["--model", "llava-v1.5-7b", "--deepspeed_config", str(written), "--json", "--num_gpus"]
+    found = []
+    for more in ([], ["--sequence_parallel_size", "4"]):
+        script.main([*flags, "8", *more])
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] and found[0]["setup"]["sp"] == 4
+    with pytest.raises(ConfigError, match="--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
+        script.main([*flags, "6"])
