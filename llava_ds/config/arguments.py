@@ -97,10 +97,8 @@ class Arguments:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes of the mesh beside that of the data, in the order of their ranks."""
-        pp = self.training.pipeline_parallel_size
-        found = [flags.axis for flags in self.own.values()]
-        found.append(Axis("pp", "pipeline_parallel_size", pp, -1, True) if pp > 1 else None)
-        return tuple(sorted(filter(None, found), key=lambda axis: axis.order))
+        found = (flags.axis for flags in self.own.values())
+        return tuple(sorted((axis for axis in found if axis is not None and axis.size > 1), key=lambda a: a.order))
 
     def size_of(self, axis: str) -> int:
         """Ranks on an axis; 1 for one that the run does not have."""

@@ -84,19 +84,13 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
         yield Feature("--mm_native_resolution True", needs)
     if model.moe_enable or training.ep_size > 1:
         name = "--moe_enable True" if model.moe_enable else f"--ep_size {training.ep_size}"
-        yield Feature(name, breaks=("routerless_mlps",))
+        breaks = ("routerless_mlps", "sharded_weights", *(("offload",) if training.ep_size > 1 else ()))
+        yield Feature(name, breaks=breaks)
 
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
     """How ranks share the work, and what makes them faster."""
     training = args.training
-    if (size := training.pipeline_parallel_size) > 1:
-        needs = {
-            "whole_matrices": "AutoTP makes groups of all ranks",
-            "routerless_mlps": "routers' loss is not carried between stages",
-            "trained_layers": "a stage without trained weights has nothing to do",
-        }
-        yield Feature(f"--pipeline_parallel_size {size}", needs, ("whole_layers",))
     if training.torch_compile:
         untried = "no other is tried"
         yield Feature("--torch_compile True", {"whole_matrices": untried, "whole_layers": untried})

@@ -199,14 +199,6 @@ class TrainingArguments:
         "changes the layout only: loss and gradient remain those of the step.",
         resume="layout",
     )
-    pipeline_parallel_size: Count = _steps(
-        1,
-        "Stages of a pipeline: ranks that have some of the language model's layers each, for nodes joined by slow "
-        "links. A step should have many micro-batches (--gradient_accumulation_steps): the more, the less stages wait.",
-        aliases=("--pp_size",),
-        resume="layout",
-        shares_samples=True,
-    )
     ep_size: Count = _steps(
         1,
         "Ranks that share the experts of --moe_enable, or of a folder that it made: each has some of them, and tokens "

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
-    from llava_ds.config.arguments import Arguments
+    from llava_ds.config.arguments import Arguments, ModelArguments
     from llava_ds.data.shared_loader import Cut
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.runner import Runner
+    from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
@@ -34,6 +37,9 @@ PROPERTIES = {
     "routerless_mlps": "MLPs without routers",
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
+    "sharded_gradients": "gradients that ZeRO shards",
+    "sharded_weights": "weights that ZeRO shards",
+    "offload": "states in CPU memory",
 }
 
 
@@ -189,17 +195,23 @@ class MeshPart:
 
     cut: from the mesh, what cuts this rank's part out of a micro-batch, as data/shared_loader.py has it, to be sent to
     loader processes; adapt: lets a model with its weights, the one that trains or another, take such parts.
+    owners: from a whole model, its FLOPs, the tokens of an image and the ranks on the axis, how many layers each rank
+    has, and the rank that has each parameter, by name; build: leaves of a model without its weights what this rank has,
+    and returns lines to print.
     divides: the parameters of a whole model of which each rank holds an equal part once the engine has started; engine:
     further arguments of deepspeed.initialize, "config" over the resolved JSON; started: acts on the engine that it
-    returns.
+    returns; runner: makes what runs micro-batches, where that is not engine/runner.py's Direct.
     """
 
     axis: str
     cut: Callable[["Mesh"], "Cut"] | None = None
     adapt: Callable[["LlavaModel", "Mesh"], None] | None = None
+    owners: Callable[["nn.Module", "ModelFlops", int, int], tuple[list[int], dict[str, int]]] | None = None
+    build: Callable[["LlavaModel", "ModelPlan", "ModelArguments", "Mesh"], list[str]] | None = None
     divides: Callable[["nn.Module"], Collection["nn.Parameter"]] | None = None
     engine: Callable[["nn.Module", "Mesh"], dict[str, object]] | None = None
     started: Callable[["DeepSpeedEngine", "Mesh"], None] | None = None
+    runner: Callable[["DeepSpeedEngine"], "Runner"] | None = None
 
 
 @dataclass(frozen=True)

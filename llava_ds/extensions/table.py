@@ -29,6 +29,11 @@ EXTENSIONS: dict[str, Trigger] = {
         "tensor_parallel_size tp_size deepspeed_autotp_size",
         keys="tensor_parallel",
     ),
+    "pipeline": Trigger(
+        "ranks have some of the layers each",
+        "pipeline_parallel_size pp_size",
+        keys="pipeline",
+    ),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",

@@ -80,7 +80,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         moments=num_moments(resolved.config) + resolved.args.extra_moments,
         sp=sp,
         tp=resolved.args.size_of("tp"),
-        pp=training.pipeline_parallel_size,
+        pp=resolved.args.size_of("pp"),
         ep=training.ep_size,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)

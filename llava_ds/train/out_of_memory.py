@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from llava_ds.batch import Batch
+from llava_ds.config.properties import features
 from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
@@ -101,26 +102,24 @@ def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
     """List what to change, the cheapest first."""
     args, training, stage = resolved.args, resolved.args.training, resolved.zero_stage
-    pp, ep = training.pipeline_parallel_size, training.ep_size
+    ep, broken = training.ep_size, {name for each in features(args) for name in each.breaks}
     has_experts = args.model.moe_enable or ep > 1
     # Of a rank.
     longest = -(-longest_sample // args.ranks_per_token)
     tokens = max(longest, batch.input_ids.shape[1] if batch is not None else 0)
     least = max(longest, tokens // 2)
-    lines = [*_about_layers(training), *_about_tokens(training, tokens, least, has_experts)]
+    lines = [*_about_layers(training, broken), *_about_tokens(training, tokens, least, has_experts)]
     for name in EXTENSIONS:
         lines += args.own.get(name, flags_class(name)()).relief(args, is_one_sample=least >= tokens)
     if least >= tokens:
         lines.append(f"--model_max_length below {longest_sample}: the longest sample alone does not fit")
-    most = 1 if pp > 1 else 2 if has_experts else 3
+    most = 1 if "sharded_gradients" in broken else 2 if "sharded_weights" in broken else 3
     if stage < most:
         higher = ", or higher" if stage + 1 < most else ""
         lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json{higher}, on several GPUs: shards more")
-    if offload_device(resolved.config, "offload_optimizer") == "none" and pp == ep == 1:
+    if offload_device(resolved.config, "offload_optimizer") == "none" and "offload" not in broken:
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
-    if pp > 1:
-        lines.append(f"--pipeline_parallel_size {2 * pp}: fewer layers on each GPU")
     if has_experts:
         lines.append(f"--ep_size {2 * ep}, on several GPUs: fewer experts on each")
     # A checkpoint belongs to its layout and stage.
@@ -128,8 +127,8 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
     return [f"to need less, the cheapest first ({restart}):", *(f"  {line}" for line in lines)]
 
 
-def _about_layers(training: TrainingArguments) -> list[str]:
-    if training.gradient_checkpointing == "off" and training.pipeline_parallel_size > 1:
+def _about_layers(training: TrainingArguments, broken: set[str]) -> list[str]:
+    if training.gradient_checkpointing == "off" and "whole_layers" in broken:
         return ["--gradient_checkpointing all: every layer keeps its input alone"]
     if training.gradient_checkpointing == "off":
         return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]

@@ -27,7 +27,7 @@ from llava_ds.data.step_plan import (
     with_steps_of_epochs,
 )
 from llava_ds.data.templates import resolve_template
-from llava_ds.engine.ds_config.parallel import check_axes
+from llava_ds.engine.ds_config.parallel import check_model
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.schedule import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
@@ -199,7 +199,7 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
         raise ConfigError("\n".join(shared))
     if lines := clashes(features(args)):  # of flags that the JSON or the model's folder gives, too
         raise ConfigError("\n".join(lines))
-    check_axes(args, model.text_config)
+    check_model(args, model.text_config)
     print_first(*model.notes, *_check_experts(args, model))
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")

@@ -141,11 +141,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
     """What runs micro-batches over this mesh."""
-    if mesh.at("pp").size == 1:
-        return Direct(engine)
-    from llava_ds.engine.pipeline import Pipelined
-
-    return Pipelined(engine)
+    makes = [part.runner for part in mesh.parts if part.runner is not None]
+    return makes[0](engine) if makes else Direct(engine)
 
 
 def _adapt(model: LlavaModel, mesh: Mesh) -> None:

@@ -51,12 +51,7 @@ def name_sources(argv: list[str], message: str) -> str:
 
 def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
     """Lay out the ranks, and print a line where those of an axis that belong together lie on several machines."""
-    parts = active(args.own).mesh_parts
-    if args.training.pipeline_parallel_size > 1:
-        from llava_ds.engine.pipeline import PART
-
-        parts += (PART,)
-    mesh = Mesh.of(ranks, args.axes, args.training.ep_size, parts)
+    mesh = Mesh.of(ranks, args.axes, args.training.ep_size, active(args.own).mesh_parts)
     together = {f"--{axis.flag}": axis.size for axis in args.axes if axis.order > 0}
     together |= {"--ep_size": mesh.ep} if mesh.ep > 1 else {}
     number = math.prod(together.values())

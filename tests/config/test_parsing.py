@@ -707,10 +707,6 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
         ("--unfreeze_topk_llm 2", "--unfreeze_topk_llm unfreezes layers of the language model, all of which trains"),
         ("--unfreeze_topk_vision 2 --unfreeze_mm_vision_tower True", "all of which trains: give no"),
         ("--unfreeze_topk_vision 2 --lora_enable True", "can't be used with --lora_enable: name the layers by"),
-        (
-            "--unfreeze_topk_llm 2 --freeze_backbone True --pipeline_parallel_size 2",
-            "which --unfreeze_topk_llm 2 takes away: leave one of them out",
-        ),
         ("--use_dora True", "--use_dora without --lora_enable would train the whole language model"),
         ("--lora_r 8 --lora_alpha 8", "--lora_r, --lora_alpha without --lora_enable would train the whole language"),
     ],
@@ -880,7 +876,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
-        ("--pipeline_model_parallel_size", ": did you mean --pipeline_parallel_size?"),
         ("--ep", ": did you mean --ep_size?"),
         ("--image_tower", ": did you mean --vision_tower?"),
         ("--eval_capacity_factor", ": leave it out, for eval and answers drop no token"),

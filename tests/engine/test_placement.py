@@ -4,20 +4,18 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from placements import SHAPES, check_owners, check_that_each_number_counts_once, module_of
 from torch import nn
 
 from llava_ds.engine.expert_parallel import SharedExperts
-from llava_ds.engine.pipeline import OwnedByStages
-from llava_ds.engine.placement import WHOLE, Placement, Share, cut_dim, placement_of, slice_of
+from llava_ds.engine.placement import WHOLE, Placement, cut_dim, placement_of, slice_of
 
 ROOT = Path(__file__).parents[2]
 # Files that read, write or compare parameters, whoever has them.
 NEUTRAL = [f"engine/{name}" for name in ("pieces", "checkpoint_files", "checkpoint_writer", "reshard")]
 NEUTRAL += ["engine/non_finite", "extensions/ema/averages", "engine/placement", "export/tensors", "model/loading"]
 NEUTRAL += ["extensions/replicas/replicas", "train/reference", "checkpoint/training_state", "checkpoint/base_weights"]
-AXES = r"engine\.(expert_parallel|pipeline)|model\.(stages|upcycling|mixture|families\.upcycled)|extensions\.(?!base)"
+AXES = r"engine\.expert_parallel|model\.(upcycling|mixture|families\.upcycled)|extensions\.(?!base)"
 
 
 def whole() -> list[tuple[Placement, nn.Module]]:
@@ -29,21 +27,13 @@ def experts() -> list[tuple[Placement, nn.Module]]:
     return [(SharedExperts("ep", 2, index, in_data=True, number=2), module_of(own)) for index in range(2)]
 
 
-def stages() -> list[tuple[Placement, nn.Module]]:
-    owners = {name: min(number // 4, 1) for number, name in enumerate(SHAPES)}
-    everything = tuple(Share(name, shape, torch.float32, owner=owners[name]) for name, shape in SHAPES.items())
-    of_stage = [{name: SHAPES[name] for name in SHAPES if owners[name] == index} for index in range(2)]
-    return [(OwnedByStages("pp", 2, i, everything=everything), module_of(own)) for i, own in enumerate(of_stage)]
-
-
-@pytest.mark.parametrize("ranks", [whole(), experts(), stages()], ids=["whole", "experts", "stages"])
+@pytest.mark.parametrize("ranks", [whole(), experts()], ids=["whole", "experts"])
 def test_all_ranks_name_the_same_parameters_and_each_number_counts_once(ranks):
     check_that_each_number_counts_once(ranks)
 
 
-@pytest.mark.parametrize("ranks", [experts(), stages()], ids=["experts", "stages"])
-def test_every_parameter_is_with_its_owner_alone(ranks):
-    check_owners(ranks)
+def test_every_parameter_is_with_its_owner_alone():
+    check_owners(experts())
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4,), (2, 4, 6)])

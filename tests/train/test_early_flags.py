@@ -51,12 +51,6 @@ def test_every_reason_that_can_not_be_helped_is_given(ready):
     assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--bits 4", "--version"]
 
 
-def test_a_families_axes_come_before_missing_flags(composed):
-    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
-    assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
-    assert asked.startswith("--sample_data_path ")
-
-
 def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
     lines = refusal(["--model_name_or_path", str(tmp_path), "--objective", "grpo"])

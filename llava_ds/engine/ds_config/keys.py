@@ -56,7 +56,6 @@ RENAMED = {
 }
 
 # Other trainers' names of an axis' size.
-_PIPELINE = ("pp", "pp_size", "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_stages", "stages")
 _EXPERT = ("ep", "ep_size", "expert_model_parallel_size", "expert_parallel_size", "moe_ep_size")
 _RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
 
@@ -70,7 +69,6 @@ UNSUPPORTED = {
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always beside each other"),
     # Other trainers' names, which DeepSpeed would ignore.
-    **{name: ((1,), 'write "pipeline": {{"stages": {size}}}') for name in _PIPELINE},
     **{
         name: ((1,), 'write "moe_expert_parallel_size": {size}, which shares experts out over ranks')
         for name in _EXPERT
@@ -227,7 +225,6 @@ def _without_auto(section: dict, model: type[BaseModel]) -> dict:
     return copy
 
 
-SIZES = {"pipeline": "stages"}  # the key of a section that has no other use
 KINDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -247,9 +244,6 @@ def _message(key: str, value: object, problem: dict) -> str:
     if kind == "missing":
         return f"{key} is missing in the DeepSpeed JSON: write it, or remove its section"
     wanted = KINDS.get(kind)
-    if kind == "dict_type" and key in SIZES:
-        size = value if isinstance(value, int) and not isinstance(value, bool) else "N"
-        wanted = f'{{"{SIZES[key]}": {size}}}'
     if kind == "model_type":
         wanted = f"an object with {', '.join(list(fields_of(sections()[key]))[:3])}, ..."
     if kind == "literal_error":

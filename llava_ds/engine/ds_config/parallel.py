@@ -6,25 +6,12 @@ from llava_ds.config.arguments import Arguments, flag_default
 from llava_ds.config.bounds import MOST
 from llava_ds.config.properties import clashes, features
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.compilation import deep_compiles
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, size_shown, value_at
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, optimizer_name
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.extensions.active import active, flags_class, reading
-from llava_ds.model import stages
-from llava_ds.model.families.language import is_mixture, is_upcycled
 
-PIPELINE = "pipeline_parallel_size"  # a flag
 EXPERT, EXPERT_KEY = "ep_size", "moe_expert_parallel_size"  # flag and key, which DeepSpeed is not told either
-STAGES = "pipeline"  # DeepSpeed's section of the JSON
-_PIPELINES_OTHERS = {
-    "partition": (("best", "auto"), "stages are cut so that their FLOPs are even"),
-    "seed_layers": ((False,), "every part has a seed of its own"),
-    "activation_checkpoint_interval": ((0,), "--gradient_checkpointing says which layers are recomputed"),
-    "pipe_partitioned": ((True, False), ""),  # nothing reads them without Megatron's layers
-    "grad_partitioned": ((True, False), ""),
-    "use_reentrant": ((True, False), ""),
-}
 
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
@@ -37,7 +24,6 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
     own = [flags_class(name).in_json(raw, problems) for name in reading(raw)]
     written = {
         **{flag: found for each in own for flag, found in each.items()},
-        PIPELINE: (_stages_of(raw.get(STAGES), problems), f"{STAGES}.stages"),
         EXPERT: (raw.get(EXPERT_KEY), EXPERT_KEY),
     }
     for flag, (size, key) in written.items():
@@ -57,21 +43,6 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
     return args
 
 
-def _stages_of(found: object, problems: list[str]) -> object:
-    """What DeepSpeed's section of a pipeline gives. Adds a line for each key that means something else."""
-    if not isinstance(found, dict):
-        if found is not None:
-            problems.append(
-                f'{STAGES} is {as_json(found)} in the DeepSpeed JSON: write {{"stages": {size_shown(found)}}}'
-            )
-        return None
-    for key, value in found.items():
-        harmless, why = _PIPELINES_OTHERS.get(key, ((), f'write {{"stages": {size_shown(found.get("stages"))}}} alone'))
-        if key != "stages" and not any(value == one and type(value) is type(one) for one in harmless):
-            problems.append(f"{STAGES}.{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why}")
-    return found.get("stages")
-
-
 def take_axes(draft: Draft, own: dict) -> None:
     """Let the flags take the JSON's sizes, and leave in the JSON what DeepSpeed is to know (for_engine). own: values of
     the keys that extensions have."""
@@ -80,33 +51,10 @@ def take_axes(draft: Draft, own: dict) -> None:
     except ConfigError as error:
         for line in str(error).splitlines():
             draft.refuse(line)
-    for key in (STAGES, EXPERT_KEY):
-        draft.config.pop(key, None)
-    pp, ep = draft.args.training.pipeline_parallel_size, draft.args.training.ep_size
+    draft.config.pop(EXPERT_KEY, None)
+    ep = draft.args.training.ep_size
     if draft.args.model.moe_enable or ep > 1:
         _check_experts(draft, "--moe_enable is True" if ep == 1 else f"--{EXPERT} is {ep}")
-    if pp > 1:
-        _check_stages(draft, pp)
-
-
-def _check_stages(draft: Draft, pp: int) -> None:
-    """Refuse what does not go with stages of a pipeline."""
-    flag, config = f"--{PIPELINE} is {pp}", draft.config
-    stage = value_at(config, "zero_optimization.stage")
-    if stage in (2, 3):
-        what = "send the gradients of every micro-batch" if stage == 2 else "gather a stage's weights for every one"
-        draft.refuse(
-            f"{flag}, but zero_optimization.stage is {stage}, at which ranks would {what}: write 1, a stage has "
-            "no more than its own part of the model"
-        )
-    for part in OFFLOADED:
-        if (device := offload_device(config, part)) != "none":
-            draft.refuse(f'{flag}, but zero_optimization.{part}.device is "{device}", which is not tried: remove it')
-    for key in ("fp16", "torch_autocast"):
-        if value_at(config, f"{key}.enabled") is True:
-            draft.refuse(f"{flag}, but {key} is on, whose loss scale stages would have to agree on: use bf16 or fp32")
-    if deep_compiles(config):
-        draft.refuse(f"{flag}, but compile.deepcompile traces a whole model: remove one of them")
 
 
 def _check_experts(draft: Draft, flag: str) -> None:
@@ -131,28 +79,10 @@ def _check_experts(draft: Draft, flag: str) -> None:
             draft.refuse(f"{flag}, but with {section} each rank would look for its own loss scale: write bf16")
 
 
-def check_axes(args: Arguments, text_config: PreTrainedConfig) -> None:
-    """Raise ConfigError, with every reason, for a language model that can't be trained on these axes."""
-    lines = [
-        f"--{flag} is {size}: {problem}"
-        for flag, size, found in ((PIPELINE, args.training.pipeline_parallel_size, _pipeline_problems),)
-        if size > 1
-        for problem in found(text_config, size)
-    ]
-    lines += active(args.own).check_model(args, text_config)
-    if lines:
+def check_model(args: Arguments, text_config: PreTrainedConfig) -> None:
+    """Raise ConfigError, with every reason, for a language model that extensions of the run can't train."""
+    if lines := active(args.own).check_model(args, text_config):
         raise ConfigError("\n".join(lines))
-
-
-def _pipeline_problems(text_config: PreTrainedConfig, pp: int) -> list[str]:
-    found = []
-    if text_config.num_hidden_layers < pp:
-        found.append(f"the language model has {text_config.num_hidden_layers} layers: give as many or fewer")
-    if problem := stages.problem(text_config):
-        found.append(f"the language model's {problem}: take another axis")
-    if is_mixture(text_config) or is_upcycled(text_config):
-        found.append("routers' loss is not carried between stages, nor are experts: take another axis")
-    return found
 
 
 def for_engine(config: dict) -> dict:

@@ -192,7 +192,6 @@ def flags_in(raw: dict) -> dict[str, str]:
         "fp16.enabled": "fp16",
         **{f"optimizer.params.{key}": flag for key, flags in FROM_FLAGS.items() for flag in flags},
         **{f"scheduler.params.{key}": "learning_rate" for key in RATE_KEYS.values()},
-        "pipeline.stages": "pipeline_parallel_size",
         "moe_expert_parallel_size": "ep_size",
         **{key: flag for name in reading(raw) for key, flag in flags_class(name).keys.items()},
     }

@@ -1,12 +1,10 @@
 """The sizes of the mesh in flags and JSON, and what can't be trained on it."""
 
 import pytest
-import toys
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import check_axes, for_engine, with_axes
-from llava_ds.engine.ds_config.resolve import resolve_ds_config
+from llava_ds.engine.ds_config.parallel import for_engine, with_axes
 from llava_ds.extensions.base import Axis
 from llava_ds.runtime.mesh import check_experts, check_sizes
 
@@ -14,76 +12,6 @@ from llava_ds.runtime.mesh import check_experts, check_sizes
 def arguments(*flags: str):
     needed = ["--output_dir", "here", "--deepspeed_config", __file__]
     return parse_arguments([*needed, *flags])[0]
-
-
-@pytest.mark.parametrize(
-    ("raw", "flags", "size"),
-    [
-        (None, ["--pipeline_parallel_size", "2"], 2),
-        (None, ["--pp_size", "2"], 2),
-        ({"stages": 2}, [], 2),
-        ({"stages": 2, "partition": "best", "seed_layers": False}, ["--pp_size", "2"], 2),
-        ({"stages": "auto"}, ["--pp_size", "2"], 2),
-        ({"stages": 1}, [], 1),
-        ({}, [], 1),
-    ],
-)
-def test_flag_and_the_section_of_a_pipeline_are_one_number(raw, flags, size):
-    assert with_axes(arguments(*flags), {"pipeline": raw}).training.pipeline_parallel_size == size
-
-
-def test_more_stages_than_layers():
-    with pytest.raises(ConfigError, match="--pipeline_parallel_size is 3: the language model has 2 layers"):
-        check_axes(arguments("--pp_size", "3"), toys.language_model_config("llama"))
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2_5", "qwen3", "mistral", "phi3"])
-def test_families_whose_layers_are_cut_into_stages(family):
-    check_axes(arguments("--pp_size", "2"), toys.language_model_config(family))
-
-
-@pytest.mark.parametrize(
-    ("family", "found"),
-    [
-        ("qwen2", "output layer is its embedding"),
-        ("gpt2", "names of layers"),
-        ("granite", "trunk changes what goes into its layers"),
-        ("mixtral", "routers' loss is not carried between stages"),
-    ],
-)
-def test_families_that_are_not_cut_into_stages(family, found):
-    with pytest.raises(ConfigError, match=found):
-        check_axes(arguments("--pp_size", "2"), toys.language_model_config(family))
-
-
-def test_an_upcycled_folder_is_not_cut_into_stages():
-    config = toys.language_model_config("llama")
-    config.moe = {"num_experts": 4}
-    with pytest.raises(ConfigError, match="routers' loss is not carried between stages, nor are experts"):
-        check_axes(arguments("--pp_size", "2"), config)
-
-
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, at which ranks would send the gradients"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, at which ranks would gather a stage's"),
-        (
-            {
-                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": False,
-            },
-            'zero_optimization.offload_optimizer.device is "cpu", which is not tried',
-        ),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast is on"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile traces a whole model"),
-    ],
-)
-def test_what_does_not_go_with_stages(raw, said):
-    with pytest.raises(ConfigError) as caught:
-        resolve_ds_config({**raw, "pipeline": {"stages": 2}}, arguments(), dp=2, hidden_size=32)
-    lines = [line for line in str(caught.value).splitlines() if said in line]
-    assert len(lines) == 1 and lines[0].startswith("--pipeline_parallel_size is 2, but ")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from extension_there import needs_extension
 from llava_ds.checkpoint.run_identity import data_ranks
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import check_axes, with_axes
+from llava_ds.engine.ds_config.parallel import check_model, with_axes
 from llava_ds.engine.ds_config.resolve import axes_from
 
 
@@ -94,17 +94,17 @@ def test_more_ranks_for_a_sample_are_advised_where_it_is_alone():
 def test_heads_that_cannot_be_shared_out():
     llama = toys.language_model_config("llama")  # 4 heads, 2 of keys
     for size in ("1", "2", "4"):
-        check_axes(arguments("--sp_size", size), llama)
+        check_model(arguments("--sp_size", size), llama)
     reason = "--sequence_parallel_size is 3: .* 4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 4"
     with pytest.raises(ConfigError, match=reason):
-        check_axes(arguments("--sp_size", "3"), llama)
+        check_model(arguments("--sp_size", "3"), llama)
 
 
 @needs_extension("tensor_parallel")
 def test_heads_that_are_cut_and_exchanged():
     with pytest.raises(ConfigError, match="--sequence_parallel_size is 4, and 2 ranks share its matrices: of a rank's"):
-        check_axes(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
-    check_axes(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
+        check_model(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
+    check_model(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
 
 
 def test_the_estimate_takes_the_size_from_the_json(tmp_path, capsys):

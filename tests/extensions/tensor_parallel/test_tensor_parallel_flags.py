@@ -10,7 +10,7 @@ from placements import LAYER, SHAPES, check_that_each_number_counts_once, module
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import check_axes, with_axes
+from llava_ds.engine.ds_config.parallel import check_model, with_axes
 from llava_ds.engine.ds_config.resolve import axes_from
 from llava_ds.extensions.active import active
 from llava_ds.extensions.tensor_parallel.matrices import CutMatrices, rules
@@ -144,7 +144,7 @@ def test_two_ranks_have_every_number_once():
 def test_every_reason_against_cut_matrices_is_given_at_once():
     llama = toys.language_model_config("llama", attention_dropout=0.1)
     with pytest.raises(ConfigError) as caught:
-        check_axes(arguments("--tp_size", "3"), llama)
+        check_model(arguments("--tp_size", "3"), llama)
     lines = str(caught.value).splitlines()
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in lines)
     reasons = (
@@ -182,7 +182,7 @@ def test_what_does_not_go_with_cut_matrices(raw, said):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "granite"])
 def test_families_whose_matrices_are_cut(family):
-    check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
+    check_model(arguments("--tp_size", "2"), toys.language_model_config(family))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_families_whose_matrices_are_cut(family):
 )
 def test_families_that_are_not_cut_are_refused_by_name(family, found):
     with pytest.raises(ConfigError, match=rf"the language model's layers have .*{found}, and what is cut is self_attn"):
-        check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
+        check_model(arguments("--tp_size", "2"), toys.language_model_config(family))
 
 
 def test_deepspeed_cuts_by_rules_of_this_trainer():

@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, D language-model width
-"""Pipeline parallelism: micro-batches go through the stages of model/stages.py, forward and backward in turns (1F1B).
+"""Pipeline parallelism: micro-batches go through the stages of stages.py, forward and backward in turns (1F1B).
 
 Every stage is trained by an engine of its own, with ZeRO over the ranks that have the same stage. All ranks of a
 pipeline load the same micro-batches, so what travels between stages is hidden states and their gradients alone, of
@@ -21,12 +21,15 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from llava_ds.batch import Batch
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.non_finite import step_with
 from llava_ds.engine.placement import Placement, Share
 from llava_ds.engine.runner import Forward
-from llava_ds.extensions.base import MeshPart
+from llava_ds.extensions.pipeline.stages import HIDDEN, Stage, keep_stage, owners, stage_of
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.stages import HIDDEN, Stage, stage_of, stage_of_parameters
+from llava_ds.model.flops import flops_of_model
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.plan import ModelPlan
 from llava_ds.runtime.mesh import Mesh
 
 
@@ -37,9 +40,8 @@ class OwnedByStages(Placement):
     everything: tuple[Share, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, counts: list[int], mesh: Mesh) -> "OwnedByStages":
-        """Describe a model that is still whole. counts: layers of each stage."""
-        stages = stage_of_parameters(model, counts)
+    def of(cls, model: nn.Module, stages: dict[str, int], mesh: Mesh) -> "OwnedByStages":
+        """Describe a model that is still whole. stages: of its parameters, by name."""
         shares = (Share(n, tuple(p.shape), p.dtype, owner=stages[n]) for n, p in model.named_parameters())
         place = mesh.at("pp")
         return cls("pp", place.size, place.index, place.group, everything=tuple(shares))
@@ -106,6 +108,16 @@ class ParallelUnit:
 
     def get_pipeline_model_parallel_world_size(self) -> int:
         return self._mesh.at("pp").size
+
+
+def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) -> list[str]:
+    """Leave of a model without its weights what this rank's stage has."""
+    place = mesh.at("pp")
+    flops = flops_of_model(model, plan.text_config, plan.tower, args)
+    counts, stages = owners(model, flops, plan.images.num_tokens, place.size)
+    model.placement = OwnedByStages.of(model, stages, mesh)
+    keep_stage(model, counts, place.index, place.group)
+    return [f"layers of the pipeline's stages: {', '.join(map(str, counts))}"]
 
 
 def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
@@ -313,6 +325,3 @@ class _Neighbours:
             for work in torch.distributed.batch_isend_irecv(operations):
                 work.wait()
         return tuple(found)
-
-
-PART = MeshPart("pp", cut=cutting, engine=options, started=started)
