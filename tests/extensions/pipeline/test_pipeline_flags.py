@@ -15,6 +15,7 @@ from llava_ds.engine.ds_config.resolve import axes_from
 from llava_ds.engine.placement import Share
 from llava_ds.extensions.active import active
 from llava_ds.extensions.pipeline.schedule import OwnedByStages
+from llava_ds.train.early_flags import read_flags
 
 J = "in the DeepSpeed JSON"
 
@@ -181,3 +182,13 @@ def test_what_does_not_go_with_stages(raw, said):
         active(["pipeline"]).check(resolved)
     (line,) = str(caught.value).splitlines()
     assert said in line and line.startswith("--pipeline_parallel_size is 2, but ")
+
+
+def test_the_reason_comes_before_missing_flags(tmp_path):
+    base = [word for name, value in toys.write_base(tmp_path).items() for word in (f"--{name}", str(value))]
+    flags = ["--deepspeed_config", "zero1", "--output_dir", "out", "--data_path", __file__, *base]
+    with pytest.raises(ConfigError) as caught:
+        read_flags([*flags, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
+    layers, asked = str(caught.value).splitlines()
+    assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
+    assert asked.startswith("--sample_data_path ")
