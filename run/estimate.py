@@ -222,7 +222,7 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
         raise ConfigError(f"--gpu {gpu.name} has no bf16: give --fp16 True")
     load = load_of(
         run,
-        training,
+        resolved.args,
         supervised=own.supervised_fraction,
         sample_tokens=own.mean_sample_tokens or longest,
         tiles=1.0 if own.tiles_per_sample is None else own.tiles_per_sample,

@@ -90,6 +90,21 @@ class Arguments:
         return sum(flags.moments for flags in self.own.values())
 
     @property
+    def compiles(self) -> bool:
+        """True if an extension may compile layers."""
+        return any(flags.compiles for flags in self.own.values())
+
+    @property
+    def fuses(self) -> bool:
+        """True if an extension puts fused kernels into layers."""
+        return any(flags.fuses for flags in self.own.values())
+
+    @property
+    def mlp_tokens(self) -> int | None:
+        """Tokens that an MLP of the language model takes at a time; None for all."""
+        return next((flags.mlp_tokens for flags in self.own.values() if flags.mlp_tokens is not None), None)
+
+    @property
     def rewinds(self) -> bool:
         """True if an extension may take the run back to a checkpoint."""
         return any(flags.rewinds for flags in self.own.values())

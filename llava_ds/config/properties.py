@@ -55,7 +55,8 @@ def core_features(args: Arguments) -> Iterator[Feature]:
             needs["whole_sample"] = "its answers are scored there"
         if training.objective in ("grpo", "ppo"):
             needs["whole_matrices"] = "answers are drawn on one rank"
-        yield Feature(f"--objective {training.objective}", needs)
+        draws = training.objective in ("grpo", "ppo")
+        yield Feature(f"--objective {training.objective}", needs, ("given_answers",) if draws else ())
     if training.eval_tasks is not None:
         needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
         yield Feature("--eval_tasks", needs)
@@ -91,8 +92,5 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
     """How ranks share the work, and what makes them faster."""
     training = args.training
-    if training.torch_compile:
-        untried = "no other is tried"
-        yield Feature("--torch_compile True", {"whole_matrices": untried, "whole_layers": untried})
     if training.gradient_checkpointing == "auto":
         yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

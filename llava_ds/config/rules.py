@@ -633,7 +633,6 @@ def _rewards(args: Arguments) -> Iterator[str]:
         "--bits": model.bits != 16,
         "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
         "--steps_across_epochs": bool(training.steps_across_epochs),
-        "--torch_compile": training.torch_compile,
         "--stream": data.stream,
     }
     for flag, is_set in others.items():

@@ -282,20 +282,6 @@ class TrainingArguments:
         "GB (10^9 bytes) of each device for the activations of a micro-batch, for --gradient_checkpointing auto and "
         "--tokens_per_micro_batch auto. Absent: all free memory. For a GPU that is shared.",
     )
-    mlp_tile_tokens: Count | None = _speed_free(
-        None,
-        "Tokens that an MLP of the language model takes at a time, recomputed in backward, so that its memory does not "
-        "grow with a sample's length. Absent: all of a micro-batch.",
-    )
-    torch_compile: bool = _speed(
-        False, "Compile the repeated layers of tower and language model with torch.compile (needs a compiler)."
-    )
-    torch_compile_backend: str | None = _speed(None, "Backend of --torch_compile. Absent: torch's default, inductor.")
-    use_liger_kernel: bool = _speed(
-        False,
-        "Use Liger's fused norms, rotary positions and SwiGLU in the language model (needs a GPU and the extra "
-        "llava_ds[liger]), after comparing them with transformers' own on a small copy.",
-    )
     experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = _speed(
         None,
         "Mixtures of experts: compute the experts of a layer in one grouped matrix product, for every token by itself, "

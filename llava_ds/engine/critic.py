@@ -7,8 +7,8 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.frozen import FrozenPlan, plan_frozen
 from llava_ds.engine.param_groups import choose_trainable
+from llava_ds.extensions.active import active
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.liger import use_liger
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.plan import ModelPlan
 from llava_ds.runtime.ranks import Ranks, print_first
@@ -37,7 +37,6 @@ def add_critic(model: LlavaModel, plan: FrozenPlan, resolved: ResolvedConfig, ar
     """
     print_first("the critic:")
     critic = build_model(plan.model, plan.args, resolved.config, resolved.dtype, args.training.seed, ranks)
-    if args.training.use_liger_kernel:
-        print_first(*use_liger(critic.language_model, plan.model.text_config, ranks.device, resolved.dtype))
+    print_first(*active(args.own).filled(critic, plan.model, resolved, ranks))
     choose_trainable(critic, args)
     model.critic = critic

@@ -5,20 +5,24 @@ gradients are exact zeros; no optimizer step is taken, random states are restore
 so that the run's numbers are bit-equal to those of a run without it.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from torch import nn
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import StepPlan
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.runner import Runner
 from llava_ds.model.heads import SUMMED, Head
+from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
@@ -42,6 +46,37 @@ class LargestMicroBatch:
         """Run forward, and return the sum of all numbers that the probe computes: a scalar, float32."""
         found = engine(batch, self.probe)
         return sum(each.sum() for each in (found if isinstance(found, tuple) else (found,))).float()
+
+
+@dataclass(frozen=True)
+class NewEngine:
+    """An engine before its first step. All ranks call every method together.
+
+    parts: whose layers may be checkpointed, by name; moments: numbers that the optimizer keeps for each trained weight;
+    watch: context of the largest micro-batch, in which running out of memory is explained; find: the largest
+    micro-batch, None where no step is left.
+    """
+
+    resolved: ResolvedConfig
+    model: LlavaModel
+    runner: Runner
+    parts: Mapping[str, nn.Module]
+    moments: float
+    ranks: Ranks
+    watch: Callable[[LargestMicroBatch], AbstractContextManager]
+    find: Callable[[], LargestMicroBatch | None]
+
+    @functools.cached_property
+    def largest(self) -> LargestMicroBatch | None:
+        """The largest micro-batch that is left, which takes a while to make."""
+        return self.find()
+
+    def warm_up(self) -> None:
+        """Try the largest micro-batch: on a GPU, or where an extension has made it."""
+        on_gpu = self.ranks.device.type == "cuda"
+        if (on_gpu or "largest" in vars(self)) and self.largest is not None:
+            with self.watch(self.largest):
+                warm_up(self.runner, self.largest, missing_state_bytes(self.runner.engine, self.moments))
 
 
 def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, mesh: Mesh) -> LargestMicroBatch:

@@ -51,9 +51,8 @@ def export_model(
     """
     output_dir = Path(args.training.output_dir)
     runner.engine.empty_partition_cache()  # after the eval loss was measured, as below
-    # Layers of --torch_compile would be compiled anew for a single forward without gradients.
-    stance = "force_eager" if args.training.torch_compile else "default"
-    with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance(stance):
+    # Compiled layers would be compiled anew for a single forward without gradients.
+    with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance("force_eager"):
         if ranks.is_first:
             write_trainer_state(
                 output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs, best

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, MeshPart, Phase
+from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, MeshPart, Phase, Wrap
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     from llava_ds.config.arguments import Arguments
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.plan import ModelPlan
+    from llava_ds.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,19 @@ class Active:
     def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:
         """Return lines on what can't be done with a language model. config: its configuration."""
         return [line for each in self.extensions if each.fits is not None for line in each.fits(args, config)]
+
+    @property
+    def wraps(self) -> list[Wrap]:
+        """What changes models and their engine."""
+        return [each.wrap for each in self.extensions if each.wrap is not None]
+
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.filled(model, plan, resolved, ranks)]
+
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.started(new)]
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
@@ -79,6 +96,11 @@ def active(names: Iterable[str]) -> Active:
 
 def _extension(name: str) -> Extension:
     found: Extension = _part(name, "extension", "extension")
+    if found.wrap is not None:
+        where = f"llava_ds/extensions/{name}/extension.py: {type(found.wrap).__name__}"
+        if not isinstance(found.wrap, Wrap):
+            raise ConfigError(f"{where}: give a value of a class of extensions/base.py's Wrap")
+        _refuse_unknown(vars(type(found.wrap)), Wrap, where)
     for phase, hook in found.hooks:
         where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from llava_ds.data.shared_loader import Cut
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.runner import Runner
+    from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
+    from llava_ds.runtime.ranks import Ranks
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
 
@@ -40,6 +42,7 @@ PROPERTIES = {
     "sharded_gradients": "gradients that ZeRO shards",
     "sharded_weights": "weights that ZeRO shards",
     "offload": "states in CPU memory",
+    "given_answers": "answers from records",
 }
 
 
@@ -63,7 +66,8 @@ class ExtensionFlags:
 
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
     property where values decide, of either); moments: numbers that the optimizer keeps for each trained weight beside
-    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to.
+    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; compiles: layers may be
+    compiled; fuses: kernels of layers are fused, which the flag of this text asks for.
     keys: dotted keys of the DeepSpeed JSON that say what a flag says; other_keys: other trainers' keys of the same, as
     engine/ds_config/keys.py has UNSUPPORTED; other_names: other trainers' names of flags, by flag.
     """
@@ -72,6 +76,8 @@ class ExtensionFlags:
     breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    compiles: ClassVar[bool] = False
+    fuses: ClassVar[str] = ""
     keys: ClassVar[Mapping[str, str]] = {}
     other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
     other_names: ClassVar[Mapping[str, str]] = {}
@@ -90,19 +96,23 @@ class ExtensionFlags:
         return {flag: (raw[key], key) for key, flag in cls.keys.items() if raw.get(key) is not None}
 
     @property
+    def mlp_tokens(self) -> int | None:
+        """Tokens that an MLP of the language model takes at a time; None for all."""
+        return None
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
+        """A line for each flag by which a run needs less memory. tokens: of a rank's largest micro-batch;
+        is_one_sample: no micro-batch could be smaller."""
+        yield from ()
+
+    @property
     def rewinds(self) -> bool:
         """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
         return False
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
-        yield from ()
-
-    def relief(self, args: "Arguments", is_one_sample: bool) -> Iterator[str]:
-        """A line for every change of these flags by which a rank needs less memory, also where none is given.
-
-        is_one_sample: no micro-batch could be smaller.
-        """
         yield from ()
 
     def asked_by(self) -> str:
@@ -189,6 +199,21 @@ class Hook:
         """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
 
 
+class Wrap:
+    """What an extension changes in each model that trains, and in the engine over them.
+
+    All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
+    """
+
+    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Act on a model that has its weights, and no engine yet."""
+        return []
+
+    def started(self, new: "NewEngine") -> list[str]:
+        """Act on the engine before its first step, and before the largest micro-batch is tried."""
+        return []
+
+
 @dataclass(frozen=True)
 class MeshPart:
     """What the axis of an extension's flags needs; every slot but its name is optional.
@@ -218,11 +243,13 @@ class MeshPart:
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible; fits: lines on what can't be done with a language
-    model, by its configuration; hooks: what acts between steps, by phase; mesh: for the axis that its flags add.
+    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; fits:
+    lines on what can't be done with a language model, by its configuration; wrap: what changes the model and its
+    engine; hooks: what acts between steps, by phase; mesh: for the axis that its flags add.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
     fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
+    wrap: Wrap | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()
     mesh: MeshPart | None = None

@@ -34,6 +34,9 @@ EXTENSIONS: dict[str, Trigger] = {
         "pipeline_parallel_size pp_size",
         keys="pipeline",
     ),
+    "liger": Trigger("Liger's fused kernels in the language model", "use_liger_kernel"),
+    "mlp_tiles": Trigger("MLPs on some tokens at a time, for long samples", "mlp_tile_tokens"),
+    "compile": Trigger("layers compiled by torch.compile", "torch_compile torch_compile_backend"),
     "spikes": Trigger(
         "jumps of the loss, written down or undone",
         "on_loss_spike loss_spike_sigma loss_spike_window",

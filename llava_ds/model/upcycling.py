@@ -216,9 +216,6 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
             ("--tune_mm_mlp_adapter True", model.tune_mm_mlp_adapter, "it writes a projector and no model"),
             (f"--objective {training.objective}", training.objective != "sft", "it is not tried with these experts"),
             ("--eval_tasks", training.eval_tasks is not None, "it is not tried with these experts"),
-            ("--torch_compile True", training.torch_compile, "how many tokens an expert has is read by the host"),
-            ("--use_liger_kernel True", training.use_liger_kernel, "Liger has no kernels for these experts"),
-            ("--mlp_tile_tokens", training.mlp_tile_tokens is not None, "experts deal tokens out themselves"),
         )
         if is_set
     ]

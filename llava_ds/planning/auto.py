@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint.run_identity import saved_identity
-from llava_ds.config.arguments import Arguments, TrainingArguments
+from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sample_order import SampleOrder
@@ -84,7 +84,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         ep=training.ep_size,
     )
     run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
-    return run if shape.tower is None else _MicroBatchChoice(run, training, data, devices.memory).chosen()
+    return run if shape.tower is None else _MicroBatchChoice(run, resolved.args, data, devices.memory).chosen()
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ class _MicroBatchChoice:
     """The choice of tokens and checkpointed layers for a run, by the memory of a device."""
 
     run: Run
-    training: TrainingArguments
+    args: Arguments
     data: Data
     memory: float | None
 
     def chosen(self) -> Run:
-        training, data = self.training, self.data
+        training, data = self.args.training, self.data
         layers = self.run.shape.text.num_layers
         checkpointed = 0
         if training.gradient_checkpointing == "all":
@@ -120,15 +120,15 @@ class _MicroBatchChoice:
             num_supervised=int(tokens * self.data.supervised_fraction),
             num_tiles=max(1, tokens // self.run.shape.tower.num_patches),
             num_recomputed=checkpointed,
-            mlp_tokens=self.training.mlp_tile_tokens,
+            mlp_tokens=self.args.mlp_tokens,
         )
         return dataclasses.replace(self.run, batch=batch)
 
     def has_room(self, tokens: int, checkpointed: int) -> bool:
         planned = self.with_tokens(tokens, checkpointed)
-        if self.training.activation_memory_gb is not None:
+        if self.args.training.activation_memory_gb is not None:
             needed = most_activations(planned.shape, planned.setup, planned.batch)
-            return needed <= self.training.activation_memory_gb * GB
+            return needed <= self.args.training.activation_memory_gb * GB
         return self.memory is None or fits(planned.estimate().total, self.memory)
 
     def most_tokens(self, most: int, checkpointed: int) -> int:

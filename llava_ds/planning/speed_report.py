@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llava_ds.config.arguments import TrainingArguments
+from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.planning.fit import GB, Run, aligned, fits, placement_name, table_placements
 from llava_ds.planning.memory import Placement
 from llava_ds.planning.speed import (
@@ -50,15 +52,14 @@ class SpeedRun:
         return self.gpu_memory is None or fits(self.run.estimate().total, self.gpu_memory)
 
 
-def load_of(
-    run: Run, training: TrainingArguments, supervised: float, sample_tokens: float, tiles: float, useful: float
-) -> Load:
+def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, tiles: float, useful: float) -> Load:
     """The work of a rank that the flags describe, with samples of a mean length and a mean number of tiles.
 
     Raises ConfigError where only the number of parameters is known, for its layers decide.
     """
     if run.batch is None:
         raise ConfigError("--speed needs the model's layers: give --model with a named size, or name folders")
+    training = args.training
     samples = training.per_device_train_batch_size * training.gradient_accumulation_steps
     micro_steps = training.gradient_accumulation_steps
     if training.tokens_per_micro_batch is not None:
@@ -73,7 +74,7 @@ def load_of(
         supervised=supervised * tokens,
         tiles=tiles * per_micro_step,
         useful=useful,
-        fused_layers=training.use_liger_kernel,
+        fused_layers=args.fuses,
     )
 
 
@@ -155,9 +156,9 @@ def _changes(speed: SpeedRun) -> Iterator[tuple[str, SpeedRun]]:
     if run.setup.num_gpus > run.setup.gpus_per_node:
         faster = dataclasses.replace(speed.machine, network_gbit=4 * speed.machine.network_gbit)
         yield "a network of four times the bandwidth", dataclasses.replace(speed, machine=faster)
-    if not load.fused_layers:
+    for flag in [] if load.fused_layers else filter(None, (kind.fuses for kind in map(flags_class, EXTENSIONS))):
         fused = dataclasses.replace(load, fused_layers=True)
-        yield "--use_liger_kernel True", dataclasses.replace(speed, load=fused)
+        yield flag, dataclasses.replace(speed, load=fused)
     if load.useful < 1:
         yield "no padding", dataclasses.replace(speed, load=dataclasses.replace(load, useful=1.0))
 

@@ -108,9 +108,9 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
     longest = -(-longest_sample // args.ranks_per_token)
     tokens = max(longest, batch.input_ids.shape[1] if batch is not None else 0)
     least = max(longest, tokens // 2)
-    lines = [*_about_layers(training, broken), *_about_tokens(training, tokens, least, has_experts)]
+    lines = [*_about_layers(training, broken), *_about_tokens(training, tokens, least)]
     for name in EXTENSIONS:
-        lines += args.own.get(name, flags_class(name)()).relief(args, is_one_sample=least >= tokens)
+        lines += flags_class(name).saving_memory(args, tokens, is_one_sample=least >= tokens)
     if least >= tokens:
         lines.append(f"--model_max_length below {longest_sample}: the longest sample alone does not fit")
     most = 1 if "sharded_gradients" in broken else 2 if "sharded_weights" in broken else 3
@@ -137,7 +137,7 @@ def _about_layers(training: TrainingArguments, broken: set[str]) -> list[str]:
     return []
 
 
-def _about_tokens(training: TrainingArguments, tokens: int, least: int, has_experts: bool) -> list[str]:
+def _about_tokens(training: TrainingArguments, tokens: int, least: int) -> list[str]:
     """Smaller micro-batches. tokens: of one on a rank; least: that it could have."""
     lines = []
     if training.loss_reduction == "token" and not training.steps_across_epochs and least < tokens:
@@ -147,6 +147,4 @@ def _about_tokens(training: TrainingArguments, tokens: int, least: int, has_expe
         more = f" --gradient_accumulation_steps {training.gradient_accumulation_steps * 2}"
         more = "" if training.train_batch_size else more
         lines.append(f"--per_device_train_batch_size {size // 2}{more}: likewise")
-    if least >= tokens and training.mlp_tile_tokens is None and not has_experts:
-        lines.append(f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice")
     return lines

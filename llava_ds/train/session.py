@@ -28,7 +28,7 @@ from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
-from llava_ds.engine.warm_up import largest_micro_batch, missing_state_bytes, warm_up
+from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_batch
 from llava_ds.extensions.base import Hook
 from llava_ds.model.attention import attention_report
 from llava_ds.model.families.language import has_state, is_mixture, is_upcycled
@@ -251,10 +251,7 @@ def _build_engine(
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
     print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
-    if args.training.use_liger_kernel:
-        from llava_ds.model.liger import use_liger
-
-        print_first(*use_liger(model.language_model, text_config, ranks.device, resolved.dtype))
+    print_first(*plan.active.filled(model, plan.model, resolved, ranks))
     _adapt(model, mesh)
     share_experts(model, mesh)
     choose_trainable(model, args)
@@ -266,16 +263,11 @@ def _build_engine(
 
         add_critic(model, plan.critic, resolved, args, ranks)
     models = all_models(model).values()
-    if args.training.mlp_tile_tokens is not None:
-        from llava_ds.model.mlp_tiles import tile_mlps
-
-        lines = [tile_mlps(each.language_model, args.training.mlp_tile_tokens) for each in models]
-        print_first(lines[0])
     if is_mixture(text_config):
         from llava_ds.model.mixture import choose_experts
 
         wanted = args.training.experts_implementation
-        compiled = args.training.torch_compile or deep_compiles(resolved.config)
+        compiled = args.compiles or deep_compiles(resolved.config)
         lines = [choose_experts(each.language_model, wanted, ranks.device, compiled) for each in models]
         print_first(lines[0])
     checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)
@@ -310,29 +302,26 @@ def _warm_up(
 ) -> None:
     """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
     training, config, ranks, engine = plan.args.training, plan.resolved.config, started.ranks, runner.engine
-    done, chooses_layers = plan.resumed_step, training.gradient_checkpointing == "auto"
-    moments, largest = num_moments(config) + plan.args.extra_moments, None
-    if done < plan.steps.num_steps and (ranks.device.type == "cuda" or chooses_layers):
-        largest = largest_micro_batch(plan.steps, done, probe, ranks, started.mesh)
-    if largest and chooses_layers:
+    done, moments = plan.resumed_step, num_moments(config) + plan.args.extra_moments
+
+    def find() -> LargestMicroBatch | None:
+        is_left = done < plan.steps.num_steps
+        return largest_micro_batch(plan.steps, done, probe, ranks, started.mesh) if is_left else None
+
+    new = NewEngine(plan.resolved, model, runner, checkpointed, moments, ranks, memory.warm_up, find)
+    if new.resolved.args.training.gradient_checkpointing == "auto" and new.largest is not None:
         from llava_ds.engine.activation_budget import choose_checkpointed_layers
 
-        with memory.warm_up(largest):
+        with memory.warm_up(new.largest):
             print_first(
                 *choose_checkpointed_layers(
-                    engine, largest, checkpointed, moments, training.activation_memory_gb, ranks
+                    engine, new.largest, checkpointed, moments, training.activation_memory_gb, ranks
                 )
             )
+    print_first(*plan.active.started(new))
     if deep_compiles(config):
         engine.compile()
-    elif training.torch_compile:
-        from llava_ds.engine.compile import compile_layers
-
-        count = compile_layers(model, training.torch_compile_backend)
-        print_first(f"{count} layers are compiled when they first run")
-    if largest:
-        with memory.warm_up(largest):
-            warm_up(runner, largest, missing_state_bytes(engine, moments))
+    new.warm_up()
 
 
 def _objective(plan: Plan, mesh: Mesh) -> Objective:

@@ -93,8 +93,4 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
         args = args.replaced(train_batch_size=batch_size)
     if args.data.dataloader_num_workers is None:
         args = args.replaced(dataloader_num_workers=GPU_WORKERS if ranks.device.type == "cuda" else 0)
-    if args.training.use_liger_kernel:
-        from llava_ds.model.liger import check_liger
-
-        check_liger(ranks.device)
     return Start(args, raw_config, ranks, mesh)

@@ -403,7 +403,6 @@ def test_a_flag_out_of_bounds_is_said_once():
             "--loss_type belongs to --objective dpo and grpo, which is ppo",
         ),
         (["--objective", "grpo", "--kl_ctl", "1"], "--kl_ctl belongs to --objective ppo, which is grpo"),
-        (["--objective", "ppo", "--torch_compile", "True"], "--torch_compile can't be used with --objective ppo"),
         (["--objective", "ppo", "--dynamic_sample", "True"], "--dynamic_sample belongs to --objective grpo"),
         (["--objective", "grpo", "--max_resample_times", "2"], "has no effect without --dynamic_sample True"),
         (["--objective", "grpo", "--top_p", "0"], "--top_p is 0"),

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConf
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model.families.ready import family_of, register_text_models
 from llava_ds.model.heads import SummedLoss
-from llava_ds.model.mlp_tiles import tile_mlps
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
 from llava_ds.planning.activations import MicroBatch, activation_bytes
@@ -150,7 +149,8 @@ def counted(
                 model.critic = built(text, tower, args, short=True, value_head=True)
             for module in (model, *([model.critic] if has_critic else [])):
                 if mlp_tokens is not None:
-                    tile_mlps(module.language_model, mlp_tokens)
+                    tiles = pytest.importorskip("llava_ds.extensions.mlp_tiles.tiles")
+                    tiles.tile_mlps(module.language_model, mlp_tokens)
                 if recomputes:
                     checkpoint_layers(module.language_model)
                     if next(module.vision_tower.parameters()).requires_grad:

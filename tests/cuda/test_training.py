@@ -26,7 +26,6 @@ from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.model import attention
 from llava_ds.model.heads import LogProbs, SummedLoss
-from llava_ds.model.liger import replace_kernels
 from llava_ds.model.plan import plan_model
 from llava_ds.model.probe import examine
 from llava_ds.model.projector import feature_stride
@@ -208,10 +207,10 @@ def test_activation_checkpointing_keeps_random_states_without_a_wait():
 
 @pytest.mark.parametrize("family", ["llama", *rest("qwen2", "mistral")])
 def test_ligers_kernels(monkeypatch, family):
-    modules = liger()
+    modules, kernels = liger(), pytest.importorskip("llava_ds.extensions.liger.kernels")
     for module in modules:
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    trained_once(family, change=lambda model: replace_kernels(model.language_model))
+    trained_once(family, change=lambda model: kernels.replace_kernels(model.language_model))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

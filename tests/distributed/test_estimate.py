@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import toys
-from extension_there import runs_there
+from known_flags import known_cases
 from launching import ROOT, command_line, ds_config, launch
 
 from llava_ds.config.parsing import parse_arguments
@@ -27,15 +27,14 @@ CASES = [(stage, "fp32", trains, 1) for trains in ("projector", "all") for stage
 CASES += [(stage, "bf16", "all", 2) for stage in (0, 1, 2, 3)]
 CASES += [(2, "fp32", "lora", 1), (3, "fp32", "lora", 1), (2, "bf16", "qlora", 1), (3, "bf16", "qlora", 1)]
 SHARED = [(stage, "fp32", "all", 1) for stage in (0, 1, 2, 3)] + [(stage, "bf16", "all", 2) for stage in (1, 3)]
-AXES = runs_there(
-    {  # ranks, flags
-        "sp2": (2, {"sequence_parallel_size": 2}),
-        "tp2": (2, {"tensor_parallel_size": 2}),
-        "dp2xtp2": (4, {"tensor_parallel_size": 2}),
-        "pp2": (2, {"pipeline_parallel_size": 2}),
-        "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
-    }
-)
+AXES = {  # ranks, flags
+    "sp2": (2, {"sequence_parallel_size": 2}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "dp2xtp2": (4, {"tensor_parallel_size": 2}),
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
+}
+AXES = known_cases(AXES)
 LORA = {"lora": {"lora_enable": True}, "qlora": {"lora_enable": True, "bits": 4}}
 
 

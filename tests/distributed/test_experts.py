@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from known_flags import known_cases
 from launching import ds_config, run_many, toy_run
 
 from llava_ds.files.jsonl import read_metrics
@@ -20,6 +21,7 @@ RUNS = {
 }
 
 
+RUNS = known_cases(RUNS)
 DAILY = ("plain", "zero0", "zero3", "by_count")
 
 
@@ -56,7 +58,9 @@ def test_the_loss_of_routers_trains_alike_at_zero_3(rows):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "recomputed", "compiled"])
+@pytest.mark.parametrize(
+    "name", [name for name in RUNS if name not in ("plain", "zero0") and not name.startswith("by_")]
+)
 def test_the_loss_of_routers_trains_alike_in_every_way(all_rows, name):
     assert differ(all_rows["zero0"], all_rows[name]) < 1e-5
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from known_flags import known_cases
 from launching import ds_config, losses, run_many, toy_run
 
 STEPS = 3
@@ -16,6 +17,7 @@ HOWS = {
         {"torch_compile": True, "torch_compile_backend": "eager", "gradient_checkpointing": True},
     ),
 }
+HOWS = known_cases(HOWS)
 # One that is unlike Llama in much; all others, and all ways, are left to make test-full.
 DAILY = [("gemma2", "recomputed")]
 FULL = [(family, how) for family in toys.FAMILIES for how in HOWS if (family, how) not in DAILY]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from known_flags import known_words
 from launching import TRAIN, launch, losses
 
 EVERYWHERE = """
@@ -126,7 +127,7 @@ def written(folder: Path) -> dict[str, str]:
 def train(name: str, script: str, folder: Path, paths: dict[str, str]) -> Path:
     """Run one script on two ranks; what it leaves has its name in paths from then on."""
     paths[name] = str(folder / name)
-    argv = script.format(**paths, out=paths[name], name=name).split()
+    argv = known_words(script.format(**paths, out=paths[name], name=name).split())
     done = launch(2, TRAIN, *argv)
     assert done.returncode == 0, done.stdout + done.stderr
     return Path(paths[name])

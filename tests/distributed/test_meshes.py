@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import toys
-from extension_there import needs_extension, runs_there
+from extension_there import needs_extension
+from known_flags import known_cases
 from launching import losses
 from sharing import LONG, TOLERANCE, TORN, TRAINED_TOWER, check_same, rows, train_all, write_data
 
@@ -15,21 +16,20 @@ SP, TP, PP = ({f"{axis}_parallel_size": 2} for axis in ("sequence", "tensor", "p
 PACKED = {"tokens_per_micro_batch": 250}  # of each rank
 
 # Name of a run: ranks, ZeRO stage and flags. Those of one rank are what the others are compared with.
-RUNS = runs_there(
-    {
-        "plain": (1, 0, TRAINED_TOWER),
-        "torn": (1, 0, TORN),
-        "weighed": (1, 0, TORN),
-        # Before tensor parallelism, of which DeepSpeed keeps something in a process.
-        "weighed-dp2": (2, 2, {**PACKED, **TORN}),
-        "weighed-sp2": (2, 1, {**SP, **PACKED, **TORN}),
-        "plain-sp2": (2, 0, {**SP, **TRAINED_TOWER}),
-        "torn-sp2": (2, 2, {**SP, **PACKED, **TORN, "dataloader_num_workers": 1}),
-        "plain-tp2": (2, 3, {**TP, **PACKED, **TRAINED_TOWER}),
-        "plain-pp2": (2, 1, {**PP, **PACKED, **TRAINED_TOWER}),
-        "weighed-pp2": (2, 1, {**PP, **PACKED, **TORN}),
-    }
-)
+RUNS = {
+    "plain": (1, 0, TRAINED_TOWER),
+    "torn": (1, 0, TORN),
+    "weighed": (1, 0, TORN),
+    # Before tensor parallelism, of which DeepSpeed keeps something in a process.
+    "weighed-dp2": (2, 2, {**PACKED, **TORN}),
+    "weighed-sp2": (2, 1, {**SP, **PACKED, **TORN}),
+    "plain-sp2": (2, 0, {**SP, **TRAINED_TOWER}),
+    "torn-sp2": (2, 2, {**SP, **PACKED, **TORN, "dataloader_num_workers": 1}),
+    "plain-tp2": (2, 3, {**TP, **PACKED, **TRAINED_TOWER}),
+    "plain-pp2": (2, 1, {**PP, **PACKED, **TRAINED_TOWER}),
+    "weighed-pp2": (2, 1, {**PP, **PACKED, **TORN}),
+}
+RUNS = known_cases(RUNS)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import toys
 from checkpoints import break_off, differences
-from extension_there import runs_there
+from known_flags import known_cases
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
@@ -14,20 +14,19 @@ pytestmark = pytest.mark.full
 
 STEPS, SAVED, TOLERANCE = 40, 20, 1e-6
 # Name: ranks, and the flags of the mesh.
-MESHES = runs_there(
-    {
-        "dp2": (2, {}),
-        "sp2": (2, {"sequence_parallel_size": 2}),
-        "dp4": (4, {}),
-        "dp2xsp2": (4, {"sequence_parallel_size": 2}),
-        "tp2": (2, {"tensor_parallel_size": 2}),
-        "dp2xtp2": (4, {"tensor_parallel_size": 2}),
-        "sp2xtp2": (4, {"sequence_parallel_size": 2, "tensor_parallel_size": 2}),
-        "pp2": (2, {"pipeline_parallel_size": 2}),
-        "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
-        "pp2xsp2": (4, {"pipeline_parallel_size": 2, "sequence_parallel_size": 2}),
-    }
-)
+MESHES = {
+    "dp2": (2, {}),
+    "sp2": (2, {"sequence_parallel_size": 2}),
+    "dp4": (4, {}),
+    "dp2xsp2": (4, {"sequence_parallel_size": 2}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "dp2xtp2": (4, {"tensor_parallel_size": 2}),
+    "sp2xtp2": (4, {"sequence_parallel_size": 2, "tensor_parallel_size": 2}),
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
+    "pp2xsp2": (4, {"pipeline_parallel_size": 2, "sequence_parallel_size": 2}),
+}
+MESHES = known_cases(MESHES)
 # Another one here and there.
 STAGE = {"dp2": 2, "sp2": 3, "dp4": 3, "dp2xsp2": 1, "tp2": 0, "dp2xtp2": 3, "sp2xtp2": 1}
 STAGE |= {"pp2": 1, "pp2xdp2": 0, "pp2xsp2": 1}

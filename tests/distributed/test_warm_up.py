@@ -6,6 +6,7 @@
 import pytest
 import torch
 import toys
+from known_flags import known_cases
 from launching import ROOT, command_line, ds_config, launch, run_many, toy_run
 from safetensors.torch import load_file
 
@@ -21,6 +22,7 @@ KINDS = {
     "zero3-tower": (3, {"unfreeze_mm_vision_tower": True}),
     "zero1-compiled": (1, {"torch_compile": True, "torch_compile_backend": "eager"}),
 }
+KINDS = known_cases(KINDS)
 WORKER = ROOT / "tests" / "workers" / "runs_out.py"
 
 

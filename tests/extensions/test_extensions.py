@@ -108,7 +108,9 @@ def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
         assert changed.replaced(**{flag: flag_default(flag) for flag in flags}) == args
 
 
-@pytest.mark.parametrize("name", [name for name in FEATURES if "dense_mlps" in flags_class(name).needs])
+@pytest.mark.parametrize(
+    "name", [name for name in FEATURES if "dense_mlps" in flags_class(name)(**FEATURES[name]).needs]
+)
 def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
     dense = ModelArguments(moe_enable=True, moe_mode="dense")
     config = upcycled_config(toys.language_model_config("llama"), dense)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 import toys
-from extension_there import runs_there
+from known_flags import known_cases
 from launching import DEEPSPEED, ROOT, TRAIN, command_line, ds_config, environment, toy_run
 from safetensors.torch import load_file
 
@@ -36,28 +36,27 @@ LAUNCHER_S = 1.0  # in which it ends the other ranks when one has failed
 FORKING = ROOT / "tests" / "workers" / "forking.py"
 STEPS, SAVE_STEPS = 40, 2
 START_S, END_S = 300.0, 90.0  # within which a run trains, and within which nothing of a killed one is left
-KINDS = runs_there(
-    {
-        "zero2-fp32": (2, {}),
-        "zero3-bf16-async": (3, {"bf16": True, "async_save": True}),
-        "zero1-fp32-async": (1, {"async_save": True, "save_total_limit": 1}),
-        "zero3-fp32": (3, {"save_total_limit": 2}),
-        "zero2-shared-samples": (2, {"sequence_parallel_size": 2}),
-        "zero1-shared-matrices": (1, {"tensor_parallel_size": 2, "async_save": True}),
-        "zero2-shared-experts": (2, {"moe_enable": True, "moe_mode": "dense", "num_experts": 4, "ep_size": 2}),
-        "zero2-dropping-experts": (
-            2,
-            {
-                "moe_enable": True,
-                "moe_mode": "dense",
-                "ep_size": 2,
-                "capacity_factor": 0.6,
-                "tokens_per_micro_batch": 120,
-            },
-        ),
-        "zero1-stages": (1, {"pipeline_parallel_size": 2, "bf16": True, "async_save": True}),
-    }
-)
+KINDS = {
+    "zero2-fp32": (2, {}),
+    "zero3-bf16-async": (3, {"bf16": True, "async_save": True}),
+    "zero1-fp32-async": (1, {"async_save": True, "save_total_limit": 1}),
+    "zero3-fp32": (3, {"save_total_limit": 2}),
+    "zero2-shared-samples": (2, {"sequence_parallel_size": 2}),
+    "zero1-shared-matrices": (1, {"tensor_parallel_size": 2, "async_save": True}),
+    "zero2-shared-experts": (2, {"moe_enable": True, "moe_mode": "dense", "num_experts": 4, "ep_size": 2}),
+    "zero2-dropping-experts": (
+        2,
+        {
+            "moe_enable": True,
+            "moe_mode": "dense",
+            "ep_size": 2,
+            "capacity_factor": 0.6,
+            "tokens_per_micro_batch": 120,
+        },
+    ),
+    "zero1-stages": (1, {"pipeline_parallel_size": 2, "bf16": True, "async_save": True}),
+}
+KINDS = known_cases(KINDS)
 # Who is killed: one rank, both, or the launcher and all that it started.
 VICTIMS = ("0", "1", "both", "all")
 # What a step of the log says about the result, and not about time or memory.

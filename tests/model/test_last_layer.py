@@ -8,8 +8,7 @@ import toys
 from packed_step import LENGTHS, SOME, batch_of, trained_once
 
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.engine.activation_checkpointing import checkpoint_layers
-from llava_ds.engine.compile import compile_layers
+from llava_ds.engine.activation_checkpointing import checkpoint_layers, repeated_layers
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import add_lora, lora_layout
@@ -47,6 +46,11 @@ def freeze(model: LlavaModel) -> None:
     model.language_model.requires_grad_(False)
 
 
+def compiled(model: LlavaModel) -> None:
+    for layer in repeated_layers(model):
+        layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -54,8 +58,8 @@ def freeze(model: LlavaModel) -> None:
         freeze,
         lambda model: checkpoint_layers(model.language_model),
         lambda model: checkpoint_layers(model.language_model, 2),
-        pytest.param(partial(compile_layers, backend="eager"), marks=pytest.mark.full),
-        lambda model: (checkpoint_layers(model.language_model), compile_layers(model, "eager")),
+        pytest.param(compiled, marks=pytest.mark.full),
+        lambda model: (checkpoint_layers(model.language_model), compiled(model)),
     ],
     ids=["lora", "frozen", "recomputed", "every second recomputed", "compiled", "recomputed and compiled"],
 )

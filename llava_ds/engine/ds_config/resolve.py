@@ -34,11 +34,15 @@ COMMENT = re.compile(
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The configuration for deepspeed.initialize, the flags that the JSON completed, and reasons of filled values."""
+    """The configuration for deepspeed.initialize, the flags that the JSON completed, and reasons of filled values.
+
+    device_type: of the device that it is resolved for.
+    """
 
     config: dict
     args: Arguments
     reasons: dict[str, str]
+    device_type: str = "cpu"
 
     @property
     def zero_stage(self) -> int:
@@ -162,7 +166,7 @@ def resolve_ds_config(
     _refuse_open(draft)
     if draft.problems:
         raise ConfigError("\n".join(draft.problems))
-    return ResolvedConfig(draft.config, draft.args, draft.reasons)
+    return ResolvedConfig(draft.config, draft.args, draft.reasons, device_type)
 
 
 def _refuse_open(draft: Draft) -> None:

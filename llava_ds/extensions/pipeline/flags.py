@@ -49,10 +49,11 @@ class Flags(ExtensionFlags):
 
         return {"pipeline_parallel_size": (stages_in(raw["pipeline"], problems), "pipeline.stages")}
 
-    def relief(self, args: "Arguments", is_one_sample: bool) -> Iterator[str]:
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
         """More stages, where there are some."""
-        if self.pipeline_parallel_size > 1:
-            yield f"--pipeline_parallel_size {2 * self.pipeline_parallel_size}: fewer layers on each GPU"
+        if (size := args.size_of("pp")) > 1:
+            yield f"--pipeline_parallel_size {2 * size}: fewer layers on each GPU"
 
     @property
     def axis(self) -> Axis:

@@ -40,11 +40,11 @@ class Flags(ExtensionFlags):
         shares_samples=True,
     )
 
-    def relief(self, args: "Arguments", is_one_sample: bool) -> Iterator[str]:
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
         """More ranks for each sample, where a micro-batch can't be cut between samples."""
         if is_one_sample and not args.model.moe_enable:
-            size = 2 * self.sequence_parallel_size
-            yield f"--sequence_parallel_size {size}, on several GPUs: more of them share each sample"
+            yield f"--sequence_parallel_size {2 * args.size_of('sp')}, on several GPUs: more of them share each sample"
 
     @property
     def axis(self) -> Axis:

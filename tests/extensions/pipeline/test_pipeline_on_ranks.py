@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import toys
-from extension_there import if_there, needs_extension, runs_there
+from extension_there import if_there, needs_extension
+from known_flags import known_cases
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -44,31 +45,30 @@ MORE_ONE_RANK = {
     "deep": (1, 0, TRAINED_TOWER),  # five layers
     **{family: (1, 0, ONE_BY_ONE) for family in FAMILIES},
 }
-MORE = runs_there(
-    {
-        **{f"deep-pp4-zero{stage}": (4, stage, {**PACKED, **TRAINED_TOWER, **PP4}) for stage in (0, 1)},
-        "deep-pp4-one-by-one": (4, 1, {**ONE_BY_ONE, **TRAINED_TOWER, **PP4}),
-        "plain-pp2-inputs-in-cpu": (2, IN_CPU, {**PP, **PACKED, **TRAINED_TOWER, "gradient_checkpointing": True}),
-        "plain-pp2-one-pack": (2, 1, {**PP, **TRAINED_TOWER}),  # fewer micro-batches than stages
-        **{f"clipped-pp2-zero{stage}": (2, stage, {**PP, **PACKED, **CLIPPED, **TRAINED_TOWER}) for stage in (0, 1)},
-        **{f"frozen-pp2-zero{stage}": (2, stage, {**PP, **PACKED}) for stage in (0, 1)},
-        **{f"video-pp2-zero{stage}": (2, stage, {**PP, **PACKED, **TRAINED_TOWER}) for stage in (0, 1)},
-        **{f"{family}-pp2": (2, 1, {**PP, **ONE_BY_ONE}) for family in FAMILIES},
-        "torn-pp2": (2, 1, {**PP, **PACKED, **TORN, "dataloader_num_workers": 1}),
-        "plain-pp2-in-json": (2, IN_JSON, {**PACKED, **TRAINED_TOWER}),
-        "plain-pp2-tiled": (2, 0, {**PP, **PACKED, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
-        "plain-pp2-recomputed": (2, 1, {**PP, **PACKED, **TRAINED_TOWER, "gradient_checkpointing": True}),
-        **{f"plain-pp2xdp2-zero{stage}": (4, stage, {**PP, **PACKED, **TRAINED_TOWER}) for stage in (0, 1)},
-        **{
-            f"plain-pp2xsp2-zero{stage}": (4, stage, {**PP, **PACKED, "sequence_parallel_size": 2, **TRAINED_TOWER})
-            for stage in (0, 1)
-        },
-        "torn-pp2xsp2": (4, 1, {**PP, **PACKED, **TORN, "sequence_parallel_size": 2}),
-        "bf16": (1, 1, {"bf16": True}),
-        "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
-        **{f"bf16-pp2-zero{stage}": (2, stage, {**PP, "bf16": True}) for stage in (0, 1)},
-    }
-)
+MORE = {
+    **{f"deep-pp4-zero{stage}": (4, stage, {**PACKED, **TRAINED_TOWER, **PP4}) for stage in (0, 1)},
+    "deep-pp4-one-by-one": (4, 1, {**ONE_BY_ONE, **TRAINED_TOWER, **PP4}),
+    "plain-pp2-inputs-in-cpu": (2, IN_CPU, {**PP, **PACKED, **TRAINED_TOWER, "gradient_checkpointing": True}),
+    "plain-pp2-one-pack": (2, 1, {**PP, **TRAINED_TOWER}),  # fewer micro-batches than stages
+    **{f"clipped-pp2-zero{stage}": (2, stage, {**PP, **PACKED, **CLIPPED, **TRAINED_TOWER}) for stage in (0, 1)},
+    **{f"frozen-pp2-zero{stage}": (2, stage, {**PP, **PACKED}) for stage in (0, 1)},
+    **{f"video-pp2-zero{stage}": (2, stage, {**PP, **PACKED, **TRAINED_TOWER}) for stage in (0, 1)},
+    **{f"{family}-pp2": (2, 1, {**PP, **ONE_BY_ONE}) for family in FAMILIES},
+    "torn-pp2": (2, 1, {**PP, **PACKED, **TORN, "dataloader_num_workers": 1}),
+    "plain-pp2-in-json": (2, IN_JSON, {**PACKED, **TRAINED_TOWER}),
+    "plain-pp2-tiled": (2, 0, {**PP, **PACKED, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
+    "plain-pp2-recomputed": (2, 1, {**PP, **PACKED, **TRAINED_TOWER, "gradient_checkpointing": True}),
+    **{f"plain-pp2xdp2-zero{stage}": (4, stage, {**PP, **PACKED, **TRAINED_TOWER}) for stage in (0, 1)},
+    **{
+        f"plain-pp2xsp2-zero{stage}": (4, stage, {**PP, **PACKED, "sequence_parallel_size": 2, **TRAINED_TOWER})
+        for stage in (0, 1)
+    },
+    "torn-pp2xsp2": (4, 1, {**PP, **PACKED, **TORN, "sequence_parallel_size": 2}),
+    "bf16": (1, 1, {"bf16": True}),
+    "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
+    **{f"bf16-pp2-zero{stage}": (2, stage, {**PP, "bf16": True}) for stage in (0, 1)},
+}
+FEW, MORE = known_cases(FEW), known_cases(MORE)
 
 
 @pytest.fixture(scope="module")

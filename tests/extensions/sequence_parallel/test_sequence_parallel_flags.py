@@ -14,6 +14,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_model, with_axes
 from llava_ds.engine.ds_config.resolve import axes_from
+from llava_ds.extensions.sequence_parallel.flags import Flags
 
 
 def arguments(*flags: str):
@@ -84,11 +85,11 @@ def test_ranks_with_the_same_samples_are_counted_in_a_saved_identity():
 
 
 def test_more_ranks_for_a_sample_are_advised_where_it_is_alone():
-    (own,) = [flags for name, flags in flags_of(sequence_parallel_size=2).own.items() if name == "sequence_parallel"]
-    assert list(own.relief(flags_of(), is_one_sample=False)) == []
-    (line,) = own.relief(flags_of(), is_one_sample=True)
+    alone = flags_of(sequence_parallel_size=2)
+    (line,) = Flags.saving_memory(alone, 20, is_one_sample=True)
     assert line.startswith("--sequence_parallel_size 4, on several GPUs")
-    assert list(own.relief(flags_of(moe_enable=True), is_one_sample=True)) == []
+    for args, is_one_sample in ((alone, False), (flags_of(moe_enable=True), True)):
+        assert list(Flags.saving_memory(args, 20, is_one_sample=is_one_sample)) == []
 
 
 def test_heads_that_cannot_be_shared_out():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from known_flags import known_cases
 from launching import TRAIN, command_line, ds_config, launch, losses, toy_run
 from sharing import (
     OFFLOAD,
@@ -64,6 +65,7 @@ MORE = {
     "plain-sp2-compiled": (2, 1, {**SHARED, **TRAINED_TOWER, "torch_compile": True, "torch_compile_backend": "eager"}),
     "plain-sp2-micro_batch": (2, 2, {**SHARED, **TRAINED_TOWER, "loss_reduction": "micro_batch"}),
 }
+FEW, MORE = known_cases(FEW), known_cases(MORE)
 
 
 @pytest.fixture(scope="module")

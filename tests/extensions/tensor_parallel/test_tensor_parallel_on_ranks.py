@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import toys
-from extension_there import if_there, needs_extension, runs_there
+from extension_there import if_there, needs_extension
+from known_flags import known_cases
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -39,27 +40,26 @@ MORE_ONE_RANK = {
     "torn": (1, 0, TORN),
     **{family: (1, 0, {}) for family in FAMILIES},
 }
-MORE = runs_there(
-    {
-        **{f"plain-tp2-zero{stage}": (2, stage, {**TP, **TRAINED_TOWER}) for stage in (1, 2)},
-        **{f"clipped-tp2-zero{stage}": (2, stage, {**TP, **CLIPPED, **TRAINED_TOWER}) for stage in range(4)},
-        **{f"{family}-tp2-zero{stage}": (2, stage, TP) for family in FAMILIES for stage in (0, 3)},
-        "qwen3-tp2-zero2": (2, 2, TP),
-        "torn-tp2": (2, 2, {**TP, **PACKED, **TORN, "dataloader_num_workers": 1}),
-        "plain-tp2-offload": (2, OFFLOAD, {**TP, **TRAINED_TOWER}),
-        "plain-tp2-in-json": (2, IN_JSON, TRAINED_TOWER),
-        "plain-tp2-tiled": (2, 3, {**TP, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
-        "plain-tp2-recomputed": (2, 3, {**TP, **TRAINED_TOWER, "gradient_checkpointing": True}),
-        **{f"plain-2x2-zero{stage}": (4, stage, {**TP, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
-        **{
-            f"plain-1x2x2-zero{stage}": (4, stage, {**TP, "sequence_parallel_size": 2, **TRAINED_TOWER})
-            for stage in range(4)
-        },
-        "bf16": (1, 1, {"bf16": True}),
-        "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
-        "bf16-tp2": (2, 1, {**TP, "bf16": True}),
-    }
-)
+MORE = {
+    **{f"plain-tp2-zero{stage}": (2, stage, {**TP, **TRAINED_TOWER}) for stage in (1, 2)},
+    **{f"clipped-tp2-zero{stage}": (2, stage, {**TP, **CLIPPED, **TRAINED_TOWER}) for stage in range(4)},
+    **{f"{family}-tp2-zero{stage}": (2, stage, TP) for family in FAMILIES for stage in (0, 3)},
+    "qwen3-tp2-zero2": (2, 2, TP),
+    "torn-tp2": (2, 2, {**TP, **PACKED, **TORN, "dataloader_num_workers": 1}),
+    "plain-tp2-offload": (2, OFFLOAD, {**TP, **TRAINED_TOWER}),
+    "plain-tp2-in-json": (2, IN_JSON, TRAINED_TOWER),
+    "plain-tp2-tiled": (2, 3, {**TP, **TRAINED_TOWER, "mlp_tile_tokens": 100}),
+    "plain-tp2-recomputed": (2, 3, {**TP, **TRAINED_TOWER, "gradient_checkpointing": True}),
+    **{f"plain-2x2-zero{stage}": (4, stage, {**TP, **PACKED, **TRAINED_TOWER}) for stage in range(4)},
+    **{
+        f"plain-1x2x2-zero{stage}": (4, stage, {**TP, "sequence_parallel_size": 2, **TRAINED_TOWER})
+        for stage in range(4)
+    },
+    "bf16": (1, 1, {"bf16": True}),
+    "bf16-dp2": (2, 1, {"bf16": True, **PACKED}),
+    "bf16-tp2": (2, 1, {**TP, "bf16": True}),
+}
+FEW, MORE = known_cases(FEW), known_cases(MORE)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,12 @@ import peft
 import pytest
 import torch
 import toys
+from ds_json import arguments
 from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import ConfigError
-from llava_ds.model.mlp_tiles import tile_mlps
+from llava_ds.extensions.mlp_tiles.flags import Flags
+from llava_ds.extensions.mlp_tiles.tiles import tile_mlps
 
 TOKENS = 50
 
@@ -84,3 +86,10 @@ def test_layers_without_an_mlp_of_their_own_are_refused(family):
     model = AutoModelForCausalLM.from_config(toys.language_model_config(family))
     with pytest.raises(ConfigError, match="--mlp_tile_tokens is for layers with an MLP, which those of the kind"):
         tile_mlps(model, 8)
+
+
+def test_a_run_out_of_memory_is_told_of_tiles_it_does_not_have():
+    (line,) = Flags.saving_memory(arguments(), 20, is_one_sample=True)
+    assert line == "--mlp_tile_tokens 2: MLPs take so many tokens at a time, twice"
+    assert not list(Flags.saving_memory(arguments(mlp_tile_tokens=8), 20, is_one_sample=True))
+    assert (arguments().mlp_tokens, arguments(mlp_tile_tokens=8).mlp_tokens) == (None, 8)

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from llava_ds.constants import ConfigError
-from llava_ds.model import liger
+from llava_ds.extensions.active import active
+from llava_ds.extensions.liger import extension
+from llava_ds.extensions.liger import kernels as liger
 
 CPU = torch.device("cpu")
 OWN_NAMES = ("LlamaRMSNorm", "LlamaMLP", "apply_rotary_pos_emb")
@@ -87,12 +89,15 @@ def test_families_without_kernels_and_machines_without_them_are_named(package, m
     with pytest.raises(ConfigError, match="no kernels for language models of the kind opt, only for llama, mistral"):
         config = toys.language_model_config("opt")
         liger.use_liger(AutoModelForCausalLM.from_config(config), config, CPU, torch.float32)
-    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: None)
+    resolved = types.SimpleNamespace(device_type="cpu")
+    monkeypatch.setattr(extension.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs liger_kernel and triton: install the extra llava_ds\[liger\]"):
-        liger.check_liger(CPU)
-    monkeypatch.setattr(liger.importlib.util, "find_spec", lambda name: name)
+        active(["liger"]).check(resolved)
+    monkeypatch.setattr(extension.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ConfigError, match="needs a GPU, this is cpu: remove it"):
-        liger.check_liger(CPU)
+        active(["liger"]).check(resolved)
+    resolved.device_type = "cuda"
+    active(["liger"]).check(resolved)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels run on GPUs only")

@@ -4,7 +4,6 @@ Its linear cross-entropy is not used: it counts targets on the host, which waits
 and output_loss.py does the same without.
 """
 
-import importlib.util
 import sys
 import types
 
@@ -21,15 +20,6 @@ ROTARY = "apply_rotary_pos_emb"  # in all families of transformers that Liger su
 LOGITS = "the logits"
 # Largest difference from transformers' own kernels, of the largest value: both round in other places.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-
-def check_liger(device: torch.device) -> None:
-    """Raise ConfigError where Liger's kernels can't run."""
-    missing = [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{FLAG} needs {' and '.join(missing)}: install the extra llava_ds[liger]")
-    if device.type != "cuda":
-        raise ConfigError(f"{FLAG} needs a GPU, this is {device.type}: remove it")
 
 
 def use_liger(

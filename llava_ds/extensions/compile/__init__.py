@@ -1,0 +1,1 @@
+"""torch.compile over the repeated layers of tower and language model."""

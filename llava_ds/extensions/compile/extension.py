@@ -1,0 +1,39 @@
+"""torch.compile in a run: refused where another compiler has the model, and put around layers before the first step."""
+
+from collections.abc import Iterator
+
+import torch
+
+from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.warm_up import NewEngine
+from llava_ds.extensions.base import Extension, Wrap
+from llava_ds.extensions.compile.layers import compile_layers
+
+
+def check(resolved: ResolvedConfig) -> Iterator[str]:
+    """The backend is one that torch knows, and nothing else compiles."""
+    flags = resolved.args.own["compile"]
+    if not flags.torch_compile:
+        return
+    known, backend = torch._dynamo.list_backends(exclude_tags=()), flags.torch_compile_backend
+    if backend is not None and backend not in known:
+        yield f"--torch_compile_backend {backend} is unknown to torch: give one of {', '.join(known)}"
+    if deep_compiles(resolved.config):
+        yield (
+            "compile.deepcompile is true in the DeepSpeed JSON but --torch_compile is True: both compile the model, "
+            "remove one of them"
+        )
+
+
+class Compiled(Wrap):
+    """Compiles layers when they first run."""
+
+    def started(self, new: NewEngine) -> list[str]:
+        flags = new.resolved.args.own["compile"]
+        if not flags.torch_compile:
+            return []
+        return [f"{compile_layers(new.model, flags.torch_compile_backend)} layers are compiled when they first run"]
+
+
+extension = Extension(check=check, wrap=Compiled())

@@ -1,0 +1,41 @@
+"""The flags of torch.compile."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_compile, _ = flags_of("compile")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flags of torch.compile."""
+
+    torch_compile: bool = _compile(
+        False, "Compile the repeated layers of tower and language model with torch.compile (needs a compiler)."
+    )
+    torch_compile_backend: str | None = _compile(None, "Backend of --torch_compile. Absent: torch's default, inductor.")
+
+    @property
+    def compiles(self) -> bool:
+        """True unless a backend alone is given."""
+        return self.torch_compile
+
+    @property
+    def needs(self) -> Mapping[str, str]:
+        """Keys of PROPERTIES, and why."""
+        if not self.torch_compile:
+            return {}
+        untried = dict.fromkeys(("whole_matrices", "whole_layers", "given_answers"), "no other is tried")
+        return {**untried, "dense_mlps": "how many tokens an expert has is read by the host"}
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """LLaVA-NeXT's scripts name a backend also where they say that nothing is compiled."""
+        if not self.torch_compile and "torch_compile" not in args.given:
+            yield f"--torch_compile_backend {self.torch_compile_backend} needs --torch_compile True"

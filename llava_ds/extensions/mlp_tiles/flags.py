@@ -1,0 +1,38 @@
+"""The flag of tiles of tokens in MLPs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llava_ds.config.bounds import Count
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_, _tiles_free = flags_of("mlp_tiles")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flag of tiles of tokens in MLPs."""
+
+    needs: ClassVar = {"dense_mlps": "experts deal tokens out themselves"}
+
+    mlp_tile_tokens: Count | None = _tiles_free(
+        None,
+        "Tokens that an MLP of the language model takes at a time, recomputed in backward, so that its memory does not "
+        "grow with a sample's length. Absent: all of a micro-batch.",
+    )
+
+    @property
+    def mlp_tokens(self) -> int | None:
+        """The flag's value."""
+        return self.mlp_tile_tokens
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
+        """An eighth of the tokens at a time."""
+        if is_one_sample and "mlp_tiles" not in args.own and not args.model.moe_enable:
+            yield f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice"
