@@ -244,12 +244,14 @@ class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
     check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; fits:
-    lines on what can't be done with a language model, by its configuration; wrap: what changes the model and its
-    engine; hooks: what acts between steps, by phase; mesh: for the axis that its flags add.
+    lines on what can't be done with a language model, by its configuration; choices: what its values of the core's
+    flags do, by the flag; wrap: what changes the model and its engine; hooks: what acts between steps, by phase; mesh:
+    for the axis that its flags add.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
     fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
+    choices: Mapping[str, Callable] = field(default_factory=dict)
     wrap: Wrap | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()
     mesh: MeshPart | None = None

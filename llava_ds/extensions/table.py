@@ -1,5 +1,6 @@
 """All extensions, in the order in which they act: the one place of the core that knows their names."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -8,7 +9,7 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
-    at the top of the DeepSpeed JSON, that say what a flag says.
+    at the top of the DeepSpeed JSON, that say what a flag says; values: values of the core's flags that ask for it.
     """
 
     title: str
@@ -16,9 +17,15 @@ class Trigger(NamedTuple):
     always: bool = False
     leaves: str = ""
     keys: str = ""
+    values: Mapping[str, tuple[object, ...]] = {}
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "planning": Trigger(
+        "the memory and the speed of a run before it starts, and what fits",
+        "",
+        values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
+    ),
     "sequence_parallel": Trigger(
         "ranks share the tokens of every micro-batch",
         "sequence_parallel_size sp_size",

@@ -108,6 +108,7 @@ def test_heads_that_are_cut_and_exchanged():
     check_model(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
 
 
+@needs_extension("planning")
 def test_the_estimate_takes_the_size_from_the_json(tmp_path, capsys):
     spec = importlib.util.spec_from_file_location("estimate", Path(__file__).parents[3] / "run" / "estimate.py")
     script = importlib.util.module_from_spec(spec)
