@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import toys
 from ready_models import write_ready
 
 from llava_ds.constants import ConfigError
@@ -15,6 +16,12 @@ PLAIN = ["--deepspeed_config", "zero2", "--output_dir", "out", "--data_path", st
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory) -> list[str]:
     return ["--model_name_or_path", write_ready(tmp_path_factory.mktemp("ready"))["model_name_or_path"]]
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory) -> list[str]:
+    base = toys.write_base(tmp_path_factory.mktemp("composed"))
+    return [word for name, value in base.items() for word in (f"--{name}", str(value))]
 
 
 def refusal(argv: list[str]) -> list[str]:

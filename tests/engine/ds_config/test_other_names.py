@@ -54,6 +54,7 @@ def test_all_unknown_keys_are_in_one_message():
         "zero_optimization": {"stage": 2, "aaa": 1},
         "optimizer": {"type": "AdamW", "params": {"foo": 1}},
         "scheduler": {"type": "WarmupLR", "params": {"bar": 1}},
+        "moe_expert_parallel_size": "many",
     }
     names = ("zzz", "zero_optimization.aaa", "optimizer.params.foo", "scheduler.params.bar")
     with pytest.raises(ConfigError) as caught:  # before ranks meet

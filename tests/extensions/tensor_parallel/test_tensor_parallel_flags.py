@@ -11,7 +11,7 @@ from placements import LAYER, SHAPES, check_that_each_number_counts_once, module
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.parallel import check_model, with_axes
-from llava_ds.engine.ds_config.resolve import axes_from
+from llava_ds.engine.ds_config.resolve import axes_from, resolve_ds_config
 from llava_ds.extensions.active import active
 from llava_ds.extensions.tensor_parallel.matrices import CutMatrices, rules
 
@@ -97,9 +97,9 @@ def test_a_section_that_is_no_object():
         ),
     ],
 )
-def test_what_the_json_says_wrong_is_refused_before_ranks_meet(raw, flags, said):
+def test_what_the_json_says_wrong_is_refused(raw, flags, said):
     with pytest.raises(ConfigError) as refused:
-        axes_from(raw | {"train_batchsize": 1, "tensor_paralel": {}}, arguments(*flags))
+        resolve_ds_config(raw, arguments(*flags), dp=1, hidden_size=32)
     lines = str(refused.value).splitlines()
     assert any(line.startswith(said) for line in lines), lines
 
