@@ -57,9 +57,7 @@ class RunIdentity:
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
         flags["vision_tower"] = towers_digest(args.model.vision_tower)
-        for name in ("critic_model_name_or_path", "ref_model_name_or_path", "reward_model_name_or_path"):
-            folder = getattr(args.training, name)
-            flags[name] = folder and folder_digest(Path(folder))
+        flags |= {name: folder_digest(folder) for name, folder in args.own_models.items()}
         if args.model.lora_weight_path is not None:
             flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
         zero_stage = ds_config["zero_optimization"].get("stage", 0)
@@ -72,8 +70,8 @@ class RunIdentity:
         its name for --allow_changed_flags."""
         # A flag that only one of both has counts as its default in the other: of an extension that was not loaded, or
         # one that an earlier version did not have.
-        absent = saved["flags"].keys() - self.flags.keys()
-        flags = every_flag() if absent else {}
+        absent, flags = saved["flags"].keys() - self.flags.keys(), every_flag()
+        layout = self._layout_flags(saved)
         left_out = [
             name for name in saved["flags"] if name in absent & flags.keys() and flags[name].resume == "compared"
         ]

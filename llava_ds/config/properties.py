@@ -49,14 +49,9 @@ def core_features(args: Arguments) -> Iterator[Feature]:
     yield from _ways_to_train(args)
     yield from _ways_to_run(args)
     training = args.training
-    if training.objective != "sft":
-        needs = {"whole_layers": ""}
-        if training.objective != "dpo":
-            needs["whole_sample"] = "its answers are scored there"
-        if training.objective in ("grpo", "ppo"):
-            needs["whole_matrices"] = "answers are drawn on one rank"
-        draws = training.objective in ("grpo", "ppo")
-        yield Feature(f"--objective {training.objective}", needs, ("given_answers",) if draws else ())
+    if args.traits.needs:
+        breaks = ("given_answers",) if args.traits.draws else ()
+        yield Feature(f"--objective {training.objective}", args.traits.needs, breaks)
     if training.eval_tasks is not None:
         needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
         yield Feature("--eval_tasks", needs)

@@ -7,13 +7,16 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Axis, MeshPart
 from llava_ds.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from llava_ds.model.llava import LlavaModel
 
 Group = torch.distributed.ProcessGroup | None  # None: all ranks, or none beside this one, as its owner says
 DATA = "dp"
@@ -118,6 +121,12 @@ class Mesh:
     def is_divided(self) -> bool:
         """True if no rank has the whole model, whatever ZeRO shards."""
         return self.ep > 1 or any(place.divides_model for place in self.places.values())
+
+    def adapt(self, model: "LlavaModel") -> None:
+        """Let a model with its weights take what this rank has of micro-batches."""
+        for part in self.parts:
+            if part.adapt is not None:
+                part.adapt(model, self)
 
     def complete(self, own: torch.Tensor) -> torch.Tensor:
         """Sum what the ranks that share a micro-batch's tokens have of it. Backward gives each rank's own part the

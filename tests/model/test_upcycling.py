@@ -198,7 +198,6 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
     [
         ({"lora_enable": True}, {}, "--lora_enable True: "),
         ({"tune_mm_mlp_adapter": True}, {}, "--tune_mm_mlp_adapter True: it writes a projector"),
-        ({}, {"objective": "dpo"}, "--objective dpo: it is not tried"),
     ],
 )
 def test_what_does_not_go_with_experts_is_refused(model, training, message):
