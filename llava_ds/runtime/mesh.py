@@ -7,16 +7,13 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Axis, MeshPart
 from llava_ds.runtime.ranks import Ranks
-
-if TYPE_CHECKING:
-    from llava_ds.model.llava import LlavaModel
 
 Group = torch.distributed.ProcessGroup | None  # None: all ranks, or none beside this one, as its owner says
 DATA = "dp"
@@ -122,7 +119,7 @@ class Mesh:
         """True if no rank has the whole model, whatever ZeRO shards."""
         return self.ep > 1 or any(place.divides_model for place in self.places.values())
 
-    def adapt(self, model: "LlavaModel") -> None:
+    def adapt(self, model: torch.nn.Module) -> None:
         """Let a model with its weights take what this rank has of micro-batches."""
         for part in self.parts:
             if part.adapt is not None:

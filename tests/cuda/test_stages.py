@@ -12,7 +12,7 @@ from llava_ds.data.collate import collate
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model.heads import SummedLoss
 
-schedule = pytest.importorskip("llava_ds.extensions.pipeline.schedule")
+schedule = pytest.importorskip("llava_ds.extensions.pipeline.stage_runner")
 stages = pytest.importorskip("llava_ds.extensions.pipeline.stages")
 
 pytestmark = pytest.mark.cuda

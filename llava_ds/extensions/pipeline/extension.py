@@ -10,7 +10,7 @@ from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.extensions.base import Extension, MeshPart
-from llava_ds.extensions.pipeline import schedule, stages
+from llava_ds.extensions.pipeline import stage_runner, stages
 from llava_ds.model.families.language import is_mixture, is_upcycled
 
 
@@ -51,11 +51,11 @@ extension = Extension(
     fits=fits,
     mesh=MeshPart(
         "pp",
-        cut=schedule.cutting,
+        cut=stage_runner.cutting,
         owners=stages.owners,
-        build=schedule.build,
-        engine=schedule.options,
-        started=schedule.started,
-        runner=schedule.Pipelined,
+        build=stage_runner.build,
+        engine=stage_runner.options,
+        started=stage_runner.started,
+        runner=stage_runner.Pipelined,
     ),
 )

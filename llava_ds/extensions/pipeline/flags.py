@@ -45,7 +45,7 @@ class Flags(ExtensionFlags):
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
         """The stages that DeepSpeed's section gives. Adds a line for each key that means something else."""
-        from llava_ds.extensions.pipeline.section import stages_in  # where there is one
+        from llava_ds.extensions.pipeline.pipeline_json import stages_in  # where there is one
 
         return {"pipeline_parallel_size": (stages_in(raw["pipeline"], problems), "pipeline.stages")}
 

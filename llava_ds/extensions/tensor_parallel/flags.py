@@ -44,7 +44,7 @@ class Flags(ExtensionFlags):
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
         """The size that DeepSpeed's section gives. Adds a line for each key that means something else."""
-        from llava_ds.extensions.tensor_parallel.section import size_in  # where there is one
+        from llava_ds.extensions.tensor_parallel.tensor_json import size_in  # where there is one
 
         return {"tensor_parallel_size": size_in(raw["tensor_parallel"], problems)}
 

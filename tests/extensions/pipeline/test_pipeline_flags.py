@@ -15,7 +15,7 @@ from llava_ds.engine.ds_config.resolve import axes_from
 from llava_ds.engine.placement import Share
 from llava_ds.extensions.active import active
 from llava_ds.extensions.pipeline.flags import Flags
-from llava_ds.extensions.pipeline.schedule import OwnedByStages
+from llava_ds.extensions.pipeline.stage_runner import OwnedByStages
 from llava_ds.train.early_flags import read_flags
 
 J = "in the DeepSpeed JSON"

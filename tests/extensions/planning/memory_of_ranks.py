@@ -60,7 +60,7 @@ def _run_steps(found: dict[str, int]):
 def _run_backward(engine, batches: list[Batch]) -> None:
     """All of an optimizer step but its end."""
     if hasattr(engine.module, "stage"):
-        from llava_ds.extensions.pipeline.schedule import forward_and_backward
+        from llava_ds.extensions.pipeline.stage_runner import forward_and_backward
 
         forward_and_backward(engine, batches, lambda engine, batch: engine(batch), lambda _, loss: (loss / 100, None))
         return
