@@ -150,7 +150,7 @@ class Arguments:
 
     @property
     def zeros(self) -> dict[str, str]:
-        """What a 0 of an extension's flag switches off."""
+        """The use of a 0, by the extension's flag."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
     def replaced(self, **values: object) -> "Arguments":

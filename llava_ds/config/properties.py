@@ -1,4 +1,4 @@
-"""What the features of a run need of it, and what they take away: one check of all pairs, with one message.
+"""Needs of the features of a run, and what they take away: one check of all pairs, with one message.
 
 An extension says so in its flags (ExtensionFlags.needs and .breaks), a feature of the core in core_features, and a
 model's folder where it is read.
@@ -61,7 +61,7 @@ def core_features(args: Arguments) -> Iterator[Feature]:
 
 
 def _ways_to_train(args: Arguments) -> Iterator[Feature]:
-    """What trains, and how it is held."""
+    """Features of what trains."""
     model, training = args.model, args.training
     if model.lora_enable:
         yield Feature(
@@ -85,7 +85,7 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
 
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
-    """How ranks share the work, and what makes them faster."""
+    """Features of how it trains."""
     training = args.training
     if training.gradient_checkpointing == "auto":
         yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

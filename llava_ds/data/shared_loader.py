@@ -1,8 +1,7 @@
 """Micro-batches of ranks with the same samples: each decodes what it needs, and all leave out what one can't."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +10,7 @@ from llava_ds.batch import Batch
 from llava_ds.constants import DataError
 from llava_ds.data.collate import ItemCounts, LoadedSample, blank_tile, collate, counts_of
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
-from llava_ds.data.loader import MicroBatch, numbers_of
 from llava_ds.geometry import ImageOptions
-from llava_ds.runtime.mesh import Mesh
 
 # From a whole micro-batch without pixels to what a rank needs of it, and the numbers of the tiles that it needs.
 Cut = Callable[[Batch, ImageOptions], tuple[Batch, list[int]]]
@@ -90,42 +87,6 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
                 reasons[key] = str(error)
                 pixels.append(torch.zeros(len(own), 3, size, size, dtype=torch.uint8))
         return torch.cat(pixels or [blank_tile(size)]), reasons
-
-
-def parts_of(
-    dataset: EncodedDataset, batches: Iterable[list[int]], mesh: Mesh, options: dict[str, object]
-) -> Iterator[MicroBatch]:
-    """Yield this rank's part of each micro-batch, in step with the ranks that have the same samples.
-
-    options: of the DataLoader.
-    """
-    parts = PartsOfMicroBatches(dataset, [part.cut(mesh) for part in mesh.parts if part.cut is not None])
-    cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
-    return (_agreed(each, mesh) for each in cut)
-
-
-def _unchanged(item: CutMicroBatch) -> CutMicroBatch:
-    return item
-
-
-def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
-    """The rank's part without the samples that some rank could not decode, whose tokens nobody is asked for then."""
-    finders = torch.full((cut.num_planned,), mesh.shared)  # the first rank that could not decode a sample
-    finders[list(cut.broken)] = mesh.shared_rank
-    torch.distributed.all_reduce(finders, torch.distributed.ReduceOp.MIN, mesh.shared_host_group)
-    found = {place for place, finder in enumerate(finders.tolist()) if finder < mesh.shared}
-    firsts = itertools.accumulate((counts.samples for counts in cut.counts), initial=0)
-    numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # in the batch
-    dropped = {number for place, those in zip(cut.places, numbers) if place in found for number in those}
-    kept = [counts for place, counts in zip(cut.places, cut.counts) if place not in found]
-    return MicroBatch(
-        batch=without(cut.batch, dropped) if dropped else cut.batch,
-        places=tuple(place for place in cut.places if place not in found),
-        **numbers_of(kept),
-        broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.shared_rank),
-        is_counted=mesh.part.index == 0,
-        numbers=tuple(number for number, place in enumerate(cut.places) if place not in found),
-    )
 
 
 def without(batch: Batch, dropped: set[int]) -> Batch:

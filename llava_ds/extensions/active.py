@@ -39,7 +39,7 @@ class Active:
 
     @property
     def mesh_parts(self) -> tuple[MeshPart, ...]:
-        """What the axes of the mesh need."""
+        """The needs of the axes of the mesh."""
         return tuple(each.mesh for each in self.extensions.values() if each.mesh is not None)
 
     def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:

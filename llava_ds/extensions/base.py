@@ -264,7 +264,7 @@ class Wrap:
 
 @dataclass(frozen=True)
 class MeshPart:
-    """What the axis of an extension's flags needs; every slot but its name is optional.
+    """The needs of the axis that an extension's flags add; every slot but its name is optional.
 
     cut: from the mesh, what cuts this rank's part out of a micro-batch, as data/shared_loader.py has it, to be sent to
     loader processes; adapt: lets a model with its weights, the one that trains or another, take such parts.

@@ -140,7 +140,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
-    """What runs micro-batches over this mesh."""
+    """The runner of micro-batches over this mesh."""
     makes = [part.runner for part in mesh.parts if part.runner is not None]
     return makes[0](engine) if makes else Direct(engine)
 

@@ -166,7 +166,7 @@ def _refuse_unsupported(draft: Draft) -> None:
 
 
 def _names_of_others(config: dict) -> dict[str, tuple[tuple, str]]:
-    """What UNSUPPORTED has, of extensions; looked up where there are keys that nothing here knows."""
+    """The same as UNSUPPORTED, of extensions; looked up where there are keys that nothing here knows."""
     if not config.keys() - fields_of(DeepSpeedJson).keys() - UNSUPPORTED.keys():
         return {}
     return {key: rule for name in EXTENSIONS for key, rule in flags_class(name).other_keys.items()}

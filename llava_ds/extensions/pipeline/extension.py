@@ -15,7 +15,7 @@ from llava_ds.model.families.language import is_mixture, is_upcycled
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """What does not go with stages of a pipeline."""
+    """Name what does not go with stages."""
     flag, config = f"--pipeline_parallel_size is {resolved.args.size_of('pp')}", resolved.config
     stage = value_at(config, "zero_optimization.stage")
     if stage in (2, 3):

@@ -16,7 +16,7 @@ OTHERS = {
 
 
 def stages_in(found: object, problems: list[str]) -> object:
-    """What DeepSpeed's section of a pipeline gives. Adds a line for each key that means something else."""
+    """The stages that DeepSpeed's section gives. Adds a line for each key that means something else."""
     if not isinstance(found, dict):
         if found is not None:
             problems.append(

@@ -26,7 +26,7 @@ OWN_GROUPS = (
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """What does not go with matrices that are cut."""
+    """Name what does not go with matrices that are cut."""
     flag, config = f"--tensor_parallel_size is {resolved.args.size_of(AXIS)}", resolved.config
     name = value_at(config, "optimizer.type")
     for optimizer, needs in WHOLE_MATRICES.items():
