@@ -12,7 +12,7 @@ from llava_ds.engine.placement import WHOLE, Placement, cut_dim, placement_of, s
 
 ROOT = Path(__file__).parents[2]
 # Files that read, write or compare parameters, whoever has them.
-NEUTRAL = [f"engine/{name}" for name in ("pieces", "checkpoint_files", "checkpoint_writer", "reshard")]
+NEUTRAL = ["engine/pieces", "engine/checkpoint_writer", "checkpoint/checkpoint_files", "checkpoint/reshard"]
 NEUTRAL += ["engine/non_finite", "extensions/ema/averages", "engine/placement", "export/tensors", "model/loading"]
 NEUTRAL += ["extensions/replicas/replicas", "train/reference", "checkpoint/training_state", "checkpoint/base_weights"]
 AXES = r"engine\.expert_parallel|model\.(upcycling|mixture|families\.upcycled)|extensions\.(?!base)"
