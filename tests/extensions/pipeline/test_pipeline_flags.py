@@ -189,7 +189,7 @@ def test_the_reason_comes_before_missing_flags(tmp_path):
     base = [word for name, value in toys.write_base(tmp_path).items() for word in (f"--{name}", str(value))]
     flags = ["--deepspeed_config", "zero1", "--output_dir", "out", "--data_path", __file__, *base]
     with pytest.raises(ConfigError) as caught:
-        read_flags([*flags, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
+        read_flags([*flags, "--pipeline_parallel_size", "99", "--eval_data_split", "x"])
     layers, asked = str(caught.value).splitlines()
     assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
-    assert asked.startswith("--sample_data_path ")
+    assert asked.startswith("--eval_data_split ")
