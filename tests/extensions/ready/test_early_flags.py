@@ -40,11 +40,7 @@ def refusal(argv: list[str]) -> list[str]:
         ),
         ("--bits 4", "a ready model needs weights that are not packed ", "--bits 4 takes away: leave --bits 4 out"),
         ("--bits 8 --quant_type fp4", "a ready model needs weights that ", "leave --bits 8 out"),
-        (
-            "--tensor_parallel_size 2 --eval_data_split x",
-            "a ready model needs whole matrices on every rank ",
-            "leave --tensor_parallel_size 2 out",
-        ),
+        ("--ep_size 2 --eval_data_split x", "a ready model needs MLPs without routers ", "leave --ep_size 2 out"),
         ("--moe_enable True --top_k_experts 9", "a ready model needs MLPs without routers ", "--moe_enable True out"),
     ],
 )
@@ -58,15 +54,6 @@ def test_every_reason_that_can_not_be_helped_is_given(ready):
     lines = refusal([*ready, "--objective", "grpo", "--bits", "4", "--version", "v1"])
     assert [line.partition(":")[0] for line in lines][::2] == ["--objective grpo", "--version"]
     assert lines[1].endswith("leave --bits 4 out")
-
-
-def test_a_families_axes_come_before_missing_flags(composed):
-    *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
-    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
-    assert bits.startswith("--bits 4 needs --lora_enable True")
-    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--eval_data_split", "x"])
-    assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
-    assert asked.startswith("--eval_data_split ")
 
 
 @needs_extension("rl")
