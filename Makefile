@@ -247,11 +247,11 @@ test-gpu: install
 # lmms-eval in its own environment; compare its answers with run/evaluate.py's.
 LMMS ?= .lmms
 lmms-eval: install $(LMMS)/.installed
-	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m full -rs tests/evaluation/test_lmms_eval.py
+	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m full -rs tests/extensions/benchmarks/test_lmms_eval.py
 
-$(LMMS)/.installed: tests/evaluation/lmms_eval.txt constraints.txt
+$(LMMS)/.installed: tests/extensions/benchmarks/lmms_eval.txt constraints.txt
 	$(PYTHON) -m venv $(LMMS)
-	$(LMMS)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r tests/evaluation/lmms_eval.txt
+	$(LMMS)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r tests/extensions/benchmarks/lmms_eval.txt
 	$(LMMS)/bin/python -m pip install $(PIP_ARGS) --no-deps lmms-eval==0.7.3
 	touch $@
 

@@ -65,6 +65,8 @@ def owners(flags: Collection[str]) -> list[str]:
 
 def flags_class(name: str) -> type[ExtensionFlags]:
     """The class of an extension's flags. Raises ConfigError where it can't be loaded, or has a name nobody reads."""
+    if not EXTENSIONS[name].flags:
+        return ExtensionFlags
     kind = _part(name, "flags", "Flags")
     where = f"llava_ds/extensions/{name}/flags.py: Flags"
     _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
@@ -117,6 +119,9 @@ def _store(scheme: str) -> ModuleType:
 
 
 def _extension(name: str) -> Extension:
+    trigger = EXTENSIONS[name]
+    if not (trigger.flags or trigger.values):  # scripts of run/ import its modules, and a run nothing
+        return Extension()
     found: Extension = _part(name, "extension", "extension")
     if found.wrap is not None:
         where = f"llava_ds/extensions/{name}/extension.py: {type(found.wrap).__name__}"

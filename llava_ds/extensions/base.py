@@ -40,6 +40,7 @@ PROPERTIES = {
 }
 
 
+@dataclass(frozen=True)
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
@@ -56,6 +57,11 @@ class ExtensionFlags:
     zeros: ClassVar[Mapping[str, str]] = {}
     needs_text: ClassVar[bool] = False
     data_path: ClassVar[str | None] = None
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the extension gives numbers at evaluations."""
+        return False
 
     @property
     def takes_samples(self) -> bool:

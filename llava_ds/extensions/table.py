@@ -9,7 +9,8 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all.
+    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all;
+    requires: names of extensions that it needs. One without flags and values has scripts in run/.
     """
 
     title: str
@@ -18,6 +19,7 @@ class Trigger(NamedTuple):
     leaves: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
+    requires: str = ""
 
 
 EXTENSIONS: dict[str, Trigger] = {
@@ -33,6 +35,9 @@ EXTENSIONS: dict[str, Trigger] = {
         schemes="*",
     ),
     "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
+    "infer": Trigger("answers of a model, in the terminal, in a browser and to other programs", ""),
+    "benchmarks": Trigger("scores on benchmarks, also while a run trains", "eval_tasks", requires="infer"),
+    "doctor": Trigger("whether a machine and its software can train", ""),
     "best": Trigger(
         "the checkpoint with the best evaluation is kept, or becomes the model",
         "metric_for_best_model greater_is_better load_best_model_at_end "

@@ -39,7 +39,7 @@ from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.evals import Evaluation, Tasks
+from llava_ds.train.evals import Asked, Evaluation, Measure
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
@@ -96,7 +96,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started)
+    model, engine, checkpointed, rollouts, asked = _build_engine(plan, started)
     objective = _objective(plan, mesh)
     runner = _runner(engine, mesh)
     if training.objective == "dpo" and objective.loss.has_reference:
@@ -108,7 +108,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(runner, plan, objective, tasks, trackers, ranks, mesh)
+    evaluation = Evaluation(runner, plan, objective, asked, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         from llava_ds.model.mixture import routers_of
         from llava_ds.train.objectives.routed import Routed
@@ -216,9 +216,9 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
 def _build_engine(
     plan: Plan, started: Start
-) -> "tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, Tasks | None]":
+) -> "tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, list[Measure]]":
     """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
-    answers where that is the objective, and what asks --eval_tasks."""
+    answers where that is the objective, and what extensions measure of the model."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
@@ -233,8 +233,7 @@ def _build_engine(
     choose_trainable(model, args)
     draws = args.training.objective in ("grpo", "ppo")
     rollouts = _rollouts(model, plan, started) if draws else None
-    asked = plan.own.get("eval_tasks")
-    tasks = None if asked is None else asked.asks(model)
+    asked = [own.asks(model) for own in plan.own.values() if isinstance(own, Asked)]
     if plan.critic is not None:  # after what draws was made, which has no part in it
         from llava_ds.engine.critic import add_critic
 
@@ -255,7 +254,7 @@ def _build_engine(
     num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
-    return model, engine, checkpointed, rollouts, tasks
+    return model, engine, checkpointed, rollouts, asked
 
 
 def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:

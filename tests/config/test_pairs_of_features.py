@@ -45,7 +45,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "ppo": {"objective": "ppo", "reward_funcs": "exact_match"},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
-    "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
     "recomputed": {"gradient_checkpointing": True},
     "weights only": {"save_only_model": True},
     "projector alone": {"tune_mm_mlp_adapter": True},

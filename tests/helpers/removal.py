@@ -44,7 +44,10 @@ def copy_of_project(folder: Path) -> None:
 
 
 def delete(folder: Path, name: str) -> None:
-    """Delete an extension in a copy of the project."""
+    """Delete an extension in a copy of the project, with those that require it, and tests that import it."""
+    for other, trigger in EXTENSIONS.items():
+        if name in trigger.requires.split() and (folder / "llava_ds" / "extensions" / other).exists():
+            delete(folder, other)
     shutil.rmtree(folder / "llava_ds" / "extensions" / name)
     shutil.rmtree(folder / "tests" / "extensions" / name, ignore_errors=True)
     (folder / "docs" / f"{name}.md").unlink(missing_ok=True)
@@ -54,8 +57,11 @@ def delete(folder: Path, name: str) -> None:
         recipe.write_text("".join(line for line in lines if not flag.match(line)))
     table = folder / "llava_ds" / "extensions" / "table.py"
     table.write_text(without_entry(table.read_text(), name))
-    scripts = [path for path in folder.glob("run/*.py") if f"llava_ds.extensions.{name}." in path.read_text()]
-    for path in scripts:
+    own = f"llava_ds.extensions.{name}."
+    scripts = [path for path in folder.glob("run/**/*.py") if f"\nfrom {own}" in path.read_text()]
+    tests = {f"test_{path.stem}.py" for path in scripts}
+    tests = [path for path in folder.glob("tests/**/*.py") if path.name in tests or f"\nfrom {own}" in path.read_text()]
+    for path in (*scripts, *tests):
         path.unlink()
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
     for page in [*folder.glob("*.md"), *folder.glob("docs/*.md"), *folder.glob("ds_configs/*.md")]:
