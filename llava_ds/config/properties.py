@@ -50,14 +50,9 @@ def core_features(args: Arguments) -> Iterator[Feature]:
     yield from _ways_to_train(args)
     yield from _ways_to_run(args)
     training = args.training
-    if training.objective != "sft":
-        needs = {"whole_layers": "", "known_samples": "its records are encoded before it trains"}
-        if training.objective != "dpo":
-            needs["whole_sample"] = "its answers are scored there"
-        if training.objective in ("grpo", "ppo"):
-            needs["whole_matrices"] = "answers are drawn on one rank"
-        draws = training.objective in ("grpo", "ppo")
-        yield Feature(f"--objective {training.objective}", needs, ("given_answers",) if draws else ())
+    if args.traits.needs:
+        breaks = ("given_answers",) if args.traits.draws else ()
+        yield Feature(f"--objective {training.objective}", args.traits.needs, breaks)
     for name in GROUPINGS:
         if getattr(args.data, name):
             yield Feature(f"--{name} True", {"known_samples": "--tokens_per_micro_batch N evens out work without it"})

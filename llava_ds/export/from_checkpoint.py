@@ -68,8 +68,8 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     if _holds_projector(trained, run):
         run = run.replaced(pretrain_mm_mlp_adapter=None)
     _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])
-    weight_hashes(run.replaced(dry_run=True, critic_model_name_or_path=None), run_dir, checkpoint)
-    plan = plan_model(run.model, run.data.model_max_length, run.training.objective == "reward")
+    weight_hashes(run.replaced(dry_run=True, **dict.fromkeys(run.own_models)), run_dir, checkpoint)
+    plan = plan_model(run.model, run.data.model_max_length, run.traits.scores)
     image_options = plan.tower.image_options(run)
     # Form "hf" gives way to "llava" even where a flag asked for it: --format can choose another one.
     form, _ = export_format(dataclasses.replace(run, given=run.given - {"export_format"}), plan, image_options)

@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, ReportPart, Wrap
+from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, ReportPart, SessionPart, Wrap
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
@@ -19,29 +19,33 @@ if TYPE_CHECKING:
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
+    from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
+    from llava_ds.train.objectives.objective import Objective
+    from llava_ds.train.plan import Plan, PlanDraft
+    from llava_ds.train.start import Start
 
 
 @dataclass(frozen=True)
 class Active:
-    """The extensions that a run has, in the order of the table."""
+    """The extensions that a run has, by their names, in the order of the table."""
 
-    extensions: tuple[Extension, ...] = ()
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
 
     @property
     def hooks(self) -> list[tuple[Phase, type[Hook]]]:
         """The hooks of all extensions."""
-        return [hook for each in self.extensions for hook in each.hooks]
+        return [hook for each in self.extensions.values() for hook in each.hooks]
 
     @property
     def open_data(self) -> Callable[..., "EncodedDataset"] | None:
         """The function that opens the training data; None without an extension that does."""
-        return next((each.open_data for each in self.extensions if each.open_data is not None), None)
+        return next((each.open_data for each in self.extensions.values() if each.open_data is not None), None)
 
     def wraps(self) -> list[Wrap]:
         """The wraps of all extensions."""
-        return [each.wrap for each in self.extensions if each.wrap is not None]
+        return [each.wrap for each in self.extensions.values() if each.wrap is not None]
 
     def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
         """Act on a model that has its weights. Returns lines to print."""
@@ -53,14 +57,33 @@ class Active:
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
-        lines = [line for each in self.extensions if each.check is not None for line in each.check(resolved)]
+        lines = [line for each in self.extensions.values() if each.check is not None for line in each.check(resolved)]
         if lines:
             raise ConfigError("\n".join(lines))
+
+    def plan(self, draft: "PlanDraft") -> dict[str, object]:
+        """Let the extensions plan, and return Plan.own."""
+        return {name: each.plan(draft) for name, each in self.extensions.items() if each.plan is not None}
+
+    def parts(self, plan: "Plan", started: "Start") -> list[SessionPart]:
+        """Make the parts of the extensions for a session."""
+        return [each.part(plan, started) for each in self.extensions.values() if each.part is not None]
+
+    def objective(self, plan: "Plan", mesh: "Mesh", plain: "Objective") -> "Objective":
+        """The objective that the extensions make of the plain one."""
+        for each in self.extensions.values():
+            plain = plain if each.objective is None else each.objective(plan, mesh, plain)
+        return plain
 
 
 def owners(flags: Collection[str]) -> list[str]:
     """The extensions that flags, or aliases of flags, belong to."""
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
+
+
+def asked_for(given: Mapping[str, object]) -> list[str]:
+    """The extensions that flags with these values ask for; of an extension's own flags only the names count."""
+    return [name for name, trigger in EXTENSIONS.items() if trigger.asked_for(given)]
 
 
 def flags_class(name: str) -> type[ExtensionFlags]:
@@ -94,7 +117,7 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
 
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
-    return Active(tuple(_extension(name) for name in EXTENSIONS if name in set(names)))
+    return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
 
 
 def choice(flag: str, value: object) -> Callable:
@@ -123,6 +146,10 @@ def _extension(name: str) -> Extension:
     if not (trigger.flags or trigger.values):  # scripts of run/ import its modules, and a run nothing
         return Extension()
     found: Extension = _part(name, "extension", "extension")
+    if found.part is not None:
+        _refuse_unknown(
+            vars(found.part), SessionPart, f"llava_ds/extensions/{name}/extension.py: {found.part.__name__}"
+        )
     if found.wrap is not None:
         where = f"llava_ds/extensions/{name}/extension.py: {type(found.wrap).__name__}"
         if not isinstance(found.wrap, Wrap):

@@ -9,21 +9,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
     from llava_ds.config.arguments import Arguments
     from llava_ds.data.dataset import EncodedDataset
+    from llava_ds.data.loader import Window
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
+    from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
-    from llava_ds.train.plan import Plan
+    from llava_ds.train.objectives.objective import Objective
+    from llava_ds.train.plan import Plan, PlanDraft
     from llava_ds.train.session import Session
+    from llava_ds.train.start import Start
     from llava_ds.train.state import StepResult
 
 # What a feature may need of a run, and another one take away, in the words of a message.
@@ -38,6 +44,24 @@ PROPERTIES = {
     "known_samples": "all samples before the first step",
     "given_answers": "answers from records",
 }
+
+
+class ObjectiveTraits(NamedTuple):
+    """An objective as the core sees it: its records and its model. By default those of supervised answers.
+
+    one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
+    answers, which those of records are compared with; scores: the model has a value head, and gives no text;
+    second_model: a model as large trains as the model's child; metrics: numbers of an evaluation beside the loss;
+    needs: keys of PROPERTIES, and why it can't do without.
+    """
+
+    one_answer: bool = False
+    pairs: bool = False
+    draws: bool = False
+    scores: bool = False
+    second_model: bool = False
+    metrics: tuple[str, ...] = ()
+    needs: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -89,6 +113,10 @@ class ExtensionFlags:
 
     def prepare(self, args: "Arguments") -> None:
         """Act before data are opened, in every script that does."""
+
+    def traits(self, objective: str) -> ObjectiveTraits | None:
+        """The traits of one of the extension's objectives, by its name; None without objectives."""
+        return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
@@ -201,6 +229,28 @@ class ReportPart:
         return []
 
 
+class SessionPart:
+    """The part of an extension that lives as long as a session. All ranks call every method together.
+
+    updates: optimizer updates of a step.
+    """
+
+    updates = 1
+
+    def __init__(self, plan: "Plan", started: "Start") -> None:
+        self.plan, self.ranks, self.mesh = plan, started.ranks, started.mesh
+
+    def built(self, model: "LlavaModel") -> None:
+        """Act on the model before the engine is started, which changes its modules."""
+
+    def started(self, engine: "DeepSpeedEngine") -> None:
+        """Act on the engine while it has the weights that the run starts from, before a checkpoint is restored."""
+
+    def windows(self, engine: "DeepSpeedEngine", done: int, plain: "Iterator[Window]") -> "Iterator[Window]":
+        """The windows of the steps that are left when `done` are done. plain: those without the extension."""
+        return plain
+
+
 class Wrap:
     """What an extension changes in each model that trains, and in the engine over them.
 
@@ -221,9 +271,12 @@ class Extension:
     """What an extension adds beside its flags; every slot is optional."""
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on what JSON or device makes impossible
+    plan: Callable[["PlanDraft"], object] | None = None  # reads and checks what the run will need: its Plan.own[name]
     choices: Mapping[str, Callable] = field(default_factory=dict)  # what its values of the core's flags do, by flag
     store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
     open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, as open_together does
-    complete: Callable[["Plan", "Ranks"], object] | None = None  # reads what a finished plan needs: its Plan.own[name]
+    complete: Callable[["Plan", "Ranks"], object] | None = None  # the same as plan, once all else is planned
     wrap: Wrap | None = None  # changes the model and its engine
+    objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
+    part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps

@@ -21,7 +21,7 @@ from llava_ds.config.arguments import SECTIONS, Arguments, loaded
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.extensions.active import flags_class, owners
+from llava_ds.extensions.active import asked_for, flags_class, owners
 from llava_ds.files.reading import mismatch, read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks
@@ -129,7 +129,7 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else error
         raise DataError(f"{path} can't be read ({reason}): it says what the run was, and has to lie there") from error
     flags = dict(record["arguments"])
-    extensions, sections = owners(flags), []
+    extensions, sections = asked_for(flags), []
     for cls in (*SECTIONS, *map(flags_class, extensions)):
         types = get_type_hints(cls)
         given = {field.name: flags.pop(field.name) for field in dataclasses.fields(cls) if field.name in flags}
@@ -137,11 +137,12 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
             if (problem := mismatch(value, types[name])) is not None:
                 raise DataError(f"{path} can't be used: --{name} in it is of the wrong type ({problem})")
         sections.append(cls(**given))
-    if flags:
-        raise DataError(f"{path} has flags that this version does not know: {', '.join(flags)}")
+    if unknown := [name for name in flags if not owners([name])]:
+        raise DataError(f"{path} has flags that this version does not know: {', '.join(unknown)}")
     model, data, training, *own = sections
     given = frozenset(record.get("given", ()))
-    return Arguments(model, data, training, given, loaded(dict(zip(extensions, own)))), record
+    own = loaded(dict(zip(extensions, own)), (model, data, training))
+    return Arguments(model, data, training, given, own), record
 
 
 def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:

@@ -68,22 +68,9 @@ def numbers_of(plan: Plan) -> list[str]:
     """Names of the numbers of a run's evaluations."""
     eval_set, known = plan.evals.eval_set, [name for own in plan.own.values() for name in getattr(own, "numbers", ())]
     if eval_set is not None:
-        known += ["loss", *_metrics_of(plan.args.training.objective)]
+        known += ["loss", *plan.args.traits.metrics]
         known += [f"loss/{name}" for name in eval_set.sources] if len(eval_set.sources) > 1 else []
     return known
-
-
-def _metrics_of(objective: str) -> tuple[str, ...]:
-    """Numbers of an evaluation that come from the objective, beside its loss."""
-    if objective == "dpo":
-        from llava_ds.train.objectives.dpo import METRICS
-
-        return METRICS
-    if objective == "reward":
-        from llava_ds.train.objectives.reward import METRICS
-
-        return METRICS
-    return ()
 
 
 class Measure:

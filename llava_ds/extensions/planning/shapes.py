@@ -242,7 +242,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
             check_lora(args.model)
             names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
             _add_lora(model, text, tower, args)
-        if args.training.objective == "ppo":
+        if args.traits.second_model:
             _add_critic(model, text, tower, args)
     packed = names if args.model.bits < 16 else set()
     choose_trainable(model, args)

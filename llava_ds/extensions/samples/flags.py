@@ -51,5 +51,8 @@ class Flags(ExtensionFlags):
         yield from part_of_steps_problem("sample_steps", self.sample_steps)
         if self.sample_data_path is not None and not self.sample_steps:
             yield f"--sample_data_path {self.sample_data_path} has questions for --sample_steps: give it, too"
-        if self.sample_steps and args.training.objective == "reward":
-            yield "--sample_steps can't be used with --objective reward, whose model scores answers and gives none"
+        if self.sample_steps and args.traits.scores:
+            yield (
+                f"--sample_steps can't be used with --objective {args.training.objective}, whose model scores answers "
+                "and gives none"
+            )

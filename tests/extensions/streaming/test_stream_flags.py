@@ -17,8 +17,6 @@ PLAIN = ["--output_dir", "out", "--deepspeed_config", "zero2", "--data_path", __
         ),
         (["--stream", "--tokens_per_micro_batch", "auto"], "auto needs all samples before the first step"),
         (["--stream", "--dry_run"], "--dry_run True needs all samples before the first step"),
-        (["--stream", "--objective", "dpo"], "--objective dpo needs all samples before the first step"),
-        (["--stream", "--objective", "reward"], "--objective reward needs all samples before the first step"),
         (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size belongs to --stream True"),
         (["--streaming"], "did you mean --stream"),
     ],
