@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 188,
-    "imported lines": 30284,
+    "imported lines": 30285,
     "files at the end": 225,
     "lines at the end": 35119,
     "feature words": 652,
-    "kernel files": 93,
-    "kernel lines": 14329,
-    "all lines": 67861,
+    "kernel files": 89,
+    "kernel lines": 13265,
+    "all lines": 67863,
 }
 
 # What one reads to understand training.

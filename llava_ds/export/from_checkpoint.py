@@ -9,12 +9,13 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
+from llava_ds.checkpoint.checkpoint_files import SavedWeight, read_lora_start, trained_weights
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.config.arguments import Arguments, changes_base, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.checkpoint_files import ENGINE, SavedWeight, read_lora_start, trained_weights
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.export.adapter import merged_entries
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries

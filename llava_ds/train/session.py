@@ -9,6 +9,7 @@ import deepspeed
 import torch
 from transformers import PreTrainedConfig
 
+from llava_ds.checkpoint.checkpoint_files import read_lora_start
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
 from llava_ds.checkpoint.training_state import restore
@@ -17,7 +18,6 @@ from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
-from llava_ds.engine.checkpoint_files import read_lora_start
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments

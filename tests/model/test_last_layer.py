@@ -12,7 +12,7 @@ from llava_ds.engine.activation_checkpointing import checkpoint_layers, repeated
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.lora import add_lora, lora_layout
-from llava_ds.model.probe import examine
+from llava_ds.model.open.probe import examine
 
 SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral", "mixtral", "qwen3_moe")
 

@@ -34,11 +34,11 @@ from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.lora import ADAPTER, add_lora, check_lora, linear_names, lora_layers, lora_layout
 from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.probe import check_language_model
+from llava_ds.model.open.rows import fit_vocabulary
 from llava_ds.model.plan import read_parts
-from llava_ds.model.probe import check_language_model
 from llava_ds.model.quantize import scale_bits
 from llava_ds.model.ready import ReadyVision
-from llava_ds.model.rows import fit_vocabulary
 from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
