@@ -120,6 +120,11 @@ def active(names: Iterable[str]) -> Active:
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
 
 
+def values_of(flag: str) -> dict[str, str]:
+    """The values of a flag that extensions add, and their titles."""
+    return {value: each.title for each in EXTENSIONS.values() for value in each.values.get(flag, ())}
+
+
 def choice(flag: str, value: object) -> Callable:
     """The function of an extension for a value of a core's flag. Raises ConfigError where none has it."""
     for name, trigger in EXTENSIONS.items():

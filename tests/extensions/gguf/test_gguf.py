@@ -29,10 +29,10 @@ from llava_ds.data.jinja_templates import llama_cpp_template
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import TEMPLATES, render, render_prompt
 from llava_ds.engine.construct import build_model
-from llava_ds.export.gguf_tokenizer import add_tokenizer, modelfile
 from llava_ds.export.output_folder import write_folder
 from llava_ds.export.tensors import Entry
 from llava_ds.export.tokenizer_files import hf_tokenizer
+from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
 from llava_ds.model.plan import plan_model
 from llava_ds.tokenizer import open_tokenizer
 

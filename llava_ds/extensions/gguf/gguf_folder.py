@@ -15,13 +15,13 @@ import torch
 
 from llava_ds.constants import ConfigError
 from llava_ds.data.templates import resolve_template
-from llava_ds.export.export_plan import GGUF_FILES, ExportPlan, hf_container, own_vision
-from llava_ds.export.gguf_tokenizer import add_tokenizer, modelfile
+from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.tensors import Entry
 from llava_ds.export.transformers_folder import hf_entries, tokenizer_and_rows
+from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
 from llava_ds.model.families.language import is_upcycled
 
-MODEL_FILE, TOWER_FILE, MODELFILE = GGUF_FILES
+MODEL_FILE, TOWER_FILE, MODELFILE = "model.gguf", "mmproj.gguf", "Modelfile"
 # transformers' model_type and llama.cpp's architecture.
 ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2"}
 TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # of --dtype
@@ -45,7 +45,7 @@ def with_gguf_type(export: ExportPlan, dtype: str) -> ExportPlan:
         raise ConfigError("--format gguf needs the package gguf: pip install 'llava_ds[gguf]'")
     if why := _other_model(export) or _other_language_model(export.model.text_config) or _other_tower(export):
         raise ConfigError(f"--format gguf is not possible: {why}; give --format hf")
-    return dataclasses.replace(export, gguf_type=dtype)
+    return dataclasses.replace(export, matrix_type=dtype)
 
 
 def _other_model(export: ExportPlan) -> str | None:
@@ -235,7 +235,7 @@ def _write(writer, entries: list[Entry], export: ExportPlan) -> None:
     """Write the file: what is known of all tensors, then one after the other."""
     import gguf
 
-    wanted = TYPES[export.gguf_type]
+    wanted = TYPES[export.matrix_type]
     file_type = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "Q8_0": "MOSTLY_Q8_0"}[wanted]
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
