@@ -3,9 +3,9 @@
     python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
 
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
-table, the scripts of run/ that import it, the lines of recipes with its flags, and of other pages the lines that link
-to its page and the paragraphs that name such a script. Without names, each is deleted alone, one after the other; a+b
-deletes two together.
+table, the scripts of run/ that import it, other tests that do, the lines of recipes with its flags, and of other pages
+the lines that link to its page, and the paragraphs and commands that name such a script. One that requires it goes with
+it. Without names, each is deleted alone, one after the other; a+b deletes two together.
 """
 
 import argparse
@@ -57,16 +57,20 @@ def delete(folder: Path, name: str) -> None:
         recipe.write_text("".join(line for line in lines if not flag.match(line)))
     table = folder / "llava_ds" / "extensions" / "table.py"
     table.write_text(without_entry(table.read_text(), name))
-    own = f"llava_ds.extensions.{name}."
-    scripts = [path for path in folder.glob("run/**/*.py") if f"\nfrom {own}" in path.read_text()]
+    imports = re.compile(rf"^from llava_ds\.extensions\.{name}\b", re.MULTILINE)
+    scripts = [path for path in folder.glob("run/**/*.py") if imports.search(path.read_text())]
     tests = {f"test_{path.stem}.py" for path in scripts}
-    tests = [path for path in folder.glob("tests/**/*.py") if path.name in tests or f"\nfrom {own}" in path.read_text()]
+    tests = [path for path in folder.glob("tests/**/*.py") if path.name in tests or imports.search(path.read_text())]
     for path in (*scripts, *tests):
         path.unlink()
+    named = [path.relative_to(folder).as_posix() for path in scripts]
+    makefile = folder / "Makefile"
+    commands = re.split(r"(?<!\\)\n", makefile.read_text())  # with the lines that go on
+    makefile.write_text("\n".join(line for line in commands if not any(path in line for path in named)))
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
     for page in [*folder.glob("*.md"), *folder.glob("docs/*.md"), *folder.glob("ds_configs/*.md")]:
         kept = "".join(line for line in page.read_text().splitlines(keepends=True) if not link.search(line))
-        parts = (part for part in kept.split("\n\n") if not any(f"run/{path.name}" in part for path in scripts))
+        parts = (part for part in kept.split("\n\n") if not any(path in part for path in named))
         page.write_text("\n\n".join(parts))
 
 
