@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 186,
-    "imported lines": 29921,
+    "imported lines": 29930,
     "files at the end": 225,
     "lines at the end": 35119,
-    "feature words": 653,
+    "feature words": 651,
     "kernel files": 87,
-    "kernel lines": 12973,
-    "all lines": 68217,
+    "kernel lines": 12967,
+    "all lines": 68245,
 }
 
 # What one reads to understand training.

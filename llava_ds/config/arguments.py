@@ -32,6 +32,7 @@ __all__ = [
     "TrainingArguments",
     "changes_base",
     "every_flag",
+    "every_objective",
     "every_section",
     "flag_default",
     "flags_free_on_resume",
@@ -164,6 +165,12 @@ class Arguments:
             for name, value in self.as_dict().items()
             if flags[name].path is None and not flags[name].per_machine
         }
+
+
+def every_objective() -> dict[str, ObjectiveTraits]:
+    """The objectives that extensions add, and their traits."""
+    names = [(name, value) for name, trigger in EXTENSIONS.items() for value in trigger.adds.get("objective", ())]
+    return {value: flags_class(name)().traits(value) for name, value in names}
 
 
 def every_section() -> list[type]:

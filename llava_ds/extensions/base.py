@@ -67,21 +67,29 @@ class ObjectiveTraits(NamedTuple):
     needs: Mapping[str, str] = {}
 
 
+class Number(NamedTuple):
+    """A number in the log. title: of its chart in the report; bar: its text in the progress bar, "" for none."""
+
+    title: str
+    bar: str = ""
+
+
 @dataclass(frozen=True)
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
     property where values decide, of either); moments: numbers that the optimizer keeps for each trained weight beside
-    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; compiles: layers may be
-    compiled; fuses: kernels of layers are fused, which the flag of this text asks for; needs_text: it has no use for a
-    model that gives no text.
+    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; numbers: those that it logs
+    and that have a chart, by their names; compiles: layers may be compiled; fuses: kernels of layers are fused, which
+    the flag of this text asks for; needs_text: it has no use for a model that gives no text.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    numbers: ClassVar[Mapping[str, Number]] = {}
     needs_text: ClassVar[bool] = False
     data_path: ClassVar[str | None] = None
 

@@ -9,6 +9,7 @@ import packed_step
 import pytest
 import torch
 import toys
+from extension_there import needs_extension
 from launching import ROOT
 from PIL import Image
 from ready_models import write_ready
@@ -139,6 +140,7 @@ def test_people_see_the_weights(inspect_data, tmp_path, toy_base, capsys):
         assert {w for w, label in zip(row["weights"], row["labels"]) if label != IGNORE_INDEX} == {0.5}
 
 
+@needs_extension("rl")
 @pytest.mark.parametrize("objective", ["grpo", "ppo"])
 def test_objectives_that_draw_answers_refuse_them(inspect_data, tmp_path, toy_base, objective):
     data = write(tmp_path / "d", (1, 1, 0.5), "tt", plain=True)
@@ -154,6 +156,7 @@ def test_objectives_that_draw_answers_refuse_them(inspect_data, tmp_path, toy_ba
         inspected(inspect_data, tmp_path, {**toy_base, **data}, "--objective", objective, "--reward_funcs", "accuracy")
 
 
+@needs_extension("preference")
 @pytest.mark.parametrize("objective", ["dpo", "reward"])
 @pytest.mark.parametrize("which", ["chosen", "rejected"])
 def test_preferences_refuse_them(inspect_data, tmp_path, toy_base, objective, which):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from extension_there import if_there, needs_extension
 from ready_models import write_ready
 
 from llava_ds.constants import ConfigError
@@ -33,8 +34,10 @@ def refusal(argv: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "begins", "end"),
     [
-        ("--objective grpo", "--objective grpo: ", "which trains on answers alone so far: give sft"),
-        ("--objective ppo --num_generations 1", "--objective ppo: ", "which trains on answers alone so far: give sft"),
+        pytest.param(
+            *("--objective ppo --num_generations 1", "--objective ppo: ", "trains on answers alone so far: give sft"),
+            marks=needs_extension("rl"),
+        ),
         ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
         ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
         (
@@ -50,6 +53,7 @@ def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
     assert line.startswith(begins) and line.endswith(end)
 
 
+@needs_extension("rl")
 def test_every_reason_that_can_not_be_helped_is_given(ready):
     lines = refusal([*ready, "--objective", "grpo", "--bits", "4", "--version", "v1"])
     assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--bits 4", "--version"]
@@ -64,6 +68,7 @@ def test_a_families_axes_come_before_missing_flags(composed):
     assert asked.startswith("--eval_data_split ")
 
 
+@needs_extension("rl")
 def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
     lines = refusal(["--model_name_or_path", str(tmp_path), "--objective", "grpo"])
@@ -71,5 +76,6 @@ def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
 
 
 def test_flags_that_a_model_can_have_are_asked_for(composed):
-    assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
+    if if_there("rl", objective="grpo"):
+        assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
     assert "needs --lora_enable True" in "\n".join(refusal([*composed, "--bits", "4"]))

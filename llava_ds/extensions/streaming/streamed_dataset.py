@@ -59,7 +59,7 @@ class StreamedDataset(EncodedDataset):
     ) -> None:
         self._spec, self._number, self._num_records, self._beside = spec, number, num_records, beside
         self.sources, self.descriptions, self.image_options = spec.names, spec.descriptions, spec.image_options
-        self.are_pairs, self.reference = False, None
+        self.are_pairs, self.of_answers = False, {}
         self.drawn = "shards", 1
         # Of a generation that was made anew, because images had changed, a run can't be resumed.
         used = options_that_matter(spec.image_options, videos=True)

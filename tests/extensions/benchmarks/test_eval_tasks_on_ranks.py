@@ -17,13 +17,13 @@ pytestmark = pytest.mark.full
 
 STEPS, EVERY = 12, 4
 LORA = {"lora_enable": True, "lora_r": 16, "lora_alpha": 64, "lora_dropout": 0.0, "learning_rate": 2e-2}
-GRPO = {"objective": "grpo", "reward_funcs": "exact", "num_generations": 2, "max_completion_length": 4}
+GRPO = if_there("rl", objective="grpo", reward_funcs="exact", num_generations=2, max_completion_length=4)
 RUNS = {
     "zero0": (0, {}),
     "zero3": (3, {}),
     "zero2-bf16": (2, {"bf16": True}),
     "zero3-lora": (3, LORA),
-    "zero2-grpo": (2, GRPO),
+    **({"zero2-grpo": (2, GRPO)} if GRPO else {}),
 }
 READY = ("smolvlm", "qwen3_vl")
 
