@@ -89,6 +89,8 @@ def asked_for(given: Mapping[str, object]) -> list[str]:
 
 def flags_class(name: str) -> type[ExtensionFlags]:
     """The class of an extension's flags. Raises ConfigError where it can't be loaded, or has a name nobody reads."""
+    if not EXTENSIONS[name].flags:
+        return ExtensionFlags
     kind = _part(name, "flags", "Flags")
     where = f"llava_ds/extensions/{name}/flags.py: Flags"
     _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
@@ -119,6 +121,11 @@ def active(names: Iterable[str]) -> Active:
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
 
 
+def values_of(flag: str) -> dict[str, str]:
+    """The values of a flag that extensions add, and their titles."""
+    return {value: each.title for each in EXTENSIONS.values() for value in each.values.get(flag, ())}
+
+
 def choice(flag: str, value: object) -> Callable:
     """The function of an extension for a value of a core's flag. Raises ConfigError where none has it."""
     for name, trigger in EXTENSIONS.items():
@@ -141,6 +148,9 @@ def _store(scheme: str) -> ModuleType:
 
 
 def _extension(name: str) -> Extension:
+    trigger = EXTENSIONS[name]
+    if not (trigger.flags or trigger.values):  # scripts of run/ import its modules, and a run nothing
+        return Extension()
     found: Extension = _part(name, "extension", "extension")
     if found.part is not None:
         _refuse_unknown(
