@@ -14,6 +14,7 @@ from llava_ds.config.bounds import Count, Number, number
 from llava_ds.constants import ConfigError
 from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.extensions.active import choice, values_of
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
 FORMS = ("hf", "llava", "adapter", "projector")
@@ -191,8 +192,9 @@ def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> No
 def _check_form(export: ExportPlan, dtype: str, is_lora_run: bool) -> None:
     if export.form == "adapter" and not is_lora_run:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
-    if dtype in values_of("dtype") and export.form in FORMS:
-        raise ConfigError(f"--dtype {dtype} goes with another --format: give float32, bfloat16 or float16")
+    own = next((each.values["format"] for each in EXTENSIONS.values() if dtype in each.values.get("dtype", ())), None)
+    if own is not None and export.form not in own:
+        raise ConfigError(f"--dtype {dtype} goes with --format {own[0]}: give float32, bfloat16 or float16")
     if export.form == "llava":
         refuse_lost_tokens(export.model.tokenizer)
     kind, why = hf_kind(export.model, export.args, export.image_options)

@@ -38,11 +38,7 @@ class Flags(ExtensionFlags):
         whole = ("whole_matrices", "whole_layers", "whole_sample", "plain_weights")
         return dict.fromkeys(whole, "each answers alone") | {"dense_mlps": "it is not tried with these experts"}
 
-    def asked_by(self) -> str:
-        """The flag, whose value says nothing."""
-        return "--eval_tasks"
-
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A model that gives text is needed."""
-        if args.training.objective == "reward":
+        if args.traits.scores:
             yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"

@@ -456,7 +456,9 @@ def test_parameters_that_ask_for_gradients_are_written_too(tmp_path):
     export(model, plan, args, options, tmp_path / "hf")
     entries = [Entry(name, tuple(p.shape), lambda p=p: p.requires_grad_()) for name, p in model.named_parameters()]
     (tmp_path / "gguf").mkdir()
-    write_folder(export_plan(model, plan, args, options, form="gguf", gguf_type="float32"), entries, tmp_path / "gguf")
+    write_folder(
+        export_plan(model, plan, args, options, form="gguf", matrix_type="float32"), entries, tmp_path / "gguf"
+    )
     expected, found = tensors_of(converted(tmp_path / "hf", tmp_path / "other")), tensors_of(tmp_path / "gguf")
     assert expected.keys() == found.keys()
     assert all(np.array_equal(found[name].data, tensor.data) for name, tensor in expected.items())
