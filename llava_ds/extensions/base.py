@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
+from llava_ds.extensions.architecture import FolderPart
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -380,4 +381,5 @@ class Extension:
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps
+    folder: FolderPart | None = None  # model folders that it reads
     mesh: MeshPart | None = None  # of the axis that its flags add
