@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
+from llava_ds.extensions.architecture import Architecture, FolderPart
 from llava_ds.extensions.base import (
     PROPERTIES,
     Extension,
@@ -122,6 +123,8 @@ def asked_for(given: Mapping[str, object]) -> list[str]:
 
 def flags_class(name: str) -> type[ExtensionFlags]:
     """The class of an extension's flags. Raises ConfigError where it can't be loaded, or has a name nobody reads."""
+    if not EXTENSIONS[name].flags:
+        return ExtensionFlags
     kind = _part(name, "flags", "Flags")
     where = f"llava_ds/extensions/{name}/flags.py: Flags"
     _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
@@ -152,6 +155,31 @@ def active(names: Iterable[str]) -> Active:
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
 
 
+def values_of(flag: str) -> dict[str, str]:
+    """The values of a flag that extensions add, and their titles."""
+    return {value: each.title for each in EXTENSIONS.values() for value in each.values.get(flag, ())}
+
+
+def folder_part(model_type: object) -> FolderPart | None:
+    """The part of an extension that reads folders of a model_type; None if no extension does. It is loaded."""
+    for name, trigger in EXTENSIONS.items():
+        if model_type in trigger.model_types.split():
+            return _extension(name).folder
+    return None
+
+
+def architecture_of(config: "PreTrainedConfig") -> Architecture | None:
+    """The architecture of a whole model's configuration; None for the core's own composition, or an unknown one."""
+    part = folder_part(config.model_type)
+    return part.architecture(config) if part is not None and config.model_type in part.model_types else None
+
+
+def model_types() -> list[str]:
+    """The model_types of folders that extensions read. Loads them."""
+    parts = [_extension(name).folder for name, trigger in EXTENSIONS.items() if trigger.model_types]
+    return [kind for part in parts for kind in part.model_types]
+
+
 def choice(flag: str, value: object) -> Callable:
     """The function of an extension for a value of a core's flag. Raises ConfigError where none has it."""
     for name, trigger in EXTENSIONS.items():
@@ -174,6 +202,9 @@ def _store(scheme: str) -> ModuleType:
 
 
 def _extension(name: str) -> Extension:
+    trigger = EXTENSIONS[name]
+    if not (trigger.flags or trigger.values or trigger.model_types):  # scripts of run/ import it, and a run nothing
+        return Extension()
     found: Extension = _part(name, "extension", "extension")
     if found.part is not None:
         _refuse_unknown(

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
+from llava_ds.extensions.architecture import FolderPart
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.runner import Runner
     from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.export.export_plan import ExportPlan
+    from llava_ds.export.tensors import Entry
     from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
@@ -94,6 +98,7 @@ class Number(NamedTuple):
     bar: str = ""
 
 
+@dataclass(frozen=True)
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
@@ -113,6 +118,11 @@ class ExtensionFlags:
     numbers: ClassVar[Mapping[str, Number]] = {}
     needs_text: ClassVar[bool] = False
     data_path: ClassVar[str | None] = None
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the extension gives numbers at evaluations."""
+        return False
 
     @property
     def takes_samples(self) -> bool:
@@ -310,6 +320,27 @@ class Wrap:
         return []
 
 
+class FolderForm:
+    """A form of model folders that run/export.py writes: a value of its --format (Extension.choices).
+
+    library: that opens it, for the model card.
+    """
+
+    library: ClassVar[str]
+
+    def planned(self, export: "ExportPlan", dtype: str) -> "ExportPlan":
+        """The plan of such an export. dtype: --dtype's value. Raises ConfigError for a model that can't be written."""
+        raise NotImplementedError
+
+    def write(self, export: "ExportPlan", entries: "list[Entry]", folder: Path) -> None:
+        """Write the folder. entries: of the model, by their names here."""
+        raise NotImplementedError
+
+    def usage(self, folder: str) -> str:
+        """How to use the folder, in markdown. folder: its name, quoted for a shell."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class MeshPart:
     """The needs of the axis that an extension's flags add; every slot but its name is optional.
@@ -350,4 +381,5 @@ class Extension:
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps
+    folder: FolderPart | None = None  # model folders that it reads
     mesh: MeshPart | None = None  # of the axis that its flags add

@@ -39,7 +39,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "pissa": {**LORA, "init_lora_weights": "pissa"},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
-    "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
     "recomputed": {"gradient_checkpointing": True},
     "weights only": {"save_only_model": True},
     "projector alone": {"tune_mm_mlp_adapter": True},

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ready_models
 import torch
 import toys
 from known_flags import known_cases
@@ -14,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from llava_ds.data.sample import Message
-from llava_ds.infer.generate import Prompt, answer
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.infer.generate import Prompt, answer
+from llava_ds.extensions.infer.load import load_model
 
 STEPS, SAVED = 30, 15
 ADDED = ("<lift>", "<drop>", "<turn>")
@@ -63,6 +62,7 @@ def grow_with_transformers(source: Path, target: Path, rows: int) -> dict[str, s
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder of all runs, on two ranks in one launch."""
+    ready_models = pytest.importorskip("ready_models")
     folder = tmp_path_factory.mktemp("rows")
     data = write_data(folder / "data")
     ready = {**data, **ready_models.write_ready(folder / "base", "smolvlm")}
