@@ -95,6 +95,7 @@ def known(parsers) -> dict[str, set[str]]:
         **{
             name: ROOT / "run" / "dev" / name
             for name in ("room_graph.py", "compare_trl.py", "serve_check.py", "write_pairs.py", "write_questions.py")
+            if (ROOT / "run" / "dev" / name).exists()
         },
     }
     for name, module in measure.MEASUREMENTS.items():
@@ -269,7 +270,7 @@ def test_the_commands_of_ones_own_data_do_what_the_page_says(tmp_path):
 def test_what_other_trainers_call_a_flag_is_answered_with_ours(tmp_path):
     given = ["--deepspeed_config", str(ROOT / "ds_configs" / "zero2.json"), "--output_dir", str(tmp_path)]
     known = {option for action in flags_script().build_parser()._actions for option in action.option_strings}
-    of_extensions = [by_name(flags_class(name).elsewhere) for name in EXTENSIONS]
+    of_extensions = [by_name(flags_class(name).other_names) for name in EXTENSIONS]
     for theirs, ours in [pair for names in (ELSEWHERE, *of_extensions) for pair in names.items()]:
         assert theirs not in known and (not ours.startswith("--") or ours.split()[0] in known)
         with pytest.raises(ConfigError, match=f"{theirs}.*{re.escape(ours)}"):

@@ -61,10 +61,7 @@ ELSEWHERE = by_name(
         "--mm_projector_lr": "--aligner_lr --merger_lr",
         "--vision_tower": "--image_tower --vision_encoder --mm_vision_encoder",
         "--mm_projector_type": "--image_projector_type",
-        "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
-        "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
         "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",
-        "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size --val_split",
         "--model_max_length": "--cutoff_len --max_len --max_length --max_seq_len --max_seq_length --seq_len",
         "--version": "--template --conv_style --conv_type --conversation_template --chat_template",
@@ -159,7 +156,7 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
     None for those of another parser."""
     after_flag = False
     sections = list(map(flags_class, EXTENSIONS))
-    elsewhere = ELSEWHERE | {name: ours for each in sections for name, ours in by_name(each.elsewhere).items()}
+    elsewhere = ELSEWHERE | {name: ours for each in sections for name, ours in by_name(each.other_names).items()}
     not_here = NOT_HERE | {name: why for each in sections for name, why in by_name(each.not_here).items()}
     for token, after in zip(unknown, [*unknown[1:], "--"]):
         flag, has_value, value = token.partition("=")

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from tokenizers import Encoding
@@ -14,6 +14,7 @@ from llava_ds.constants import (
     IGNORE_INDEX,
     IMAGE_TOKEN,
     IMAGE_TOKEN_INDEX,
+    ConfigError,
     DataError,
 )
 from llava_ds.data.chat_template import AnswerPrompt, answer_prompt, render_own, render_own_prompt
@@ -23,6 +24,7 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTok
 from llava_ds.data.templates import TEMPLATES, Segment, Span, Template, render, render_prompt
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
+from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import ImageText
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, rows_noted, with_token
 
@@ -82,7 +84,12 @@ class _Head:
 
 
 class Encoder:
-    """Encodes conversations to the ids and labels of LLaVA's own code. Can be pickled."""
+    """Encodes conversations to the ids and labels of LLaVA's own code. Can be pickled.
+
+    writes_parts: messages are written as lists of parts, images among them.
+    """
+
+    writes_parts: ClassVar[bool] = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
         self.options = options
@@ -229,11 +236,10 @@ class Encoder:
         return self._prompt_text(asked, num_image_tokens), "".join(segment.text for segment in segments)
 
     def _answer_prompt(self, conversation: Transcript, source: str | None = None) -> AnswerPrompt:
-        """The prompt before the answers of a conversation. source: as of render_ready."""
+        """The prompt before the answers of a conversation. source: as of render_parts."""
         key = (conversation.template_kwargs, source)
         if key not in self._prompts:
-            is_ready = self.options.template == "processor"
-            self._prompts[key] = answer_prompt(self.tokenizer, *key, as_parts=is_ready)
+            self._prompts[key] = answer_prompt(self.tokenizer, *key, as_parts=self.writes_parts)
         return self._prompts[key]
 
     def _prompt_text(self, conversation: Transcript, features: Sequence[int | ImageText]) -> str:
@@ -447,3 +453,12 @@ def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:
     while last > 0 and segments[last - 1].is_answer:
         last -= 1
     return [s._replace(supervised=s.is_answer and i >= last, first_tokens=0) for i, s in enumerate(segments)]
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> Encoder:
+    """The encoder of a model: its images' own, else that of templates."""
+    if (own := images.encoder()) is not None:
+        return own(tokenizer, options, images)
+    if options.template == "processor":
+        raise ConfigError("--version processor is for ready models, whose processors write conversations: leave it out")
+    return Encoder(tokenizer, options)

@@ -40,7 +40,7 @@ METRICS = {
 class Flags(ExtensionFlags):
     """Flags of preferences."""
 
-    elsewhere: ClassVar = {"--loss_type": "--pref_loss", "--beta": "--dpo_beta --pref_beta"}
+    other_names: ClassVar = {"--loss_type": "--pref_loss", "--beta": "--dpo_beta --pref_beta"}
     numbers: ClassVar = {
         "rewards/accuracies": Number("Share of pairs whose chosen answer is ahead", "accuracy {:.1%}"),
         "rewards/margins": Number("How far the chosen answer is ahead"),

@@ -111,7 +111,7 @@ class Flags(ExtensionFlags):
     vf_coef: Rate = _ppo(0.1, "ppo: weight of the critic's loss beside the actor's.")
     clip_reward_value: Positive = _ppo(5.0, "ppo: most that the reward of an answer counts, either way.")
 
-    elsewhere: ClassVar = {
+    other_names: ClassVar = {
         '"stage" in the DeepSpeed JSON, which actor and critic share (--deepspeed_config ds_configs/zero2.json)': (
             "--actor_zero_stage --critic_zero_stage"
         ),
