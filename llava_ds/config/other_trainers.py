@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from llava_ds.config.bounds import takes
 from llava_ds.constants import nearest_name
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 
 NO = ("False", "false", "0")
 
@@ -55,10 +57,7 @@ ELSEWHERE = {
         "--mm_projector_lr": "--aligner_lr --merger_lr",
         "--vision_tower": "--image_tower --vision_encoder --mm_vision_encoder",
         "--mm_projector_type": "--image_projector_type",
-        "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
-        "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
         "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",
-        "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size --val_split",
         "--model_max_length": "--cutoff_len --max_len --max_length --max_seq_len --max_seq_length --seq_len",
         "--version": "--template --conv_style --conv_type --conversation_template --chat_template",
@@ -193,9 +192,15 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         value = value if has_value else after
         useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}
         fitting = [name for name, action in useful.items() if action is None or takes(action, value)]
-        nearest = ELSEWHERE.get(flag) or nearest_name(flag, fitting)
+        nearest = {**ELSEWHERE, **_of_extensions()}.get(flag) or nearest_name(flag, fitting)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help all lists all flags"
         yield f"unknown flag {flag}{hint}"
+
+
+def _of_extensions() -> dict[str, str]:
+    """The same of the flags of extensions."""
+    pairs = [pair for name in EXTENSIONS for pair in flags_class(name).other_names.items()]
+    return {theirs: ours for ours, names in pairs for theirs in names.split()}
 
 
 def _is_number(text: str) -> bool:

@@ -10,10 +10,24 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, ReportPart, SessionPart, Wrap
+from llava_ds.extensions.architecture import Architecture, FolderPart
+from llava_ds.extensions.base import (
+    PROPERTIES,
+    Extension,
+    ExtensionFlags,
+    Hook,
+    MeshPart,
+    Phase,
+    ReportPart,
+    SessionPart,
+    Wrap,
+)
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from llava_ds.config.arguments import Arguments
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
@@ -39,10 +53,21 @@ class Active:
         return [hook for each in self.extensions.values() for hook in each.hooks]
 
     @property
+    def mesh_parts(self) -> tuple[MeshPart, ...]:
+        """The needs of the axes of the mesh."""
+        return tuple(each.mesh for each in self.extensions.values() if each.mesh is not None)
+
+    def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:
+        """Return lines on what can't be done with a language model. config: its configuration."""
+        found = (each.fits for each in self.extensions.values() if each.fits is not None)
+        return [line for fits in found for line in fits(args, config)]
+
+    @property
     def open_data(self) -> Callable[..., "EncodedDataset"] | None:
         """The function that opens the training data; None without an extension that does."""
         return next((each.open_data for each in self.extensions.values() if each.open_data is not None), None)
 
+    @property
     def wraps(self) -> list[Wrap]:
         """The wraps of all extensions."""
         return [each.wrap for each in self.extensions.values() if each.wrap is not None]
@@ -81,6 +106,16 @@ def owners(flags: Collection[str]) -> list[str]:
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
 
 
+def own_keys() -> list[str]:
+    """The keys at the top of a DeepSpeed JSON that belong to an extension."""
+    return [key for trigger in EXTENSIONS.values() for key in trigger.keys.split()]
+
+
+def reading(keys: Collection[str]) -> list[str]:
+    """The extensions that keys at the top of a DeepSpeed JSON belong to."""
+    return [name for name, trigger in EXTENSIONS.items() if not set(trigger.keys.split()).isdisjoint(keys)]
+
+
 def asked_for(given: Mapping[str, object]) -> list[str]:
     """The extensions that flags with these values ask for; of an extension's own flags only the names count."""
     return [name for name, trigger in EXTENSIONS.items() if trigger.asked_for(given)]
@@ -88,6 +123,8 @@ def asked_for(given: Mapping[str, object]) -> list[str]:
 
 def flags_class(name: str) -> type[ExtensionFlags]:
     """The class of an extension's flags. Raises ConfigError where it can't be loaded, or has a name nobody reads."""
+    if not EXTENSIONS[name].flags:
+        return ExtensionFlags
     kind = _part(name, "flags", "Flags")
     where = f"llava_ds/extensions/{name}/flags.py: Flags"
     _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
@@ -118,6 +155,31 @@ def active(names: Iterable[str]) -> Active:
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
 
 
+def values_of(flag: str) -> dict[str, str]:
+    """The values of a flag that extensions add, and their titles."""
+    return {value: each.title for each in EXTENSIONS.values() for value in each.values.get(flag, ())}
+
+
+def folder_part(model_type: object) -> FolderPart | None:
+    """The part of an extension that reads folders of a model_type; None if no extension does. It is loaded."""
+    for name, trigger in EXTENSIONS.items():
+        if model_type in trigger.model_types.split():
+            return _extension(name).folder
+    return None
+
+
+def architecture_of(config: "PreTrainedConfig") -> Architecture | None:
+    """The architecture of a whole model's configuration; None for the core's own composition, or an unknown one."""
+    part = folder_part(config.model_type)
+    return part.architecture(config) if part is not None and config.model_type in part.model_types else None
+
+
+def model_types() -> list[str]:
+    """The model_types of folders that extensions read. Loads them."""
+    parts = [_extension(name).folder for name, trigger in EXTENSIONS.items() if trigger.model_types]
+    return [kind for part in parts for kind in part.model_types]
+
+
 def choice(flag: str, value: object) -> Callable:
     """The function of an extension for a value of a core's flag. Raises ConfigError where none has it."""
     for name, trigger in EXTENSIONS.items():
@@ -140,6 +202,9 @@ def _store(scheme: str) -> ModuleType:
 
 
 def _extension(name: str) -> Extension:
+    trigger = EXTENSIONS[name]
+    if not (trigger.flags or trigger.values or trigger.model_types):  # scripts of run/ import it, and a run nothing
+        return Extension()
     found: Extension = _part(name, "extension", "extension")
     if found.part is not None:
         _refuse_unknown(

@@ -8,18 +8,25 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all; adds: values, with
-    their help, that it adds to a flag of the core. One of these loads it, and its own flags don't; extensions that add
-    values to the same flag are never loaded together, and may have flags of the same name.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
+    at the top of the DeepSpeed JSON, that say what a flag says; model_types: of config.json in folders that it reads,
+    or refuses with a reason; values: values of the core's flags that ask for it;
+    schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the core. One
+    of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded together,
+    and may have flags of the same name; requires: names of extensions that it needs; model_files: of its form of model
+    folders. One without any of these has scripts in run/.
     """
 
     title: str
-    flags: str
+    flags: str = ""
     always: bool = False
     leaves: str = ""
+    model_types: str = ""
+    keys: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
+    requires: str = ""
+    model_files: str = ""
     adds: Mapping[str, Mapping[str, str]] = {}
 
     def asked_for(self, given: Mapping[str, object]) -> bool:
@@ -61,6 +68,21 @@ EXTENSIONS: dict[str, Trigger] = {
         "",
         values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
     ),
+    "sequence_parallel": Trigger(
+        "ranks share the tokens of every micro-batch",
+        "sequence_parallel_size sp_size",
+        keys="sequence_parallel_size",
+    ),
+    "tensor_parallel": Trigger(
+        "ranks share the matrices of the layers",
+        "tensor_parallel_size tp_size deepspeed_autotp_size",
+        keys="tensor_parallel",
+    ),
+    "pipeline": Trigger(
+        "ranks have some of the layers each",
+        "pipeline_parallel_size pp_size",
+        keys="pipeline",
+    ),
     "object_store": Trigger(
         "data by URLs, in object stores and on web servers",
         "allow_http object_cache_dir object_cache_gb",
@@ -68,6 +90,15 @@ EXTENSIONS: dict[str, Trigger] = {
         schemes="*",
     ),
     "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
+    "infer": Trigger("answers of a model, in the terminal, in a browser and to other programs", ""),
+    "benchmarks": Trigger("scores on benchmarks, also while a run trains", "eval_tasks", requires="infer"),
+    "doctor": Trigger("whether a machine and its software can train", ""),
+    "gguf": Trigger(
+        "for llama.cpp and Ollama",
+        "",
+        values={"format": ("gguf",), "dtype": ("q8_0",)},
+        model_files="model.gguf mmproj.gguf Modelfile",
+    ),
     "best": Trigger(
         "the checkpoint with the best evaluation is kept, or becomes the model",
         "metric_for_best_model greater_is_better load_best_model_at_end "
@@ -89,4 +120,9 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+    "ready": Trigger(
+        "vision-language models of transformers' own classes, such as Qwen-VL and Gemma",
+        model_types="idefics3 smolvlm internvl gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 glm4v "
+        "glm46v gemma3n gemma4_unified paligemma qwen3_5_moe mllama",
+    ),
 }

@@ -7,7 +7,7 @@ with DoRA "x.lora_magnitude_vector.default.weight" (O,). Of experts it is put be
 matrices (expert_lora.py).
 
 Flags and files name a layer as the class does that peft opens an adapter over: LLaVA's, whose names are those of the
-language model, model.mm_projector and model.vision_tower; or transformers' class of a ready model.
+language model, model.mm_projector and model.vision_tower; or the class of an architecture that an extension reads.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from llava_ds.config.arguments import ModelArguments, changes_base, lora_parts
 from llava_ds.config.model_flags import LORA_PARTS, is_pattern
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import read_json
 from llava_ds.model.expert_lora import wrap_experts
 from llava_ds.model.open import names as formats
@@ -36,8 +37,6 @@ from llava_ds.model.open.merged_adapters import (
     adapter_file,
     merged_weight,
 )
-from llava_ds.model.open.ready_folder import ReadyNames
-from llava_ds.model.ready import ReadyModel
 
 ADAPTER = "default"  # peft's name for the only adapter there is
 A, B, MAGNITUDE = (f".lora_{part}.{ADAPTER}.weight" for part in ("A", "B", "magnitude_vector"))
@@ -146,13 +145,13 @@ class LoraLayout:
 
 
 def lora_layout(
-    model: nn.Module, args: ModelArguments, ready: ReadyModel | None, text_config: PreTrainedConfig
+    model: nn.Module, args: ModelArguments, architecture: Architecture | None, text_config: PreTrainedConfig
 ) -> LoraLayout:
     """Choose the layers of a LlavaModel that get LoRA. Call it before add_lora.
 
     Raises ConfigError where a name in the flags is that of no layer, a part has none, or a rank is too high.
     """
-    rename = ReadyNames(ready, text_config).from_part if ready is not None else _llavas_names(args)
+    rename = _llavas_names(args) if architecture is None else architecture.names(text_config).from_part
     layout = LoraLayout((), (), rename, lora_parts(args))
     saved = _saved_modules(model, args, layout)
     layout = LoraLayout((), saved, rename, layout.parts)

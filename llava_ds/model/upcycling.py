@@ -214,7 +214,6 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
             ),
             (f"--bits {model.bits}", model.bits != 16, "packed weights train by LoRA alone, which does not open"),
             ("--tune_mm_mlp_adapter True", model.tune_mm_mlp_adapter, "it writes a projector and no model"),
-            ("--eval_tasks", training.eval_tasks is not None, "it is not tried with these experts"),
         )
         if is_set
     ]

@@ -39,7 +39,7 @@ from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.evals import Evaluation, Tasks
+from llava_ds.train.evals import Asked, Evaluation, Measure
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
@@ -95,7 +95,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     parts = plan.active.parts(plan, started)
-    model, engine, checkpointed, tasks = _build_engine(plan, started, parts)
+    model, engine, checkpointed, asked = _build_engine(plan, started, parts)
     plain = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
     objective = plan.active.objective(plan, mesh, plain)
     runner = _runner(engine, mesh)
@@ -108,7 +108,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(runner, plan, objective, tasks, trackers, ranks, mesh)
+    evaluation = Evaluation(runner, plan, objective, asked, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         from llava_ds.model.mixture import routers_of
         from llava_ds.train.objectives.routed import Routed
@@ -136,19 +136,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
     """Choose what runs micro-batches over this mesh."""
-    if mesh.pp == 1:
-        return Direct(engine)
-    from llava_ds.engine.pipeline import Pipelined
-
-    return Pipelined(engine)
-
-
-def _share_tokens(model: LlavaModel, mesh: Mesh) -> None:
-    """Let the ranks of a mesh that share a micro-batch's tokens do so."""
-    if mesh.sp > 1:
-        from llava_ds.model.shared_tokens import share_tokens
-
-        share_tokens(model)
+    makes = [part.runner for part in mesh.parts if part.runner is not None]
+    return makes[0](engine) if makes else Direct(engine)
 
 
 def finish(session: Session, hooks: Sequence[Hook]) -> int:
@@ -200,9 +189,9 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
 def _build_engine(
     plan: Plan, started: Start, parts: Sequence[SessionPart]
-) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Tasks | None]:
+) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, list[Measure]]:
     """Build the model and the engine over it. Returns them, the parts of the model whose layers may be checkpointed,
-    and what asks --eval_tasks."""
+    and what extensions measure of it."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
@@ -212,11 +201,10 @@ def _build_engine(
     computed = text_config, ranks.device, resolved.compute_dtype
     print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
     print_first(*plan.active.filled(model, plan.model, resolved, ranks))
-    _share_tokens(model, mesh)
+    mesh.adapt(model)
     share_experts(model, mesh)
     choose_trainable(model, args)
-    asked = plan.own.get("eval_tasks")
-    tasks = None if asked is None else asked.asks(model)
+    asked = [own.asks(model) for own in plan.own.values() if isinstance(own, Asked)]
     for part in parts:
         part.built(model)
     models = all_models(model).values()
@@ -235,7 +223,7 @@ def _build_engine(
     num_updates = plan.steps.num_steps * math.prod(part.updates for part in parts)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
-    return model, engine, checkpointed, tasks
+    return model, engine, checkpointed, asked
 
 
 def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -5,17 +5,16 @@ import json
 import pytest
 import toys
 from PIL import Image
-from ready_models import write_ready
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.dataset import ALONE, PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.data.special_tokens import LITERAL_IMAGE, shown_text
-from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.question import without_image
-from llava_ds.evaluation.tasks import read_questions
-from llava_ds.infer.chat import Conversation
+from llava_ds.extensions.benchmarks.benchmark_files import Given
+from llava_ds.extensions.benchmarks.question import without_image
+from llava_ds.extensions.benchmarks.tasks import read_questions
+from llava_ds.extensions.infer.chat import Conversation
 from llava_ds.model.plan import read_parts
 
 IMAGES = {name: f"{name}.png" for name in "ab"}
@@ -107,6 +106,7 @@ def test_a_word_has_its_own_letters_ids(folder, tokenizer, parts):
 
 
 def test_a_model_whose_image_token_is_the_word_refuses_it(folder):
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(folder / "model", "smolvlm")
     parts = read_parts(ModelArguments(model_name_or_path=str(folder / "model")))
     args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())

@@ -90,7 +90,7 @@ def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) 
     These are its configurations (rope_theta), the flags (lora_alpha, bits), the image options and the versions of the
     libraries. A flag of the model counts even if it only says what trains: then a pass is made that need not be.
     """
-    configs = [plan.text_config, plan.tower.config, *([plan.ready.config] if plan.ready else [])]
+    configs = [plan.text_config, plan.tower.config, *([plan.architecture.config] if plan.architecture else [])]
     tower = getattr(plan.tower, "second", None)
     while tower is not None:
         configs, tower = [*configs, tower.config], tower.second
@@ -158,7 +158,7 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
         shard = getattr(tensor, "ds_tensor", None)
         is_cut = bool(slices.get(tensor))
-        counts = shard is not None or mesh.dp_rank == mesh.sp_rank == 0  # of copies one
+        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # of copies one
         counts = counts and (placement.index == 0 or is_cut)
         held = tensor.detach() if shard is None else shard
         part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)

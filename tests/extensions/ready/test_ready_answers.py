@@ -1,0 +1,56 @@
+"""Answers that a run draws from a ready model by its own modules are those of transformers' class."""
+
+import numpy as np
+import pytest
+import ready_models
+import torch
+import toys
+from ready_models import FAMILIES
+
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.data.collate import LoadedSample
+from llava_ds.data.end_markers import end_markers
+from llava_ds.data.sample import Message
+from llava_ds.engine.twin import twin_of
+from llava_ds.extensions.infer.generate import Prompt, answer, decode_media, media_of
+from llava_ds.extensions.infer.load import load_model
+from llava_ds.model.llava import assemble
+from llava_ds.model.loading import load_weights
+from llava_ds.model.plan import open_part, plan_model
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.train.sampling import DrawRules, draw_answers
+
+TOKENS = 6
+QUICK = FAMILIES[-1]  # Qwen3-VL-MoE, which has all that others have
+
+
+@pytest.mark.parametrize("family", [QUICK, *(pytest.param(one, marks=pytest.mark.full) for one in FAMILIES[:-1])])
+def test_drawn_answers_are_transformers(family, tmp_path):
+    """Of prompts of different lengths together: one image, two of other shapes, and none."""
+    given = ready_models.write_ready(tmp_path / "base", family)
+    args = ModelArguments(**given, version="processor")
+    images = [f"{toys.write_data(tmp_path / 'data', 'iii')['image_folder']}/{i}.png" for i in range(3)]
+    prompts = [
+        Prompt((Message("human", "<image>\nWhat is it?"),), (images[0],)),
+        Prompt((Message("human", "<image> or <image>, which of these two is it then?"),), (images[1], images[2])),
+        Prompt((Message("human", "What?"),), ()),
+    ]
+    loaded = load_model(tmp_path / "base")
+    expected = answer(loaded, prompts, max_new_tokens=TOKENS)
+
+    plan = plan_model(args, 512)
+    options = plan.tower.image_options(Arguments(args, DataArguments(), TrainingArguments(), frozenset()))
+    mean, std = (torch.tensor(values) for values in (plan.images.mean, plan.images.std))
+    model = assemble(plan.text_config, plan.tower, args, mean, std)
+    for name, part in model.named_children():
+        load_weights(part, open_part(name, plan).weights, Ranks(0, 0, 1, torch.device("cpu")), "here")
+    encoder, samples = loaded.encoder, []
+    for prompt in prompts:
+        media = media_of(prompt, options)
+        ids = torch.tensor(encoder.prompt_ids(prompt.messages, [layout.mark for *_, layout in media]))
+        samples.append(LoadedSample(ids, ids, decode_media(media, False, options)))
+    ends = tuple(end_markers("processor", plan.tokenizer))
+    rules = DrawRules(1, TOKENS, 2048, ends, options, top_k=1)
+    drawn = draw_answers(twin_of(model), samples, [np.zeros((1, TOKENS))] * 3, rules)
+    found = [plan.tokenizer.decode(one.ids, skip_special_tokens=True).strip() for [one] in drawn]
+    assert found == expected
