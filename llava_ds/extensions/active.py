@@ -43,6 +43,7 @@ class Active:
         """The function that opens the training data; None without an extension that does."""
         return next((each.open_data for each in self.extensions.values() if each.open_data is not None), None)
 
+    @property
     def wraps(self) -> list[Wrap]:
         """The wraps of all extensions."""
         return [each.wrap for each in self.extensions.values() if each.wrap is not None]
