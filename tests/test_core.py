@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 186,
-    "imported lines": 29930,
+    "imported lines": 29931,
     "files at the end": 225,
     "lines at the end": 35119,
     "feature words": 651,
     "kernel files": 84,
     "kernel lines": 12778,
-    "all lines": 68245,
+    "all lines": 68246,
 }
 
 # What one reads to understand training.
