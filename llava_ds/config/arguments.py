@@ -11,8 +11,7 @@ from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
 from llava_ds.config.model_flags import (
     ModelArguments,
-    changes_base,
-    lora_parts,
+    adapted_parts,
     trained_parts,
     trains_new_rows,
     trains_projector_only,
@@ -29,12 +28,11 @@ __all__ = [
     "DataArguments",
     "ModelArguments",
     "TrainingArguments",
-    "changes_base",
+    "adapted_parts",
     "every_flag",
     "every_section",
     "flag_default",
     "flags_free_on_resume",
-    "lora_parts",
     "ranks_per_sample",
     "steps_go_across_epochs",
     "trained_parts",
@@ -46,7 +44,7 @@ __all__ = [
 
 def declared_by(section: object) -> dict[str, Flag]:
     """The flags that a section, or its class, declares."""
-    return {field.name: field.metadata["flag"] for field in dataclasses.fields(section)}
+    return {field.name: field.metadata["flag"] for field in dataclasses.fields(section) if "flag" in field.metadata}
 
 
 SECTIONS = (ModelArguments, DataArguments, TrainingArguments)  # of the core; each extension has one of its own
@@ -73,6 +71,11 @@ class Arguments:
     training: TrainingArguments
     given: frozenset[str]
     own: Mapping[str, ExtensionFlags] = field(default_factory=lambda: loaded({}))
+
+    def __post_init__(self) -> None:
+        of_model = {name: flags for name, flags in self.own.items() if flags.of_model}
+        if self.model.own != of_model:
+            object.__setattr__(self, "model", dataclasses.replace(self.model, own=of_model))
 
     @property
     def sections(self) -> list[object]:
@@ -131,7 +134,7 @@ class Arguments:
 
     def as_dict(self) -> dict[str, object]:
         """Every flag and its value."""
-        return {name: value for section in self.sections for name, value in dataclasses.asdict(section).items()}
+        return {name: getattr(section, name) for section in self.sections for name in declared_by(section)}
 
     def same_on_every_rank(self) -> dict[str, object]:
         """The flags whose value no rank may have differently: all but paths and those of a machine, by their name."""

@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.model_flags import lora_parts, trained_parts
+from llava_ds.config.model_flags import adapted_parts, trained_parts
 from llava_ds.extensions.base import PROPERTIES
 
 
@@ -24,8 +24,8 @@ class Feature(NamedTuple):
 
 def features(args: Arguments) -> list[Feature]:
     """The features that flags ask for, and that need or take away a property."""
-    own = (flags for flags in args.own.values() if flags.needs or flags.breaks)
-    return [*core_features(args), *(Feature(flags.asked_by(), flags.needs, flags.breaks) for flags in own)]
+    own = (feature for flags in args.own.values() for feature in flags.features())
+    return [*core_features(args), *(Feature(*feature) for feature in own)]
 
 
 def clashes(found: Collection[Feature]) -> list[str]:
@@ -53,10 +53,10 @@ def core_features(args: Arguments) -> Iterator[Feature]:
         needs = {"whole_layers": ""}
         if training.objective != "dpo":
             needs["whole_sample"] = "its answers are scored there"
-        if training.objective in ("grpo", "ppo"):
-            needs["whole_matrices"] = "answers are drawn on one rank"
-        draws = training.objective in ("grpo", "ppo")
-        yield Feature(f"--objective {training.objective}", needs, ("given_answers",) if draws else ())
+        breaks = {"grpo": ("given_answers",), "ppo": ("given_answers", "one_model")}.get(training.objective, ())
+        if breaks:
+            needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn by them"}
+        yield Feature(f"--objective {training.objective}", needs, breaks)
     if training.eval_tasks is not None:
         needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
         yield Feature("--eval_tasks", needs)
@@ -68,14 +68,7 @@ def core_features(args: Arguments) -> Iterator[Feature]:
 def _ways_to_train(args: Arguments) -> Iterator[Feature]:
     """What trains, and how it is held."""
     model, training = args.model, args.training
-    if model.lora_enable:
-        yield Feature(
-            "--lora_enable True", {"whole_matrices": "an adapter lies beside a whole matrix"}, ("trained_layers",)
-        )
-    if model.bits < 16:
-        breaks = ("trained_layers", "plain_weights")
-        yield Feature(f"--bits {model.bits}", {"whole_matrices": "packed ones can't be cut"}, breaks)
-    if "language_model" not in trained_parts(model) | lora_parts(model):
+    if "language_model" not in trained_parts(model) | adapted_parts(model):
         yield Feature("--tune_mm_mlp_adapter or another flag of what trains", breaks=("trained_layers",))
     for flag in ("unfreeze_topk_llm", "unfreeze_topk_vision"):
         if count := getattr(model, flag):

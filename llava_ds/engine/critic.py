@@ -37,6 +37,6 @@ def add_critic(model: LlavaModel, plan: FrozenPlan, resolved: ResolvedConfig, ar
     """
     print_first("the critic:")
     critic = build_model(plan.model, plan.args, resolved.config, resolved.dtype, args.training.seed, ranks)
-    print_first(*active(args.own).filled(critic, plan.model, resolved, ranks))
+    print_first(*active(args.own).kernels(critic, plan.model, resolved, ranks))
     choose_trainable(critic, args)
     model.critic = critic

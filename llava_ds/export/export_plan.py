@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llava_ds.config.arguments import Arguments, ModelArguments, trains_projector_only
+from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts, trains_projector_only
 from llava_ds.constants import ConfigError
 from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.extensions.active import active
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
@@ -17,13 +18,14 @@ from llava_ds.model.projector import square_stride
 
 if TYPE_CHECKING:
     from llava_ds.export.tensors import Names
+    from llava_ds.extensions.base import Adapter
 
 GGUF_FILES = ("model.gguf", "mmproj.gguf", "Modelfile")  # all that form "gguf" writes
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" (LoRA) or "projector".
+    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" (beside a model) or "projector".
 
     args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
     max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for
@@ -57,6 +59,11 @@ class ExportPlan:
     def is_whole_model(self) -> bool:
         """True for a model folder, false for an adapter and for a projector."""
         return self.form in ("hf", "llava")
+
+    @cached_property
+    def adapter(self) -> "Adapter | None":
+        """How an adapter is written; None for a whole model."""
+        return active(self.args.own).adapter
 
     @cached_property
     def names(self) -> "Names":
@@ -141,7 +148,7 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
     """
     if trains_projector_only(args.model) and plan.ready is None:
         return "projector", []
-    if args.model.lora_enable:
+    if adapted_parts(args.model):
         return "adapter", []
     wanted = args.training.export_format
     if wanted == "llava" and plan.ready is not None:

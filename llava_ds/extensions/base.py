@@ -6,18 +6,30 @@ extensions/<name>/extension.py has the value `extension`, and is loaded when a r
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig
+
+    from llava_ds.batch import Batch
     from llava_ds.config.arguments import Arguments
+    from llava_ds.config.model_flags import ModelArguments
+    from llava_ds.engine.construct import Build
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.export.bit_check import Written
+    from llava_ds.export.export_plan import ExportPlan
+    from llava_ds.export.tensors import Entry
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
+    from llava_ds.model.ready import ReadyModel
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.train.session import Session
     from llava_ds.train.state import StepResult
@@ -32,6 +44,8 @@ PROPERTIES = {
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
     "given_answers": "answers from records",
+    "composed": "a model that flags compose",
+    "one_model": "a single model that trains",
 }
 
 
@@ -41,7 +55,9 @@ class ExtensionFlags:
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
     property where values decide, of either); moments: numbers that the optimizer keeps for
     each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to;
-    compiles: layers may be compiled; fuses: kernels of layers are fused, which the flag of this text asks for.
+    compiles: layers may be compiled; fuses: kernels of layers are fused, which the flag of this text asks for;
+    of_model: the flags say what the model is, and are ModelArguments.own, too; elsewhere: what other trainers call what
+    these flags are, by a flag as it would be written.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -50,11 +66,44 @@ class ExtensionFlags:
     zeros: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
     fuses: ClassVar[str] = ""
+    of_model: ClassVar[bool] = False
+    elsewhere: ClassVar[Mapping[str, str]] = {}
 
     @property
     def mlp_tokens(self) -> int | None:
         """Tokens that an MLP of the language model takes at a time; None for all."""
         return None
+
+    @property
+    def adapted_parts(self) -> frozenset[str]:
+        """The parts, of vision_tower, projector and language_model, that train by layers beside their own."""
+        return frozenset()
+
+    @property
+    def packs(self) -> bool:
+        """True if weights of the model are packed when they are read."""
+        return False
+
+    def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
+        """What flags ask for, as they would be written, with what it needs, and why, and what it breaks."""
+        if self.needs or self.breaks:
+            yield self.asked_by(), self.needs, self.breaks
+
+    def projector_files(self) -> dict[str, str]:
+        """Files of weights beside an adapter, in place of the model's projector, newline and tower, by their flag."""
+        return {}
+
+    def identity(self) -> dict[str, object]:
+        """What counts of flags for a resumed run in place of their values, as the content at a path."""
+        return {}
+
+    def converted(self) -> "tuple[ExtensionFlags, list[str]]":
+        """The flags as code reads them, and a line for each value that can't be read."""
+        return self, []
+
+    def notes(self, args: "Arguments") -> Iterator[str]:
+        """A line for every flag that was given and changes nothing."""
+        yield from ()
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int) -> Iterator[str]:
@@ -68,6 +117,10 @@ class ExtensionFlags:
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
+        yield from ()
+
+    def json_problems(self, config: dict) -> Iterator[str]:
+        """A line for everything in a DeepSpeed JSON that the flags don't go with. config: with its values filled in."""
         yield from ()
 
     def asked_by(self) -> str:
@@ -158,10 +211,33 @@ class Wrap:
     """What an extension changes in each model that trains, and in the engine over them.
 
     All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
+    Of flags that are not of_model, kernels and started alone are called.
     """
 
-    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
-        """Act on a model that has its weights, and no engine yet."""
+    def check(self, args: "ModelArguments") -> None:
+        """Raise ConfigError where a package is missing, or a folder is wrong, before the model's folder is read."""
+
+    def planned(self, plan: "ModelPlan", model: "LlavaModel", args: "ModelArguments") -> "ModelPlan":
+        """Return the plan with what the extension makes of it. model: on the meta device."""
+        return plan
+
+    def weights_per_token(
+        self, model: "LlavaModel", ready: "ReadyModel | None", text: "PreTrainedConfig", args: "ModelArguments"
+    ) -> dict[str, int]:
+        """Numbers of weights, by part, that filled adds and that are used for a token. model: on the meta device."""
+        return {}
+
+    def assembled(self, model: "LlavaModel", build: "Build") -> None:
+        """Act on a model without weights."""
+
+    def filled(self, model: "LlavaModel", build: "Build") -> None:
+        """Act on a model that has its weights."""
+
+    def trains(self, model: "LlavaModel", args: "ModelArguments") -> None:
+        """Choose what trains, where the parts that flags choose train and no others."""
+
+    def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Change how a model that trains computes, which has its weights and no engine yet."""
         return []
 
     def started(self, new: "NewEngine") -> list[str]:
@@ -169,14 +245,52 @@ class Wrap:
         return []
 
 
+class Adapter:
+    """An export that is no whole model, and opens over one. All ranks call write and exact together."""
+
+    def write(self, export: "ExportPlan", model: "LlavaModel", folder: Path, ranks: "Ranks") -> "Written":
+        """Write the adapter of a model in training; rank 0 returns the sums of the tensors' bits, others nothing."""
+        raise NotImplementedError
+
+    def exact(self, model: "LlavaModel") -> AbstractContextManager:
+        """Context in which a model computes as the one that write's folder is opened over."""
+        return nullcontext()
+
+    def compare(self, folder: Path, export: "ExportPlan", batch: "Batch", logits: "Tensor") -> float:
+        """Open the folder, and compare its logits (T, V) with the trained model's, as compare_logits does."""
+        raise NotImplementedError
+
+    def merged(
+        self, trained: "list[Entry]", base: "list[Entry]", export: "ExportPlan", checkpoint: Path
+    ) -> "list[Entry]":
+        """The whole model, with what a checkpoint holds merged into what the run began with."""
+        raise NotImplementedError
+
+    def write_restored(
+        self, export: "ExportPlan", trained: "list[Entry]", base: "list[Entry]", checkpoint: Path, folder: Path
+    ) -> "Written":
+        """Write the adapter of a checkpoint, and return the sums of the tensors' bits."""
+        raise NotImplementedError
+
+
+class StatePart(NamedTuple):
+    """Tensors that a checkpoint has beside the engine's files. file: in the checkpoint; of: a model's, by name; where
+    it has none, there is no file."""
+
+    file: str
+    of: "Callable[[LlavaModel], dict[str, Tensor]]"
+
+
 @dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
     check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; wrap: what
-    changes the model and its engine; hooks: what acts between steps, by phase.
+    changes the model and its engine; adapter: how it is exported; state: what a checkpoint has of it; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
     wrap: Wrap | None = None
+    adapter: Adapter | None = None
+    state: StatePart | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

@@ -17,6 +17,12 @@ class Trigger(NamedTuple):
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "lora": Trigger(
+        "matrices beside the layers train in place of the layers, which may be packed (QLoRA)",
+        "lora_enable lora_modules lora_target_modules lora_r lora_alpha lora_rank_pattern "
+        "lora_alpha_pattern use_rslora use_dora init_lora_weights modules_to_save lora_dropout lora_bias "
+        "lora_weight_path bits quant_type double_quant no_double_quant",
+    ),
     "liger": Trigger("Liger's fused kernels in the language model", "use_liger_kernel"),
     "mlp_tiles": Trigger("MLPs on some tokens at a time, for long samples", "mlp_tile_tokens"),
     "compile": Trigger("layers compiled by torch.compile", "torch_compile torch_compile_backend"),

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, trains_projector_only
 from llava_ds.config.model_flags import tower_folders
+from llava_ds.config.properties import Feature, clashes, features
 from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
@@ -39,7 +40,6 @@ from llava_ds.model.open.merged_adapters import (
     Adapter,
     Merged,
     is_adapter,
-    non_lora_file,
     read_adapter,
 )
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 FLAG = "--model_name_or_path"
 
 HF = ("llava", "llava_next", "llava_onevision")  # with a text_config and a vision_config inside
+PRETRAINED = "--pretrain_mm_mlp_adapter"
 _STAGE_1_HINT = "it is stage 1's output: give it to --pretrain_mm_mlp_adapter, beside the language model's folder"
 
 # Fields of LLaVA's config.json that are flags of the same name, and LLaVA's defaults for missing ones.
@@ -448,6 +449,12 @@ def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
     return flags
 
 
+def projector_files(args: ModelArguments) -> dict[str, str]:
+    """Files with a projector in place of the model's, by their flag: of the last, if it has them, newline and tower."""
+    found = {} if args.pretrain_mm_mlp_adapter is None else {PRETRAINED: args.pretrain_mm_mlp_adapter}
+    return found | {flag: file for flags in args.own.values() for flag, file in flags.projector_files().items()}
+
+
 def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     """Fill in the flags that the user did not give from the model's own settings; returns lines that report it, too.
 
@@ -456,7 +463,7 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)
     brings_projector = folder is not None and folder.projector is not None
-    given_projector = args.model.pretrain_mm_mlp_adapter is not None or non_lora_file(args.model) is not None
+    given_projector = bool(projector_files(args.model))
     lines = []
     if folder is not None:
         if folder.ready is not None and (problems := ready_problems(args, folder)):
@@ -497,13 +504,8 @@ def ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
     if training.objective != "sft":
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
     problems += sharing_problems(args, kind)
-    if args.model.bits != 16:
-        problems.append(f"--bits {args.model.bits}: {kind}, whose weights can't be quantized so far: give 16")
-    if args.model.lora_weight_path is not None:
-        problems.append(
-            f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
-            f"adapter's folder to {FLAG}, which merges it"
-        )
+    known = clashes(features(args))
+    problems += [line for line in clashes([*features(args), Feature(kind, breaks=("composed",))]) if line not in known]
     if given:
         problems.append(
             f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
