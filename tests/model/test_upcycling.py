@@ -199,15 +199,15 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
         ({"lora_enable": True}, {}, "--lora_enable True: "),
         ({"tune_mm_mlp_adapter": True}, {}, "--tune_mm_mlp_adapter True: it writes a projector"),
         ({}, {"objective": "dpo"}, "--objective dpo: it is not tried"),
-        ({}, {"sequence_parallel_size": 2}, "--sequence_parallel_size: "),
-        ({}, {"tensor_parallel_size": 2}, "--tensor_parallel_size: "),
-        ({}, {"pipeline_parallel_size": 2}, "--pipeline_parallel_size: "),
+        ({}, {"sequence_parallel_size": 2}, "--sequence_parallel_size 2 needs dense MLPs"),
+        ({}, {"tensor_parallel_size": 2}, "--tensor_parallel_size 2 needs dense MLPs"),
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline_parallel_size 2 needs MLPs without routers"),
     ],
 )
 def test_what_does_not_go_with_experts_is_refused(model, training, message):
     config = upcycled_config(toys.language_model_config("llama"), ALL)
     check_upcycled(arguments(ep_size=2), config)
-    with pytest.raises(ConfigError, match=f"^{message}.*, for the language model is upcycled"):
+    with pytest.raises(ConfigError, match=f"^{message}.*,.* language model"):
         check_upcycled(arguments(model=model, **training), config)
 
 
