@@ -75,7 +75,9 @@ class Arguments:
     def __post_init__(self) -> None:
         of_model = {name: flags for name, flags in self.own.items() if flags.of_model}
         if self.model.own != of_model:
-            object.__setattr__(self, "model", dataclasses.replace(self.model, own=of_model))
+            model = dataclasses.replace(self.model)
+            object.__setattr__(model, "own", of_model)
+            object.__setattr__(self, "model", model)
 
     @property
     def sections(self) -> list[object]:

@@ -169,7 +169,7 @@ class ModelArguments:
         "routers). Absent: all of it.",
         argparse={"nargs": "*"},
     )
-    own: Mapping[str, ExtensionFlags] = field(default_factory=dict, repr=False, compare=False)
+    own: Mapping[str, ExtensionFlags] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 # The names of --mm_tunable_parts, and the parts of the model.

@@ -47,11 +47,6 @@ class _Parser(HfArgumentParser):
         action.flag = flag
         return action
 
-    @staticmethod
-    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-        if "flag" in field.metadata:
-            HfArgumentParser._parse_dataclass_field(parser, field)
-
     def error(self, message: str) -> None:
         raise ConfigError("\n".join([*(self.wrong or ()), in_a_line(message)]))
 

@@ -504,7 +504,7 @@ def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
 
 
 def _rewards(args: Arguments) -> Iterator[str]:
-    model, data, training = args.model, args.data, args.training
+    data, training = args.data, args.training
     if training.reward_funcs is None and training.reward_model_name_or_path is None:
         yield (
             f"--objective {training.objective} needs --reward_funcs or --reward_model_name_or_path: name what answers "

@@ -51,7 +51,8 @@ def build_model(
 ) -> LlavaModel:
     """Build the model with its weights on this rank's device; on the CPU if deepspeed.initialize will cut matrices.
 
-    Under ZeRO-3 parameters are partitioned from the start, but those that extensions add in deepspeed.initialize. mesh: over which the
+    Under ZeRO-3 parameters are partitioned from the start, but those that extensions add in deepspeed.initialize.
+    mesh: over which the
     engine will train the model.
     """
     build, wraps = Build(plan, args, ds_config, dtype, seed, ranks), active(args.own).wraps

@@ -25,7 +25,7 @@ GGUF_FILES = ("model.gguf", "mmproj.gguf", "Modelfile")  # all that form "gguf" 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" (beside a model) or "projector".
+    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" or "projector".
 
     args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
     max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for

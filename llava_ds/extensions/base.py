@@ -286,7 +286,8 @@ class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
     check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; wrap: what
-    changes the model and its engine; adapter: how it is exported; state: what a checkpoint has of it; hooks: what acts between steps, by phase.
+    changes the model and its engine; adapter: how it is exported; state: what a checkpoint has of it;
+    hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None

@@ -90,7 +90,8 @@ def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) 
     tower = getattr(plan.tower, "second", None)
     while tower is not None:
         configs, tower = [*configs, tower.config], tower.second
-    flags = {name: value for name, value in vars(args).items() if name not in FOLDER_FLAGS}
+    values = (pair for section in (args, *args.own.values()) for pair in vars(section).items())
+    flags = {name: value for name, value in values if name not in (*FOLDER_FLAGS, "own")}
     return digest_of(
         [
             *(json.dumps(_without_places(config.to_dict()), sort_keys=True, default=str) for config in configs),

@@ -1,4 +1,4 @@
-"""LoRA in a run: put beside the layers when weights are in, over packed weights with --bits, and exported as an adapter."""
+"""LoRA in a run: put beside the layers when weights are in, over packed ones with --bits; exported as an adapter."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,6 +17,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Entry
 from llava_ds.extensions.base import Adapter, Extension, StatePart, Wrap
 from llava_ds.extensions.lora import layers
+from llava_ds.extensions.lora.flags import changes_base
 from llava_ds.extensions.lora.layers import START_FILE, own
 from llava_ds.model.llava import LlavaModel, layer_classes
 from llava_ds.model.loading import load_weights
@@ -73,7 +74,7 @@ class Lora(Wrap):
         flags = own(args)
         if not flags.lora_enable:
             return
-        start = None if plan.checkpoint is None or not flags.changes_base else layers.read_start(plan.checkpoint)
+        start = None if plan.checkpoint is None or not changes_base(flags) else layers.read_start(plan.checkpoint)
         layout = plan.own["lora"]
         layers.add_lora(model, layout, args, build.seed, start)
         if flags.lora_weight_path is not None:
@@ -132,7 +133,7 @@ class Export(Adapter):
 
 def _start(export: ExportPlan, checkpoint: Path) -> dict[str, torch.Tensor]:
     """LoRA as it began in a checkpoint's run, where it took a part of the weights."""
-    return layers.read_start(checkpoint) if own(export.args).changes_base else {}
+    return layers.read_start(checkpoint) if changes_base(own(export.args)) else {}
 
 
 extension = Extension(wrap=Lora(), adapter=Export(), state=StatePart(START_FILE, layers.start_of))

@@ -119,11 +119,6 @@ class Flags(ExtensionFlags):
         """True if the language model's linear layers hold their weights packed."""
         return self.bits < 16
 
-    @property
-    def changes_base(self) -> bool:
-        """True if LoRA begins with a part of the weights beside it, which lose that part (--init_lora_weights)."""
-        return self.lora_enable and self.init_lora_weights.startswith(("pissa", "olora"))
-
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
         """LoRA, packed weights, and a start that takes a part of the weights."""
         untried = {"dense_mlps": "no class opens such an adapter over these experts"}
@@ -136,7 +131,7 @@ class Flags(ExtensionFlags):
         if self.lora_weight_path is not None:
             needs = {"composed": "give the adapter of another to --model_name_or_path, which merges it"}
             yield f"--lora_weight_path {self.lora_weight_path}", needs, ()
-        if self.changes_base:
+        if changes_base(self):
             needs = {"one_model": "the start of one is saved"}
             yield f"--init_lora_weights {self.init_lora_weights}", needs, ()
 
@@ -239,12 +234,12 @@ class Flags(ExtensionFlags):
                 f"--init_lora_weights {start} is unknown: give true, gaussian, olora, pissa, or pissa_niter_N with a "
                 "number of iterations, like pissa_niter_16"
             )
-        elif self.changes_base and self.packs:
+        elif changes_base(self) and self.packs:
             yield (
                 f"--init_lora_weights {start} can't be used with --bits {self.bits}: packed weights can't lose a part "
                 "of themselves, give true"
             )
-        if self.changes_base and self.lora_weight_path is not None:
+        if changes_base(self) and self.lora_weight_path is not None:
             yield (
                 f"--init_lora_weights {start} can't be used with --lora_weight_path: both say how LoRA begins, give "
                 "one of them"
@@ -254,7 +249,8 @@ class Flags(ExtensionFlags):
                 f"--use_dora True can't be used with --bits {self.bits}, whose rows have no exact length: leave one out"
             )
         if self.packs and (names := self._narrowing):
-            yield f"--bits {self.bits} packs the language model's linear layers, for LoRA beside each: leave out {names}"
+            packed = "packs the language model's linear layers, for LoRA beside each"
+            yield f"--bits {self.bits} {packed}: leave out {names}"
 
     @property
     def _narrowing(self) -> str:
@@ -276,6 +272,11 @@ class Flags(ExtensionFlags):
         """Names of given flags that change nothing without --lora_enable."""
         others = ("lora_enable", "bits", *OF_PACKED)
         return [name for name in vars(self) if name in args.given - {*others} and getattr(self, name) is not None]
+
+
+def changes_base(flags: Flags) -> bool:
+    """True if LoRA begins with a part of the weights beside it, which lose that part (--init_lora_weights)."""
+    return flags.lora_enable and flags.init_lora_weights.startswith(("pissa", "olora"))
 
 
 def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:

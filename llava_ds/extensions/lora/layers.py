@@ -26,7 +26,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine import safe_load
 from llava_ds.extensions.lora.expert_layers import wrap_experts
-from llava_ds.extensions.lora.flags import LORA_PARTS, Flags, is_pattern
+from llava_ds.extensions.lora.flags import LORA_PARTS, Flags, changes_base, is_pattern
 from llava_ds.files.model_files import read_json
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.merged_adapters import (
@@ -197,16 +197,16 @@ def lora_layout(
     for part in sorted(layout.parts - {target.name.partition(".")[0] for target in targets}):
         named = next(word for word, name in LORA_PARTS.items() if name == part)
         raise ConfigError(
-            f"--lora_modules {own(args).lora_modules}: no layer of {named} gets LoRA: leave it out, or name some of its "
-            "linear layers by --lora_target_modules"
+            f"--lora_modules {own(args).lora_modules}: no layer of {named} gets LoRA: leave it out, or name some of "
+            "its linear layers by --lora_target_modules"
         )
-    if own(args).changes_base:
+    if changes_base(own(args)):
         for target in targets:
             width = min(linear[target.name].weight.shape)
             if width and target.rank > width:
                 raise ConfigError(
-                    f"--init_lora_weights {own(args).init_lora_weights}: {target.outer} is a matrix of rank {width}, and "
-                    f"LoRA's rank is {target.rank}: give less by --lora_r or --lora_rank_pattern"
+                    f"--init_lora_weights {own(args).init_lora_weights}: {target.outer} is a matrix of rank {width}, "
+                    f"and LoRA's rank is {target.rank}: give less by --lora_r or --lora_rank_pattern"
                 )
     return LoraLayout(tuple(targets), saved, rename, layout.parts)
 
@@ -250,7 +250,7 @@ def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config
             ("--use_dora", own(args).use_dora, "which peft has no DoRA for: leave the flag out"),
             (
                 f"--init_lora_weights {own(args).init_lora_weights}",
-                own(args).changes_base,
+                changes_base(own(args)),
                 "which peft does not decompose: give true or gaussian",
             ),
         )
@@ -259,8 +259,8 @@ def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config
     taken = TAKEN_FOR_EXPERTS.get(text_config.model_type, ())
     if dense := next((t.outer for t in targets if not t.is_stacked and t.outer.endswith(taken)), None):
         found.append(
-            f"--lora_target_modules {own(args).lora_target_modules}: in a {text_config.model_type} peft takes {dense}, a "
-            "layer without experts, for experts when it opens the adapter: name other layers, like q_proj"
+            f"--lora_target_modules {own(args).lora_target_modules}: in a {text_config.model_type} peft takes {dense}, "
+            "a layer without experts, for experts when it opens the adapter: name other layers, like q_proj"
         )
     if found:
         raise ConfigError("\n".join(found))
@@ -320,13 +320,14 @@ def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -
         for name in saved:
             if any(end in ends for end in model.get_submodule(name).modules()):
                 raise ConfigError(
-                    f"--modules_to_save {own(args).modules_to_save}: {outer[name]} shares its weight with the model's other "
-                    "end, which peft would train apart: leave it out"
+                    f"--modules_to_save {own(args).modules_to_save}: {outer[name]} shares its weight with the model's "
+                    "other end, which peft would train apart: leave it out"
                 )
-    if own(args).bits < 16 and any(isinstance(m, nn.Linear) for n in saved for m in model.get_submodule(n).modules()):
+    linear = any(isinstance(module, nn.Linear) for name in saved for module in model.get_submodule(name).modules())
+    if own(args).packs and linear:
         raise ConfigError(
-            f"--modules_to_save {own(args).modules_to_save} can't be used with --bits {own(args).bits}, whose packed weights "
-            "can't train: leave one of them out"
+            f"--modules_to_save {own(args).modules_to_save} can't be used with --bits {own(args).bits}, whose packed "
+            "weights can't train: leave one of them out"
         )
     return tuple(dict.fromkeys(saved))
 
@@ -388,7 +389,7 @@ def add_lora(
             linear = model.get_submodule(target.name)
             with _gathered(linear.weight, args):
                 added = _with_lora(linear, target, args, dtype, start)
-                if own(args).changes_base and not linear.weight.is_meta:
+                if changes_base(own(args)) and not linear.weight.is_meta:
                     halves = {half: added.get_parameter(half.removeprefix(".")) for half in (A, B)}
                     model.lora_start |= {
                         target.name + half: p.detach().to("cpu", copy=True) for half, p in halves.items()
@@ -419,11 +420,11 @@ def _add_to_experts(
 
 def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.AbstractContextManager:
     """Gather a partitioned weight for a variant that reads it; the first rank's changes are kept."""
-    if not hasattr(weight, "ds_id") or not (own(args).changes_base or own(args).use_dora):
+    if not hasattr(weight, "ds_id") or not (changes_base(own(args)) or own(args).use_dora):
         return contextlib.nullcontext()
     import deepspeed  # takes seconds, and is only needed for partitioned parameters
 
-    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if own(args).changes_base else None)
+    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if changes_base(own(args)) else None)
 
 
 @torch.no_grad()
@@ -433,7 +434,7 @@ def _with_lora(
     """peft's layer around a linear one, whose weight is whole."""
     from peft import inject_adapter_in_model
 
-    splits, weight = own(args).changes_base and not linear.weight.is_meta, linear.weight
+    splits, weight = changes_base(own(args)) and not linear.weight.is_meta, linear.weight
     before = weight.detach().clone() if splits else None
     config = peft_config(args, ["layer"], target.rank, target.alpha)
     if start is not None or weight.is_meta:
