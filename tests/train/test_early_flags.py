@@ -35,8 +35,6 @@ def refusal(argv: list[str]) -> list[str]:
     [
         ("--objective grpo", "--objective grpo: ", "which trains on answers alone so far: give sft"),
         ("--objective ppo --num_generations 1", "--objective ppo: ", "which trains on answers alone so far: give sft"),
-        ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
-        ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
         (
             "--tensor_parallel_size 2 --sample_data_path x.json",
             "--tensor_parallel_size 2: ",
@@ -51,14 +49,14 @@ def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
 
 
 def test_every_reason_that_can_not_be_helped_is_given(ready):
-    lines = refusal([*ready, "--objective", "grpo", "--bits", "4", "--version", "v1"])
-    assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--bits 4", "--version"]
+    lines = refusal([*ready, "--objective", "grpo", "--version", "v1"])
+    assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--version"]
 
 
 def test_a_families_axes_come_before_missing_flags(composed):
-    *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
+    *heads, asked = refusal([*composed, "--tensor_parallel_size", "3", "--sample_data_path", __file__])
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
-    assert bits.startswith("--bits 4 needs --lora_enable True")
+    assert asked.startswith("--sample_data_path ")
     layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
     assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
     assert asked.startswith("--sample_data_path ")
@@ -72,4 +70,3 @@ def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
 
 def test_flags_that_a_model_can_have_are_asked_for(composed):
     assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
-    assert "needs --lora_enable True" in "\n".join(refusal([*composed, "--bits", "4"]))

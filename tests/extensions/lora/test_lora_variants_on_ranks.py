@@ -180,7 +180,7 @@ def drawn_by_us(theirs: Theirs, runs: Runs, plan, args) -> None:
     places = dict(theirs.causal.named_parameters())
     for name, p in ours.named_parameters():
         if ".lora_A." in name:
-            places[plan.lora.rename(name)].copy_(p)
+            places[plan.own["lora"].rename(name)].copy_(p)
 
 
 def plain_loop(runs: Runs, variant: str) -> tuple[list[float], Theirs, list]:
