@@ -209,15 +209,16 @@ docs: install
 	mv docs/flags.md.new docs/flags.md
 	$(BIN)/python run/dev/room_graph.py --write docs/architecture.md
 
+CUDA_TESTS = tests/cuda $(wildcard tests/extensions/*/cuda)
 # Three processes of one thread each, for two cores: some tests wait, and launchers do.
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not full' tests/cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'cuda and not full' $(CUDA_TESTS)
 
 # CUDA paths without a GPU, over fake tensors (tests/helpers/fake_gpu.py): waits, devices, dtypes, and the memory of named
 # models up to 72B. Needs g++; the quick part belongs to make test.
 test-cuda: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m cuda tests/cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m cuda $(CUDA_TESTS)
 
 # The slow tests: more ranks, more layouts, a browser (Debian: chromium).
 test-full: install $(VENV)/.demo

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llava_ds.config.bounds import AtLeastOne, Count, Part, PartAboveZero, Positive, Rate, number
 from llava_ds.constants import ConfigError
-from llava_ds.planning.named_models import NAMED, SUPERVISED
+from llava_ds.extensions.planning.named_models import NAMED, SUPERVISED
 from llava_ds.runtime.command import Parser, begin, exit_with
 from llava_ds.runtime.gpus import GPUS, Gpu, gpu_named
 
@@ -130,11 +130,11 @@ from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
-from llava_ds.planning.auto import Data, Devices, choose_ds_config, planned_run
-from llava_ds.planning.fit import GB, Run, advice, as_json, description, table
-from llava_ds.planning.shapes import ModelShape, shape_named, shape_of_folders
-from llava_ds.planning.speed import OVERLAP, Machine
-from llava_ds.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
+from llava_ds.extensions.planning.auto import Data, Devices, choose_ds_config, planned_run
+from llava_ds.extensions.planning.fit import GB, Run, advice, as_json, description, table
+from llava_ds.extensions.planning.shapes import ModelShape, shape_named, shape_of_folders
+from llava_ds.extensions.planning.speed import OVERLAP, Machine
+from llava_ds.extensions.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
 from llava_ds.runtime.mesh import check_experts, check_sizes
 from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH

@@ -79,13 +79,13 @@ from llava_ds.model.open.merged_adapters import is_adapter
 from llava_ds.model.plan import read_parts
 from llava_ds.model.rows import fit_vocabulary
 from llava_ds.model.vision import TowerPlan, read_tower
-from llava_ds.planning.sample_text import shown_sample
 from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries
 from llava_ds.template_variables import set_variables
 from llava_ds.tiny import CLIP_PATH
 from llava_ds.tiny import default as tiny
 from llava_ds.tokenizer import add_image_tokens, open_tokenizer
 from llava_ds.tracking.data_page import in_terminal, page, supervised_text
+from llava_ds.tracking.sample_text import shown_sample
 
 
 def main(argv: list[str]) -> None:

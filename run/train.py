@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import torch
 
+from llava_ds.extensions.active import choice
 from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.ranks import Ranks, on_every_rank
@@ -23,7 +24,7 @@ from llava_ds.train.best import check_metric
 from llava_ds.train.evals import Asks
 from llava_ds.train.hooks import make_hooks
 from llava_ds.train.loop import train
-from llava_ds.train.plan import Plan, make_plan, show_dry_run
+from llava_ds.train.plan import Plan, make_plan
 from llava_ds.train.session import build, finish
 from llava_ds.train.start import name_sources, start
 
@@ -45,7 +46,7 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     plan = make_plan(started)  # model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built
     asks = open_asks(plan, started.ranks)  # the questions of --eval_tasks
     if plan.args.training.dry_run:
-        return show_dry_run(plan, started.ranks)
+        return choice("dry_run", True)(plan, started.ranks)
     session = build(plan, started, watchdog, stop, asks)  # model, engine, restored state, largest micro-batch tried
     hooks = make_hooks(session)  # what acts between steps
     with older_objects_passed_over():

@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 188,
-    "imported lines": 30441,
+    "imported lines": 30436,
     "files at the end": 225,
     "lines at the end": 35119,
     "feature words": 800,
     "kernel files": 106,
-    "kernel lines": 16100,
-    "all lines": 68033,
+    "kernel lines": 16076,
+    "all lines": 67678,
 }
 
 # What one reads to understand training.

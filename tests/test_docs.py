@@ -82,7 +82,7 @@ def known(parsers) -> dict[str, set[str]]:
     own = {
         name: {each for action in parser._actions for each in action.option_strings} for name, parser in parsers.items()
     }
-    for name in ("encode.py", "estimate.py", "inspect_data.py"):  # which hand on what they don't know
+    for name in {"encode.py", "estimate.py", "inspect_data.py"} & own.keys():  # which hand on what they don't know
         own[name] |= own["train.py"]
     own["rl.py"] = own["train.py"]
     packages = Path(importlib.util.find_spec("torch").origin).parents[1]

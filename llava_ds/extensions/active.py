@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -80,6 +80,14 @@ def flags_class(name: str) -> type[ExtensionFlags]:
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
     return Active(tuple(_extension(name) for name in EXTENSIONS if name in set(names)))
+
+
+def choice(flag: str, value: object) -> Callable:
+    """What an extension does for a value of a core's flag. Raises ConfigError where none has it."""
+    for name, trigger in EXTENSIONS.items():
+        if value in trigger.values.get(flag, ()):
+            return _extension(name).choices[flag]
+    raise ConfigError(f"--{flag} {value} needs an extension that is not in llava_ds/extensions: give another value")
 
 
 def _extension(name: str) -> Extension:

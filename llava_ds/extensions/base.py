@@ -285,12 +285,13 @@ class StatePart(NamedTuple):
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; wrap: what
-    changes the model and its engine; adapter: how it is exported; state: what a checkpoint has of it;
-    hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; choices:
+    what its values of the core's flags do, by the flag; wrap: what changes the model and its engine; adapter: how it is
+    exported; state: what a checkpoint has of it; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    choices: Mapping[str, Callable] = field(default_factory=dict)
     wrap: Wrap | None = None
     adapter: Adapter | None = None
     state: StatePart | None = None

@@ -31,6 +31,8 @@ COMMANDS = {
     "compare": ("compare.py", "compare runs"),
     "verify": ("verify.py", "tell which checkpoints are whole"),
 }
+# A script that is of an extension is deleted with it.
+COMMANDS = {name: command for name, command in COMMANDS.items() if (RUN / command[0]).exists()}
 LAUNCHED = ("train", "evaluate")  # those that take one process per GPU
 RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # of srun and mpirun
 HELP = ("-h", "--help")

@@ -11,7 +11,7 @@ from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments, with_objective_defaults
-from llava_ds.config.shipped import DS_CONFIGS
+from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
 from llava_ds.data.end_markers import refuse_unfit_tokenizer
@@ -31,7 +31,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.schedule import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.shard_size import parse_size
-from llava_ds.extensions.active import Active, active
+from llava_ds.extensions.active import Active, active, choice
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled, length_note
 from llava_ds.model.families.upcycled import OF_UPCYCLED
@@ -136,11 +136,7 @@ def make_plan(start: Start) -> Plan:
     judges = _plan_judges(args, model, images)
     raw_config = start.raw_config
     if raw_config is None:
-        from llava_ds.planning.auto import choose_for_ranks
-        from llava_ds.planning.shapes import shape_of
-
-        shape = shape_of(model.text_config, model.tower, args)
-        raw_config, line = choose_for_ranks(DS_CONFIGS, shape, args, ranks)
+        raw_config, line = choice("deepspeed_config", CHOOSE_DS_CONFIG)(args, model, ranks)
         print_first(line)
     if is_upcycled(model.text_config):
         from llava_ds.model.upcycling import check_stage
@@ -251,9 +247,7 @@ def _plan_steps(
     order = sample_order(known.args, dataset, dp)
     tokens = known.args.training.tokens_per_micro_batch
     if tokens == "auto":
-        from llava_ds.planning.auto import choose_tokens_per_micro_batch
-
-        tokens = choose_tokens_per_micro_batch(known, model, dataset, order, ranks)
+        tokens = choice("tokens_per_micro_batch", tokens)(known, model, dataset, order, ranks)
     packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
@@ -280,22 +274,3 @@ def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks
     point, lines = find_resume_point(training.resume, output_dir, identity, allowed, dataset.changes_since, ranks)
     weights = broadcast_from_first(ranks, lambda: weight_hashes(args, output_dir, point.path))
     return ResumePlan(point, identity, weights), lines
-
-
-def show_dry_run(plan: Plan, ranks: Ranks) -> int:
-    """Print the first batch, the memory that training needs, and whether the run can start. Returns the exit code."""
-    from llava_ds.export.trial import try_export
-    from llava_ds.planning import dry_run
-    from llava_ds.planning.auto import run_on_ranks
-
-    steps, done = plan.steps, plan.resumed_step
-    planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
-    if plan.export.is_whole_model:
-        print_first(broadcast_from_first(ranks, partial(try_export, plan.export, plan.output_dir, dry_run=True)))
-    if ranks.is_first:
-        print_first(*dry_run.first_batch(steps, done, plan.model.tokenizer))
-        print_first(*dry_run.memory(planned, ranks))
-        memory = dry_run.memory_of_gpu(ranks), dry_run.memory_of_host()
-        step_s = dry_run.measured_step_s(plan.output_dir, done)
-        print_first(dry_run.conclusion(planned, *memory, (done, steps.num_steps), steps.batch_size, step_s))
-    return 0

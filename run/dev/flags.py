@@ -72,6 +72,8 @@ def train_flags() -> list[str]:
     lines = []
     extensions = {f"{name}: {trigger.title}": flags_class(name) for name, trigger in EXTENSIONS.items()}
     for title, section in {**SECTIONS, **extensions}.items():
+        if not fields(section):  # values of other flags ask for it
+            continue
         kinds = typing.get_type_hints(section)
         name = title.partition(":")[0]
         page = [f"[{name}.md]({name}.md)\n"] * (RUN.parent / "docs" / f"{name}.md").exists()

@@ -1,6 +1,6 @@
 """Measure a part of the package by itself: python run/dev/measure.py NAME [--flag value ...]
 
-NAME -h says what is measured and which flags there are. saving also needs PYTHONPATH=tests/helpers.
+NAME -h says what is measured and which flags there are.
 """
 
 import argparse
@@ -11,8 +11,7 @@ import sys
 # What is measured, a function, by its name: the module of run/dev/measured/ that has it.
 MEASUREMENTS = {
     **dict.fromkeys(("checkpoint", "heartbeats", "meeting", "planning"), "many_ranks"),
-    **dict.fromkeys(("encoding", "packing", "preflight", "seen_files"), "data_costs"),
-    **dict.fromkeys(("decoding", "experts", "logging", "logprobs", "saving"), "step_costs"),
+    **dict.fromkeys(("packing", "preflight"), "data_costs"),
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from extension_there import if_there
 from launching import SECRET, ds_config, losses, run_many, tight_config
 from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
@@ -59,7 +60,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "stage2": stage2,
         "stage2_zero2": {**stage2, "deepspeed_config": folder / "with_key.json"},
     }
-    auto = {"tokens_per_micro_batch": "auto", "gradient_checkpointing": "auto"}
+    auto = {"gradient_checkpointing": "auto", **if_there("planning", tokens_per_micro_batch="auto")}
     names["stage2_auto"] = {**names["stage2_zero2"], **auto, "activation_memory_gb": 0.002}
     runs = [{**flags, "output_dir": folder / name} for name, flags in names.items()]
     run_many(2, folder / "launch-1", runs)

@@ -14,7 +14,6 @@ from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import hf_kind
 from llava_ds.infer.load import load_model
 from llava_ds.model.families.upcycled import expert_layers
-from llava_ds.planning.shapes import shape_of
 
 MOE = {"moe_enable": True, "num_experts": 4, "top_k_experts": 2}
 # Name: family, flags, form, model_type of what is written.
@@ -89,24 +88,6 @@ def test_experts_over_experts_are_refused(written):
     _, _, given, _ = written
     with pytest.raises(ConfigError, match="has experts already: leave --moe_enable out"):
         opened({**given, **MOE})
-
-
-def test_the_estimate_counts_every_expert_and_flops_those_of_a_token(tmp_path):
-    base = toys.write_base(tmp_path)
-    _, dense, args = opened(base)
-    shapes = {}
-    for name, more in {"dense": {}, "moe": MOE, "ep": {**MOE, "ep_size": 2}}.items():
-        flags = args.replaced(**more, **({"moe_mode": "dense"} if more else {}))
-        shapes[name] = shape_of(dense.text_config, dense.tower, flags)
-    mlps, hidden = 2 * 3 * 32 * 48, 32
-    routers = 2 * 4 * hidden
-    assert shapes["moe"].num_parameters == shapes["dense"].num_parameters + 3 * mlps + routers
-    assert shapes["moe"].trained_of_rank == shapes["moe"].num_trained
-    assert shapes["ep"].trained_of_rank == shapes["moe"].num_trained - 2 * mlps
-    assert [sum(group) for group, routed in zip(shapes["ep"].groups, shapes["ep"].of_experts) if routed] == [2 * mlps]
-    assert shapes["ep"].copies(8) == [4 if routed else 8 for routed in shapes["ep"].of_experts]
-    more = shapes["moe"].flops.per_token - shapes["dense"].flops.per_token
-    assert more == pytest.approx(6 * (mlps + routers))  # one more MLP a layer, and the router
 
 
 def test_the_reason_for_llavas_format_is_said(tmp_path):

@@ -3,7 +3,8 @@
     python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
 
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
-table, and the lines of other pages that link to its page. Without names, each is deleted alone, one after the other;
+table, the scripts of run/ that import it, and of other pages the lines that link to its page and the paragraphs that
+name such a script. Without names, each is deleted alone, one after the other;
 a+b deletes two together.
 """
 
@@ -47,9 +48,14 @@ def delete(folder: Path, name: str) -> None:
     (folder / "docs" / f"{name}.md").unlink(missing_ok=True)
     table = folder / "llava_ds" / "extensions" / "table.py"
     table.write_text(without_entry(table.read_text(), name))
+    scripts = [path for path in folder.glob("run/*.py") if f"llava_ds.extensions.{name}." in path.read_text()]
+    for path in scripts:
+        path.unlink()
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
-    for page in [*folder.glob("*.md"), *folder.glob("docs/*.md")]:
-        page.write_text("".join(line for line in page.read_text().splitlines(keepends=True) if not link.search(line)))
+    for page in [*folder.glob("*.md"), *folder.glob("docs/*.md"), *folder.glob("ds_configs/*.md")]:
+        kept = "".join(line for line in page.read_text().splitlines(keepends=True) if not link.search(line))
+        parts = (part for part in kept.split("\n\n") if not any(f"run/{path.name}" in part for path in scripts))
+        page.write_text("\n\n".join(parts))
 
 
 def without_entry(source: str, name: str) -> str:

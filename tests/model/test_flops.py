@@ -8,7 +8,7 @@ import torch
 import toys
 from known_flags import needs
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, CLIPVisionConfig, Siglip2VisionConfig
+from transformers import CLIPVisionConfig, LlamaConfig, Siglip2VisionConfig
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.data.collate import LoadedSample, collate, counts_of
@@ -19,8 +19,6 @@ from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.llava import assemble
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
-from llava_ds.planning.named_models import NAMED
-from llava_ds.planning.shapes import CLIP_L_336
 
 TERA = 1e12
 LENGTH, TARGETS = 20, 5
@@ -28,9 +26,10 @@ PRODUCTS = ("mm", "addmm", "convolution", "convolution_backward")  # of weights:
 
 
 def seven_b(**flags: object) -> ModelFlops:
-    args = toys.model_arguments(**flags)
-    tower = plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "here", args)
-    return model_flops(AutoConfig.for_model(**NAMED["llava-v1.5-7b"]), tower, args)
+    args = ModelArguments(**flags)
+    clip = CLIPVisionConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
+                            image_size=336, patch_size=14)  # fmt: skip
+    return model_flops(LlamaConfig(), plan_tower(clip, {}, "here", args), args)  # LlamaConfig() is Llama-7B's
 
 
 def of_sample(flops: ModelFlops, length: int, targets: float) -> float:

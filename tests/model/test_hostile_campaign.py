@@ -29,6 +29,7 @@ import llavas
 import pytest
 import torch
 import toys
+from extension_there import if_there
 from launching import ROOT, TRAIN, ds_config, launch, toy_run
 from launching import command_line as words_of
 
@@ -65,7 +66,8 @@ def script(name: str):
     return module
 
 
-SCRIPTS = {name: script(name) for name in ("chat", "evaluate", "export", "inspect_data", "estimate")}
+NAMES = ("chat", "evaluate", "export", "inspect_data", *if_there("planning", estimate=True))
+SCRIPTS = {name: script(name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +307,7 @@ def run_case(seed: int, good: dict[str, Path], root: Path) -> tuple[str, str, st
         done = mutations.apply(folder / "checkpoint-1" / ENGINE) + sign(folder / "checkpoint-1")
     else:
         done = mutations.apply(folder)
-    command = rng.choice(KINDS[kind])
+    command = rng.choice([each for each in KINDS[kind] if each in ("train", *SCRIPTS)])
     version = "chat_template" if "template" in done else rng.choice((None, "v1", "chat_template"))
     what = f"seed {seed}: {command} of {kind}, --version {version}: {done}"
     with opened_files(case) as opened:

@@ -17,7 +17,6 @@ from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.heads import Logits
 from llava_ds.model.open.folder import read_folder, take_from_model
 from llava_ds.model.plan import plan_model
-from llava_ds.planning.shapes import shape_of_folders
 
 
 def expected(model) -> dict[str, torch.Tensor]:
@@ -358,12 +357,6 @@ def test_values_that_are_not_here_ask_for_the_flag(llava, base, tmp_path):
     flags = llavas.write_llava(tmp_path, base, llava, llavas.llava_config(base, mm_resampler_type="perceiver"))
     with pytest.raises(ConfigError, match="has a perceiver resampler between tower and projector"):
         take_from_model(arguments(flags))
-
-
-def test_an_estimate_of_a_llava_is_that_of_its_parts(base, llava, tmp_path):
-    folders = [WRITERS["hf"](tmp_path / "hf", base, llava), WRITERS["llava"](tmp_path / "llava", base, llava)]
-    parts = shape_of_folders(arguments(base))
-    assert all(shape_of_folders(arguments(flags)).parts == parts.parts for flags in folders)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "gpt2"])

@@ -17,13 +17,11 @@ from llava_ds.constants import ConfigError
 from llava_ds.data.collate import counts_of
 from llava_ds.data.dataset import open_data
 from llava_ds.data.packing import plan_by_count
-from llava_ds.data.step_plan import sample_order
+from llava_ds.data.step_plan import largest_share, sample_order
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.model.flops import model_flops
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
-from llava_ds.planning.auto import Data, Devices, largest_share, planned_run
-from llava_ds.planning.shapes import shape_of
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
@@ -140,6 +138,9 @@ def work_of_steps(flags: list[str], num_ranks: int) -> list[StepWork]:
 
 def estimated_bytes(flags: list[str], num_ranks: int) -> int:
     """The most memory of a GPU by run/estimate.py's formula, for these flags and their encoded data."""
+    from llava_ds.extensions.planning.auto import Data, Devices, planned_run
+    from llava_ds.extensions.planning.shapes import shape_of
+
     args, plan, dataset = opened(flags)
     shape = shape_of(plan.text_config, plan.tower, args)
     raw = read_ds_config(args.training.deepspeed_config)

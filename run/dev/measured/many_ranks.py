@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import socket
 import tempfile
@@ -17,7 +18,6 @@ from unittest import mock
 import numpy as np
 import torch
 from benchmark.length_mix import FINETUNE, length_mix
-from measured.timing import Row, anonymous_bytes, in_a_process, largest_anonymous, show
 
 from llava_ds.checkpoint import commit, resume
 from llava_ds.checkpoint.run_identity import RunIdentity
@@ -40,6 +40,8 @@ FILE_BYTES = 200_000  # of the states that a rank writes: what is measured is th
 STEPS = 20  # whose layout is timed
 MIXED = 1 << 20  # lengths drawn, and repeated in another order for larger data
 RANKS = (64, 128, 256, 512)
+
+Row = dict[str, float]
 
 
 def meeting(processes: tuple = (8, 16, 32)) -> None:
@@ -74,9 +76,16 @@ def planning(
     show(f"Planning, on each of {ranks} ranks of {per_rank} samples, {order}", rows)
 
 
-def rank_of(rank: int, world_size: int) -> Ranks:
-    """A simulated rank."""
-    return Ranks(rank, rank % RANKS_PER_MACHINE, world_size, torch.device("cpu"))
+def show(title: str, rows: list[Row]) -> None:
+    """Print a table, and the exponent of each column's growth from the first row to the last."""
+    names = list(rows[0])
+    print(f"\n{title}\n\n| {' | '.join(names)} |\n|{' --- |' * len(names)}")
+    for row in rows:
+        print("|", " | ".join(f"{row[name]:,.{4 if row[name] < 1e4 else 12}g}" for name in names), "|")
+    first, last = rows[0], rows[-1]
+    if factor := math.log(last[names[0]] / first[names[0]]):
+        grown = [f"{math.log(last[n] / first[n]) / factor:.1f}" if first[n] and last[n] else "" for n in names[1:]]
+        print("| *growth* |", " | ".join(grown), "|", flush=True)
 
 
 class Exchange:
@@ -104,7 +113,7 @@ class Exchange:
         results: list[object] = [None] * world_size
 
         def one(rank: int) -> None:
-            results[rank] = act(rank_of(rank, world_size))
+            results[rank] = act(Ranks(rank, rank % RANKS_PER_MACHINE, world_size, torch.device("cpu")))
 
         threads = [threading.Thread(target=one, args=(rank,), name=str(rank)) for rank in range(world_size)]
         for thread in threads:
@@ -250,6 +259,41 @@ def measure_checkpoint(world_size: int) -> Row:
         "CPU ms of rank 0 to refuse a changed flag": 1e3 * refused,
         "CPU ms per rank to verify": 1e3 * verified / world_size,
     }
+
+
+def in_a_process(act: Callable[..., object], *args: object) -> object:
+    """The value of a function in a process of its own, whose memory holds nothing that another one read or made."""
+    context = get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=lambda: answers.put(act(*args)))
+    process.start()
+    found = answers.get(timeout=3600)
+    process.join()
+    return found
+
+
+def anonymous_bytes() -> int:
+    """The memory of this process that is not of a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@contextlib.contextmanager
+def largest_anonymous() -> Iterator[list[int]]:
+    """The largest anonymous_bytes(), looked at every few milliseconds."""
+    largest, over = [anonymous_bytes()], threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.005):
+            largest[0] = max(largest[0], anonymous_bytes())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield largest
+    finally:
+        over.set()
+        thread.join()
 
 
 def write_index(folder: Path, num_samples: int) -> Mapped:

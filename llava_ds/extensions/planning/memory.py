@@ -42,8 +42,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Literal
 
-from llava_ds.planning.activations import MicroBatch, activation_bytes, exchange_buffers, saved_bytes
-from llava_ds.planning.shapes import ModelShape
+from llava_ds.extensions.planning.activations import MicroBatch, activation_bytes, exchange_buffers, saved_bytes
+from llava_ds.extensions.planning.shapes import ModelShape
 
 ALL_REDUCE_BUCKET = 500_000_000  # elements that stage 0 reduces at a time (DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE)
 NVME_PARAM_BUFFERS, NVME_PARAM_BUFFER_SIZE, NVME_OPTIMIZER_BUFFERS = 5, 100_000_000, 4  # DeepSpeed's defaults
@@ -53,7 +53,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True)
-class Placement:
+class ZeroPlacement:
     """A ZeRO stage, and where offload_optimizer and offload_param put model states; "none" is the GPU."""
 
     stage: int
@@ -63,14 +63,14 @@ class Placement:
 
 # The columns of the table.
 PLACEMENTS = {
-    "ZeRO-0": Placement(0),
-    "ZeRO-1": Placement(1),
-    "ZeRO-2": Placement(2),
-    "ZeRO-3": Placement(3),
-    "2 + cpu opt": Placement(2, "cpu"),
-    "3 + cpu opt": Placement(3, "cpu"),
-    "3 + cpu all": Placement(3, "cpu", "cpu"),
-    "3 + nvme": Placement(3, "nvme", "nvme"),
+    "ZeRO-0": ZeroPlacement(0),
+    "ZeRO-1": ZeroPlacement(1),
+    "ZeRO-2": ZeroPlacement(2),
+    "ZeRO-3": ZeroPlacement(3),
+    "2 + cpu opt": ZeroPlacement(2, "cpu"),
+    "3 + cpu opt": ZeroPlacement(3, "cpu"),
+    "3 + cpu all": ZeroPlacement(3, "cpu", "cpu"),
+    "3 + nvme": ZeroPlacement(3, "nvme", "nvme"),
 }
 
 
@@ -152,7 +152,7 @@ class Estimate:
         return self.model_states + max(self.activations + self.gathered + self.buffers, self.optimizer_step)
 
 
-def estimate(shape: ModelShape, placement: Placement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
+def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
     """Estimate a rank's memory; without a micro-batch there are no activations.
 
     Of a pipeline, that of a rank of the stage that needs most.
@@ -190,7 +190,7 @@ def largest_unit(shape: ModelShape) -> int:
     return max(map(sum, shape.units))
 
 
-def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
+def _replicated(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
     w, trained = setup.weight_bytes, shape.trained_of_rank
     bucket = min(trained, ALL_REDUCE_BUCKET) * w
     return Estimate(
@@ -203,7 +203,7 @@ def _replicated(shape: ModelShape, placement: Placement, setup: Setup, activatio
     )
 
 
-def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
+def _sharded_optimizer(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
     w, copies = setup.weight_bytes, shape.copies(setup.ranks)
     # Each group is flattened to a multiple of two elements a rank (nccl_start_alignment_factor).
     flat = [_padded(sum(group), 2 * ranks) for group, ranks in zip(shape.groups, copies)]
@@ -231,7 +231,7 @@ def _sharded_optimizer(shape: ModelShape, placement: Placement, setup: Setup, ac
     )
 
 
-def _sharded(shape: ModelShape, placement: Placement, setup: Setup, activations: int) -> Estimate:
+def _sharded(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
     w, ranks, zero = setup.weight_bytes, setup.ranks, setup.zero
     groups = [[math.ceil(size / ranks) for size in group] for group in shape.groups]
     owned = sum(map(sum, groups))

@@ -25,9 +25,9 @@ before each gather.
 
 from dataclasses import dataclass
 
-from llava_ds.planning.activations import exchanged_bytes
-from llava_ds.planning.memory import Placement, Setup
-from llava_ds.planning.shapes import UNEVEN, ModelShape, TextShape
+from llava_ds.extensions.planning.activations import exchanged_bytes
+from llava_ds.extensions.planning.memory import Setup, ZeroPlacement
+from llava_ds.extensions.planning.shapes import UNEVEN, ModelShape, TextShape
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: i
     return routed + sent * (2 * text.num_layers + recomputed) + added * (7 * text.num_layers + 2 * recomputed)
 
 
-def step_traffic(shape: ModelShape, placement: Placement, setup: Setup, micro_steps: int) -> Traffic:
+def step_traffic(shape: ModelShape, placement: ZeroPlacement, setup: Setup, micro_steps: int) -> Traffic:
     """The traffic of an optimizer step of so many micro-batches."""
     part, w, overlaps = (setup.ranks - 1) / setup.ranks, setup.weight_bytes, setup.zero.overlap_comm
     once = part * w * shape.trained_of_rank  # an all-gather or a reduce-scatter of what trains
@@ -105,7 +105,7 @@ def _gathered_once(shape: ModelShape) -> int:
     return unused * text.vocab * text.hidden + (0 if tower.trained else tower.num_parameters)
 
 
-def _pcie_bytes(shape: ModelShape, placement: Placement, setup: Setup, micro_steps: int) -> tuple[float, float]:
+def _pcie_bytes(shape: ModelShape, placement: ZeroPlacement, setup: Setup, micro_steps: int) -> tuple[float, float]:
     """A rank's bytes to and from its CPU during the micro-batches, and after the last."""
     w, ranks = setup.weight_bytes, setup.ranks
     owned = shape.trained_of_rank / ranks

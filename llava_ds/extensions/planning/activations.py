@@ -38,9 +38,9 @@ Source: transformers' modeling_llama (eager norms and MLP, attention that is fus
 import math
 from dataclasses import dataclass
 
+from llava_ds.extensions.planning.shapes import ModelShape, TextShape
+from llava_ds.extensions.planning.tower_shape import TowerShape
 from llava_ds.model.output_loss import chunk_rows
-from llava_ds.planning.shapes import ModelShape, TextShape
-from llava_ds.planning.tower_shape import TowerShape
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from llava_ds.checkpoint.run_identity import saved_identity
 from llava_ds.config.arguments import Arguments, ranks_per_sample
+from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sample_order import SampleOrder
@@ -19,12 +20,12 @@ from llava_ds.engine.activation_budget import free_memory
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.engine.ds_config.zero import offload_device
+from llava_ds.extensions.planning.activations import MicroBatch
+from llava_ds.extensions.planning.fit import GB, Run, advice, fits, most_stage
+from llava_ds.extensions.planning.memory import Setup, ZeroPlacement, ZeroSettings, most_activations
+from llava_ds.extensions.planning.named_models import SUPERVISED
+from llava_ds.extensions.planning.shapes import ModelShape, shape_of
 from llava_ds.model.plan import ModelPlan
-from llava_ds.planning.activations import MicroBatch
-from llava_ds.planning.fit import GB, Run, advice, fits, most_stage
-from llava_ds.planning.memory import Placement, Setup, ZeroSettings, most_activations
-from llava_ds.planning.named_models import SUPERVISED
-from llava_ds.planning.shapes import ModelShape, shape_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
@@ -83,7 +84,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         pp=training.pipeline_parallel_size,
         ep=training.ep_size,
     )
-    run = Run(shape, placement_of(resolved.config), setup, None, data.longest_sample)
+    run = Run(shape, zero_placement(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, resolved.args, data, devices.memory).chosen()
 
 
@@ -140,9 +141,9 @@ class _MicroBatchChoice:
         return max(self.data.longest_sample, low // ROUND_TOKENS * ROUND_TOKENS)
 
 
-def placement_of(config: dict) -> Placement:
+def zero_placement(config: dict) -> ZeroPlacement:
     """The devices on which a resolved JSON puts model states."""
-    return Placement(
+    return ZeroPlacement(
         config["zero_optimization"].get("stage", 0),
         offload_device(config, "offload_optimizer"),
         offload_device(config, "offload_param"),
@@ -265,7 +266,7 @@ def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], 
         return args
 
 
-def choose_for_ranks(folder: Path, shape: ModelShape, args: Arguments, ranks: Ranks) -> tuple[dict, str]:
+def choose_for_ranks(args: Arguments, model: ModelPlan, ranks: Ranks) -> tuple[dict, str]:
     """choose_ds_config for these ranks, by the smallest memory that one of them has. All ranks call it together.
 
     On CPU ranks share the machine's memory evenly.
@@ -280,5 +281,6 @@ def choose_for_ranks(folder: Path, shape: ModelShape, args: Arguments, ranks: Ra
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
     # Another number of ranks may need another stage, and rounds otherwise anyway.
     stage = saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None
+    shape = shape_of(model.text_config, model.tower, args)
     # What can be compiled may differ between machines: rank 0 decides.
-    return broadcast_from_first(ranks, partial(choose_ds_config, folder, shape, args, devices, stage))
+    return broadcast_from_first(ranks, partial(choose_ds_config, DS_CONFIGS, shape, args, devices, stage))

@@ -7,11 +7,11 @@ from transformers import CLIPVisionConfig, LlamaConfig
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import largest_share
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
+from llava_ds.extensions.planning.activations import activation_bytes
+from llava_ds.extensions.planning.auto import FULL_TOKENS, Data, Devices, planned_run
+from llava_ds.extensions.planning.fit import GB, Run, fits
+from llava_ds.extensions.planning.shapes import shape_of
 from llava_ds.model.vision import plan_tower
-from llava_ds.planning.activations import activation_bytes
-from llava_ds.planning.auto import FULL_TOKENS, Data, Devices, planned_run
-from llava_ds.planning.fit import GB, Run, fits
-from llava_ds.planning.shapes import shape_of
 
 LAYERS, LONGEST = 4, 900
 TEXT = LlamaConfig(

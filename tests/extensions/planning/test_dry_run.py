@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from llava_ds.planning.dry_run import conclusion, measured_step_s
-from llava_ds.planning.fit import GB, Run
-from llava_ds.planning.memory import Placement, Setup
-from llava_ds.planning.shapes import shape_of_count
+from llava_ds.extensions.planning.dry_run import conclusion, measured_step_s
+from llava_ds.extensions.planning.fit import GB, Run
+from llava_ds.extensions.planning.memory import Setup, ZeroPlacement
+from llava_ds.extensions.planning.shapes import shape_of_count
 
-RUN = Run(shape_of_count(1_000_000_000), Placement(3), Setup(2, gpus_per_node=2), None)
+RUN = Run(shape_of_count(1_000_000_000), ZeroPlacement(3), Setup(2, gpus_per_node=2), None)
 NEEDED = RUN.estimate().total
 
 
@@ -32,7 +32,7 @@ def test_on_gpus_both_memories_count():
     assert ready.startswith("dry run: ready.") and "on 2 GPUs needs" in ready and "this machine" not in ready
     small = line(gpu=0.6 * NEEDED)
     assert small.startswith("dry run: would run out of memory.") and "the smallest change that fits: " in small
-    offloaded = dataclasses.replace(RUN, placement=Placement(3, "cpu"))
+    offloaded = dataclasses.replace(RUN, placement=ZeroPlacement(3, "cpu"))
     on_host = offloaded.estimate().cpu
     assert line(offloaded, gpu=2 * NEEDED, host=2 * on_host).startswith("dry run: ready.")
     assert line(offloaded, gpu=2 * NEEDED, host=0.5 * on_host).startswith("dry run: would run out of memory.")

@@ -9,11 +9,11 @@ from launching import command_line, ds_config, launch, tight_config
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
-from llava_ds.planning.auto import Data, Devices, planned_run
-from llava_ds.planning.shapes import shape_of_folders
-from llava_ds.planning.traffic import step_traffic
+from llava_ds.extensions.planning.auto import Data, Devices, planned_run
+from llava_ds.extensions.planning.shapes import shape_of_folders
+from llava_ds.extensions.planning.traffic import step_traffic
 
-COUNTING = Path(__file__).parents[1] / "workers" / "counting.py"
+COUNTING = Path(__file__).with_name("counting.py")
 RANKS = 2
 # DeepSpeed JSON, what trains, micro-batches of a step. zero3 keeps what such a small model needs again, tight nothing.
 CASES = [

@@ -16,15 +16,15 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.param_groups import choose_trainable
+from llava_ds.extensions.planning.activations import MicroBatch, activation_bytes, loss_bytes, saved_bytes
+from llava_ds.extensions.planning.auto import zero_placement
+from llava_ds.extensions.planning.fit import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
+from llava_ds.extensions.planning.memory import PLACEMENTS, Setup, ZeroPlacement, ZeroSettings, estimate
+from llava_ds.extensions.planning.named_models import NAMED
+from llava_ds.extensions.planning.shapes import ModelShape, shape_named, shape_of, shape_of_count
 from llava_ds.model.llava import assemble
 from llava_ds.model.output_loss import CHUNK_LOGITS, linear_cross_entropy
 from llava_ds.model.vision import plan_tower
-from llava_ds.planning.activations import MicroBatch, activation_bytes, loss_bytes, saved_bytes
-from llava_ds.planning.auto import placement_of
-from llava_ds.planning.fit import MB, Run, advice, as_json, describe_change, fits, smallest_change, table
-from llava_ds.planning.memory import PLACEMENTS, Placement, Setup, ZeroSettings, estimate
-from llava_ds.planning.named_models import NAMED
-from llava_ds.planning.shapes import ModelShape, shape_named, shape_of, shape_of_count
 
 TEXT = LlamaConfig(
     hidden_size=64,
@@ -51,7 +51,7 @@ DORA = arguments(**SMALL, use_dora=True)
 
 
 def states(shape: ModelShape, stage: int, num_gpus: int, **setup: object) -> int:
-    return estimate(shape, Placement(stage), Setup(num_gpus, **setup)).model_states
+    return estimate(shape, ZeroPlacement(stage), Setup(num_gpus, **setup)).model_states
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_frozen_parts_cost_their_weights_and_no_more():
     assert both.num_parameters == projector.num_parameters
     assert projector.num_trained == 48 * 64 + 64 + 64 * 64 + 64
     for stage in range(3):
-        found = estimate(projector, Placement(stage), Setup(1))
+        found = estimate(projector, ZeroPlacement(stage), Setup(1))
         assert found.weights == pytest.approx(2 * projector.num_parameters, abs=64)
         assert found.model_states - found.weights == pytest.approx(14 * projector.num_trained, abs=256)
 
@@ -131,7 +131,7 @@ def test_properties_that_hold_for_any_shape(seed):
     shape = random_shape(rng)
     ranks = rng.randint(2, 9)
     zero = ZeroSettings.auto(8)
-    by_stage = [estimate(shape, Placement(stage), Setup(ranks, zero)) for stage in range(4)]
+    by_stage = [estimate(shape, ZeroPlacement(stage), Setup(ranks, zero)) for stage in range(4)]
     trained = sum(map(sum, shape.groups))
     for stage in (1, 2, 3):  # ranks together hold everything, once
         assert by_stage[stage].optimizer * ranks >= 12 * trained
@@ -140,7 +140,7 @@ def test_properties_that_hold_for_any_shape(seed):
     # What padding may add: two elements a rank for a group, one a rank for a tensor.
     assert by_stage[2].optimizer * ranks <= 12 * (trained + 2 * ranks * len(shape.groups))
     assert by_stage[3].optimizer * ranks <= 12 * (trained + ranks * sum(map(len, shape.groups)))
-    more = [estimate(shape, Placement(stage), Setup(2 * ranks, zero)).optimizer for stage in range(4)]
+    more = [estimate(shape, ZeroPlacement(stage), Setup(2 * ranks, zero)).optimizer for stage in range(4)]
     assert all(fewer.optimizer >= many for fewer, many in zip(by_stage, more))
     for placement in PLACEMENTS.values():
         found = estimate(shape, placement, Setup(ranks, zero))
@@ -152,17 +152,17 @@ def test_properties_that_hold_for_any_shape(seed):
 def test_a_rank_holds_the_whole_gradient_of_a_tensor_that_it_owns_a_part_of():
     shape = replace(shape_of_count(10**6), groups=((900_000, 50_000, 50_000),))
     assert (
-        estimate(shape, Placement(2), Setup(2)).gradients == 2 * 1_000_000
+        estimate(shape, ZeroPlacement(2), Setup(2)).gradients == 2 * 1_000_000
     )  # rank 1: a part of the first, and the rest
-    assert estimate(shape, Placement(2), Setup(2, gradient_bytes=4)).gradients == 4 * 500_000  # a buffer of its own
-    assert estimate(shape, Placement(3), Setup(2)).gradients == 2 * 500_000
+    assert estimate(shape, ZeroPlacement(2), Setup(2, gradient_bytes=4)).gradients == 4 * 500_000  # a buffer of its own
+    assert estimate(shape, ZeroPlacement(3), Setup(2)).gradients == 2 * 500_000
 
 
 def test_gradients_that_wait_for_the_boundary_are_zero_1s_alone():
     shape = shape_of_count(10**8)
     at_once, waits = (Setup(4, accumulates=waits) for waits in (False, True))
     more = [
-        estimate(shape, Placement(stage), waits).buffers - estimate(shape, Placement(stage), at_once).buffers
+        estimate(shape, ZeroPlacement(stage), waits).buffers - estimate(shape, ZeroPlacement(stage), at_once).buffers
         for stage in range(4)
     ]
     assert more == [0, 2 * 75_000_000, 0, 0]
@@ -172,7 +172,7 @@ def test_what_stage_3_never_partitions_depends_on_the_threshold():
     shape = shape_of(TEXT, VISION, BOTH)
     small = sum(size for size in shape.tensors if size <= 64)
     some, none = (
-        estimate(shape, Placement(3), Setup(2, ZeroSettings(param_persistence_threshold=threshold)))
+        estimate(shape, ZeroPlacement(3), Setup(2, ZeroSettings(param_persistence_threshold=threshold)))
         for threshold in (64, 0)
     )
     assert small > 0 and some.weights - none.weights == 2 * small
@@ -183,10 +183,10 @@ def test_what_is_gathered_follows_the_live_parameters_and_never_exceeds_the_mode
     tight = ZeroSettings(prefetch_bucket_size=10, max_live_parameters=5000, max_reuse_distance=0)
     layer = sum(max(shape.units, key=sum))
     tight = replace(tight, param_persistence_threshold=0)
-    assert estimate(shape, Placement(3), Setup(2, tight)).gathered == 2 * (5000 + layer + 10)
+    assert estimate(shape, ZeroPlacement(3), Setup(2, tight)).gathered == 2 * (5000 + layer + 10)
     whole = ZeroSettings(param_persistence_threshold=0)
-    assert estimate(shape, Placement(3), Setup(2, whole)).gathered == 2 * shape.num_parameters
-    assert estimate(shape, Placement(3), Setup(1, whole)).gathered == 0  # a lone rank has nothing to gather
+    assert estimate(shape, ZeroPlacement(3), Setup(2, whole)).gathered == 2 * shape.num_parameters
+    assert estimate(shape, ZeroPlacement(3), Setup(1, whole)).gathered == 0  # a lone rank has nothing to gather
 
 
 def test_settings_come_from_the_json_with_deepspeeds_defaults():
@@ -209,7 +209,7 @@ def test_settings_come_from_the_json_with_deepspeeds_defaults():
     ],
 )
 def test_offload_is_read_from_the_json(zero, devices):
-    assert placement_of({"zero_optimization": {"stage": 3, **zero}}) == Placement(3, *devices)
+    assert zero_placement({"zero_optimization": {"stage": 3, **zero}}) == ZeroPlacement(3, *devices)
 
 
 @pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
@@ -217,13 +217,13 @@ def test_offload_is_read_from_the_json(zero, devices):
 def test_each_part_that_is_offloaded_leaves_the_gpu_alone(optimizer, param):
     """Weights with offload_param, the rest with offload_optimizer, each to its own device and counted once."""
     shape, setup = shape_of_count(10**9), Setup(4, ZeroSettings(param_persistence_threshold=0))
-    here = estimate(shape, Placement(3), setup)
-    found = estimate(shape, Placement(3, optimizer, param), setup)
+    here = estimate(shape, ZeroPlacement(3), setup)
+    found = estimate(shape, ZeroPlacement(3, optimizer, param), setup)
     assert found.weights == (here.weights if param == "none" else 0)
     stays = optimizer == "none"
     assert (found.gradients, found.optimizer) == ((here.gradients, here.optimizer) if stays else (0, 0))
     assert found.optimizer_step == (here.optimizer_step if stays else 0)
-    alone = [estimate(shape, Placement(3, *one), setup) for one in ((optimizer, "none"), ("none", param))]
+    alone = [estimate(shape, ZeroPlacement(3, *one), setup) for one in ((optimizer, "none"), ("none", param))]
     assert (found.cpu, found.nvme) == (sum(one.cpu for one in alone), sum(one.nvme for one in alone))
     per_parameter = {"cpu": 2, "nvme": 0, "none": 0}
     if optimizer == "none" and param != "nvme":
@@ -417,7 +417,7 @@ def test_activations_grow_with_what_they_depend_on():
 def a_run(**changed: object) -> Run:
     zero = ZeroSettings(reduce_bucket_size=1000, prefetch_bucket_size=0, max_live_parameters=0, max_reuse_distance=0)
     batch = MicroBatch(8192, 512, 8)
-    return replace(Run(shape_of(TEXT, VISION, BOTH), Placement(1), Setup(4, zero), batch, 1024), **changed)
+    return replace(Run(shape_of(TEXT, VISION, BOTH), ZeroPlacement(1), Setup(4, zero), batch, 1024), **changed)
 
 
 def test_the_smallest_change_is_none_where_it_fits():
@@ -453,7 +453,7 @@ def test_what_is_advised_fits_and_asks_for_no_more_than_it_must(memory):
     if change.setup.num_gpus > 4:
         assert smallest_change(replace(run, setup=replace(run.setup, num_gpus=2)), memory).setup.num_gpus > 4
     if change.placement.optimizer != "none":
-        best = replace(run, placement=Placement(3), batch=replace(run.batch, num_tokens=1024, num_recomputed=4))
+        best = replace(run, placement=ZeroPlacement(3), batch=replace(run.batch, num_tokens=1024, num_recomputed=4))
         assert not fits(best.estimate().total, memory)
 
 
@@ -468,10 +468,10 @@ def test_the_table_marks_the_run_and_gives_a_verdict():
 @pytest.mark.parametrize(
     ("placement", "name"),
     [
-        (Placement(1, "cpu"), "1 + cpu opt"),
-        (Placement(3, "none", "cpu"), "3 + cpu param"),
-        (Placement(3, "nvme"), "3 + nvme opt"),
-        (Placement(3, "cpu", "nvme"), "3 + cpu opt + nvme param"),
+        (ZeroPlacement(1, "cpu"), "1 + cpu opt"),
+        (ZeroPlacement(3, "none", "cpu"), "3 + cpu param"),
+        (ZeroPlacement(3, "nvme"), "3 + nvme opt"),
+        (ZeroPlacement(3, "cpu", "nvme"), "3 + cpu opt + nvme param"),
     ],
 )
 def test_a_placement_that_is_none_of_the_usual_has_a_column_of_its_own(placement, name):
@@ -485,13 +485,13 @@ def test_a_placement_that_is_none_of_the_usual_has_a_column_of_its_own(placement
 
 
 def test_advice_keeps_what_is_offloaded_already():
-    run = a_run(placement=Placement(3, "none", "cpu"))
+    run = a_run(placement=ZeroPlacement(3, "none", "cpu"))
     for memory in (x * MB for x in (1, 2, 3, 5, 8, 13, 20)):
         change = smallest_change(run, memory)
         assert change is None or change.placement.param != "none"
-    moved = replace(run, placement=Placement(3, "cpu", "cpu"))
+    moved = replace(run, placement=ZeroPlacement(3, "cpu", "cpu"))
     assert describe_change(run, moved) == 'offload_optimizer {"device": "cpu"}'
-    far = replace(run, placement=Placement(3, "nvme", "nvme"))
+    far = replace(run, placement=ZeroPlacement(3, "nvme", "nvme"))
     assert describe_change(run, far) == 'offload_optimizer and offload_param {"device": "nvme"}'
 
 
@@ -509,7 +509,7 @@ def test_the_fullest_rank_is_found_without_looking_at_every_one(seed):
             for size in group:
                 held[-1] += size if start < n * (rank + 1) and start + size > n * rank else 0
                 start += size
-    assert estimate(shape, Placement(2), Setup(ranks)).gradients == 2 * max(held)
+    assert estimate(shape, ZeroPlacement(2), Setup(ranks)).gradients == 2 * max(held)
 
 
 def test_an_optimizer_of_the_json_counts_with_what_it_keeps():

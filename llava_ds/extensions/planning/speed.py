@@ -20,10 +20,10 @@ The constants below are assumptions, each with its source; those that differ mos
 import math
 from dataclasses import dataclass, replace
 
-from llava_ds.planning.fit import Run
-from llava_ds.planning.memory import Placement, Setup
-from llava_ds.planning.shapes import ModelShape
-from llava_ds.planning.traffic import Traffic, exchange_traffic, step_traffic
+from llava_ds.extensions.planning.fit import Run
+from llava_ds.extensions.planning.memory import Setup, ZeroPlacement
+from llava_ds.extensions.planning.shapes import ModelShape
+from llava_ds.extensions.planning.traffic import Traffic, exchange_traffic, step_traffic
 from llava_ds.runtime.gpus import Gpu
 
 TERA, GIGA = 1e12, 1e9
@@ -129,7 +129,7 @@ class StepTime:
         return self.tokens / self.total_s
 
 
-def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> StepTime | None:
+def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime | None:
     """Estimate a step of the run with this stage and offload; None for NVMe, where the disk decides."""
     if "nvme" in (placement.optimizer, placement.param):
         return None
@@ -163,7 +163,7 @@ def step_time(run: Run, placement: Placement, load: Load, machine: Machine) -> S
     return replace(time, mfu=steps * useful / time.total_s / peak)
 
 
-def _pipeline_time(run: Run, placement: Placement, load: Load, machine: Machine) -> StepTime:
+def _pipeline_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime:
     """The step of a pipeline: its slowest stage sets the pace, and waits for as many micro-batches as others stand
     before it or behind it (arXiv 2104.04473, 2.2.1). What goes to the next stage and comes back hides behind nothing.
     """
@@ -227,7 +227,7 @@ def _exposed(
     return exposed, max(0.0, sent.pcie / pcie - overlap * (forward_s + backward_s)) + sent.pcie_after / pcie
 
 
-def _optimizer_s(shape: ModelShape, placement: Placement, setup: Setup, machine: Machine) -> tuple[float, float]:
+def _optimizer_s(shape: ModelShape, placement: ZeroPlacement, setup: Setup, machine: Machine) -> tuple[float, float]:
     """Seconds of the update: of a rank's part in its GPU's memory, and of a node's parts on its CPU."""
     if placement.optimizer == "cpu":
         return 0.0, CPU_ADAM_S * shape.num_trained / math.ceil(setup.num_gpus / setup.gpus_per_node)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import flags_class
-from llava_ds.extensions.table import EXTENSIONS
-from llava_ds.planning.fit import GB, Run, aligned, fits, placement_name, table_placements
-from llava_ds.planning.memory import Placement
-from llava_ds.planning.speed import (
+from llava_ds.extensions.planning.fit import GB, Run, aligned, fits, placement_name, table_placements
+from llava_ds.extensions.planning.memory import ZeroPlacement
+from llava_ds.extensions.planning.speed import (
     ATTENTION_SHARE,
     LINK_SHARE,
     MEMORY_SHARE,
@@ -21,6 +20,7 @@ from llava_ds.planning.speed import (
     StepTime,
     step_time,
 )
+from llava_ds.extensions.table import EXTENSIONS
 
 LEAST_GAIN = 0.03  # of the tokens/s: less is not proposed
 
@@ -44,7 +44,7 @@ class SpeedRun:
     machine: Machine
     gpu_memory: float | None
 
-    def time(self, placement: Placement | None = None) -> StepTime | None:
+    def time(self, placement: ZeroPlacement | None = None) -> StepTime | None:
         return step_time(self.run, placement or self.run.placement, self.load, self.machine)
 
     @property

@@ -18,6 +18,8 @@ from llava_ds.engine.ds_config.parallel import check_axes
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.tensor_parallel import num_divided
+from llava_ds.extensions.planning.named_models import NAMED
+from llava_ds.extensions.planning.tower_shape import TowerShape, tower_shape
 from llava_ds.model.attention import MAX_FUSED_WIDTH
 from llava_ds.model.families.language import (
     attention_widths,
@@ -40,8 +42,6 @@ from llava_ds.model.rows import fit_vocabulary
 from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
-from llava_ds.planning.named_models import NAMED
-from llava_ds.planning.tower_shape import TowerShape, tower_shape
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
 # Tokens of the busiest expert by an even share, which every expert of an upcycled model computes rows for.

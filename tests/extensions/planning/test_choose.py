@@ -6,10 +6,10 @@ import pytest
 
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.planning.auto import Devices, choose_ds_config
-from llava_ds.planning.shapes import shape_named
+from llava_ds.extensions.planning.auto import Devices, choose_ds_config
+from llava_ds.extensions.planning.shapes import shape_named
 
-CONFIGS = Path(__file__).parents[2] / "ds_configs"
+CONFIGS = Path(__file__).parents[3] / "ds_configs"
 GB = 10**9
 
 

@@ -19,7 +19,7 @@ from llava_ds.engine.pipeline import forward_and_backward
 from llava_ds.model.stages import stage_of
 from llava_ds.train import loop
 
-TRAIN = Path(__file__).parents[2] / "run" / "train.py"
+TRAIN = Path(__file__).parents[3] / "run" / "train.py"
 
 
 class _MeasuredError(Exception):

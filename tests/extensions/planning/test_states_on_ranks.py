@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import toys
-from launching import ROOT, command_line, ds_config, launch
+from launching import command_line, ds_config, launch
 
 from llava_ds.config.arguments import ranks_per_sample
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
-from llava_ds.planning.auto import Data, Devices, planned_run
-from llava_ds.planning.fit import Run
-from llava_ds.planning.shapes import shape_of_folders
+from llava_ds.extensions.planning.auto import Data, Devices, planned_run
+from llava_ds.extensions.planning.fit import Run
+from llava_ds.extensions.planning.shapes import shape_of_folders
 
-MEASURE = ROOT / "tests" / "workers" / "memory_of_ranks.py"
+MEASURE = Path(__file__).with_name("memory_of_ranks.py")
 LLAMA = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
 CLIP = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
 # A vocabulary that outweighs the layers, tied, and widths that no number of ranks divides.

@@ -13,13 +13,13 @@ from fake_models import arguments, built, delta_net_kernels, on_gpu, sample
 from transformers import AutoConfig, AutoModelForImageTextToText, CLIPVisionConfig
 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.extensions.planning.activations import MicroBatch, activation_bytes
+from llava_ds.extensions.planning.named_models import NAMED
+from llava_ds.extensions.planning.shapes import CLIP_L_336, shape_of
 from llava_ds.model.families.ready import family_of, register_text_models
 from llava_ds.model.heads import SummedLoss
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
-from llava_ds.planning.activations import MicroBatch, activation_bytes
-from llava_ds.planning.named_models import NAMED
-from llava_ds.planning.shapes import CLIP_L_336, shape_of
 from llava_ds.train.objectives.ppo import ActorCritic
 
 pytestmark = pytest.mark.cuda

@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llava_ds.planning.activations import MicroBatch
-from llava_ds.planning.memory import PLACEMENTS, Estimate, Placement, Setup, estimate, largest_unit
-from llava_ds.planning.shapes import ModelShape
+from llava_ds.extensions.planning.activations import MicroBatch
+from llava_ds.extensions.planning.memory import PLACEMENTS, Estimate, Setup, ZeroPlacement, estimate, largest_unit
+from llava_ds.extensions.planning.shapes import ModelShape
 
 GB, MB = 10**9, 10**6
 HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmentation, which no formula here counts
@@ -36,7 +36,7 @@ class Run:
     """A training run, as far as memory goes. batch is None when only the number of parameters is known."""
 
     shape: ModelShape
-    placement: Placement
+    placement: ZeroPlacement
     setup: Setup
     batch: MicroBatch | None
     longest_sample: int = 1
@@ -179,7 +179,7 @@ def _changed(run: Run) -> Iterator[Run]:
     choices = (range(MOST_DOUBLINGS + 1), range(len(offloads)), stages, halvings, recompute)
     for change in sorted(itertools.product(*choices), key=cost):
         doublings, offload, stage, halved, recomputed = change
-        placement = Placement(stage, *offloads[offload])
+        placement = ZeroPlacement(stage, *offloads[offload])
         if placement not in (run.placement, *PLACEMENTS.values()) or not _goes_with(placement, run):
             continue
         batch = run.batch and dataclasses.replace(
@@ -198,13 +198,13 @@ def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
     return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
 
 
-def table_placements(run: Run) -> dict[str, Placement]:
+def table_placements(run: Run) -> dict[str, ZeroPlacement]:
     """The table's columns: the usual placements, and the run's own if it is another."""
     own = {} if run.placement in PLACEMENTS.values() else {placement_name(run.placement): run.placement}
     return {name: placement for name, placement in (PLACEMENTS | own).items() if _goes_with(placement, run)}
 
 
-def _goes_with(placement: Placement, run: Run) -> bool:
+def _goes_with(placement: ZeroPlacement, run: Run) -> bool:
     """False for what a pipeline's stages, shared experts, or an upcycled model can't be trained with."""
     setup, is_offloaded = run.setup, placement.optimizer != "none"
     if placement == run.placement:
@@ -219,7 +219,7 @@ def most_stage(shape: ModelShape) -> int:
     return 2 if shape.text is not None and shape.text.expert_rows else 3
 
 
-def placement_name(placement: Placement) -> str:
+def placement_name(placement: ZeroPlacement) -> str:
     """Its column's name."""
     offloaded = {"opt": placement.optimizer, "param": placement.param}
     words = " + ".join(f"{device} {part}" for part, device in offloaded.items() if device != "none")

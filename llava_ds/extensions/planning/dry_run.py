@@ -1,25 +1,46 @@
 """The dry run's report on data, memory and time."""
 
 import statistics
+from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.data.loader import windows
 from llava_ds.data.step_plan import StepPlan
-from llava_ds.planning.fit import GB, Run, advice, description, table, verdict
-from llava_ds.planning.sample_text import shown_sample
+from llava_ds.export.trial import try_export
+from llava_ds.extensions.planning.auto import run_on_ranks
+from llava_ds.extensions.planning.fit import GB, Run, advice, description, table, verdict
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.tracking.data_page import in_terminal
 from llava_ds.tracking.run_files import read_run
+from llava_ds.tracking.sample_text import shown_sample
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import duration
+from llava_ds.train.plan import Plan
 
 LONGEST_TEXT = 800  # characters shown of a sample
 # By fit.verdict, the worst first.
 STATES = {"too big": "would run out of memory", "tight": "may run out of memory", "fits": "ready"}
+
+
+def show_dry_run(plan: Plan, ranks: Ranks) -> int:
+    """Print the first batch, the memory that training needs, and whether the run can start. Returns the exit code."""
+    steps, done = plan.steps, plan.resumed_step
+    planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
+    if plan.export.is_whole_model:
+        print_first(broadcast_from_first(ranks, partial(try_export, plan.export, plan.output_dir, dry_run=True)))
+    if ranks.is_first:
+        gpu, host = memory_of_gpu(ranks), float(psutil.virtual_memory().available)
+        step_s = measured_step_s(plan.output_dir, done)
+        print_first(*first_batch(steps, done, plan.model.tokenizer), *description(planned), *table(planned, gpu))
+        if gpu is not None:
+            print_first(advice(planned, gpu))
+        print_first(conclusion(planned, gpu, host, (done, steps.num_steps), steps.batch_size, step_s))
+    return 0
 
 
 def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -46,13 +67,6 @@ def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -
 def _ranks(plan: StepPlan) -> str:
     dp, shared = plan.packing.dp, plan.packing.shared
     return f"{dp} ranks" if shared == 1 else f"{dp * shared} ranks, of which {shared} share each sample,"
-
-
-def memory(run: Run, ranks: Ranks) -> list[str]:
-    """The table of run/estimate.py for this run and its data, and on a GPU the verdict."""
-    gpu_memory = memory_of_gpu(ranks)
-    lines = [*description(run), *table(run, gpu_memory)]
-    return lines if gpu_memory is None else [*lines, advice(run, gpu_memory)]
 
 
 def conclusion(
@@ -99,13 +113,6 @@ def measured_step_s(output_dir: Path, from_step: int) -> float | None:
 def memory_of_gpu(ranks: Ranks) -> float | None:
     """Bytes of this rank's GPU; None on a CPU."""
     return torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
-
-
-def memory_of_host() -> float:
-    """Bytes that are free in this machine's memory."""
-    import psutil
-
-    return float(psutil.virtual_memory().available)
 
 
 def _size(num_bytes: float) -> str:
