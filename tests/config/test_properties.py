@@ -2,6 +2,7 @@
 
 import pytest
 from ds_json import CONFIGS
+from known_flags import needs
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.config.properties import Feature, clashes, core_features
@@ -28,6 +29,7 @@ def test_what_a_folder_brings_stays():
     assert line == "--flag needs dense MLPs, which a model of this kind takes away: leave --flag out"
 
 
+@needs("lora_enable")
 def test_every_pair_of_a_command_line_is_named():
     flags = ["--pp_size", "2", "--tp_size", "2", "--lora_enable", "True"]
     with pytest.raises(ConfigError) as caught:
@@ -46,6 +48,6 @@ def test_every_pair_of_a_command_line_is_named():
 
 
 def test_every_property_of_the_core_is_known():
-    flags = ["--lora_enable", "True", "--eval_fraction", "0.1", "--eval_tasks", __file__, "--eval_steps", "5"]
+    flags = ["--sp_size", "2", "--eval_fraction", "0.1", "--eval_tasks", __file__, "--eval_steps", "5"]
     found = list(core_features(parse_arguments([*NEEDED, *flags])[0]))
     assert len(found) == 2 and all({*each.needs, *each.breaks} <= PROPERTIES.keys() for each in found)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import toys
 from extension_there import if_there, needs_extension
-from known_flags import known_cases
+from known_flags import known_cases, needs
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -167,7 +167,11 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
             "--sequence_parallel_size 2 times --tensor_parallel_size 2 is 4, which does not divide 2 ranks: give one "
             "of 1 x 1, 1 x 2, 2 x 1",
         ),
-        ({**TP, "lora_enable": True}, "--lora_enable True needs whole matrices on every rank"),
+        pytest.param(
+            {**TP, "lora_enable": True},
+            "--lora_enable True needs whole matrices on every rank",
+            marks=needs("lora_enable"),
+        ),
     ],
 )
 def test_what_does_not_go_is_refused(runs, flags, said):

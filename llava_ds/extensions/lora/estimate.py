@@ -1,4 +1,4 @@
-"""What LoRA adds to the estimate of memory and speed. llava_ds/planning calls these by name."""
+"""What LoRA adds to the estimate of memory and speed. llava_ds/extensions/planning calls these by name."""
 
 from torch import nn
 from transformers import PreTrainedConfig

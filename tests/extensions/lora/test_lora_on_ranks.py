@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from llava_ds.checkpoint.commit import newest_whole
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
+from llava_ds.extensions.lora import layers as lora
 from llava_ds.extensions.lora.quantize import BLOCK
-from llava_ds.model import lora
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
