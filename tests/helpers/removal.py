@@ -3,9 +3,9 @@
     python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
 
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
-table, recipes with its flags, the scripts of run/ that import it, and of other pages the lines that link to its page and the paragraphs that
-name such a script. Without names, each is deleted alone, one after the other;
-a+b deletes two together.
+table, recipes with its flags, the scripts of run/ that import it, and of other pages the lines that link to its page
+and the paragraphs that name such a script. Without names, each is deleted alone, one after the other; a+b deletes two
+together.
 """
 
 import argparse
