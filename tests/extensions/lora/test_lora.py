@@ -124,7 +124,7 @@ def test_biases_train_as_peft_means_it(kind, bias):
     model, args = language_model(kind), lora_args(lora_bias=bias)
     theirs = language_model(kind)
     theirs = peft.get_peft_model(
-        theirs, lora.peft_config(args, lora.linear_names(theirs), args.lora_r, args.lora_alpha)
+        theirs, lora.peft_config(args, lora.linear_names(theirs), lora.own(args).lora_r, lora.own(args).lora_alpha)
     )
     toys.add_lora(model, args, seed=42)
     trained = {lora.PEFT_PREFIX + name for name, p in model.named_parameters() if p.requires_grad}
@@ -158,7 +158,7 @@ def built(base: dict[str, str], **more: object):
     args = lora_args(**base, **more)
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
-    if "vision" not in args.lora_modules:
+    if "vision" not in lora.own(args).lora_modules:
         model.vision_tower.requires_grad_(False)
     return model, plan, args
 
@@ -449,11 +449,13 @@ def test_without_a_projector_of_its_own_an_adapter_starts_with_stage_1s(base, ad
     }
     torch.save(projector, tmp_path / "mm_projector.bin")
     (folder / "non_lora_trainables.bin").unlink()
-    args = lora_args(**{**base, "lora_bias": "all"}, pretrain_mm_mlp_adapter=str(tmp_path / "mm_projector.bin"))
+    first = str(tmp_path / "mm_projector.bin")
+    flags = {**base, "lora_bias": "all", "pretrain_mm_mlp_adapter": first}
     with_own, without = (
-        plan_model(replace(args, lora_weight_path=str(path)), 512).sources.projector for path in (adapter[0], folder)
+        plan_model(lora_args(**flags, lora_weight_path=str(path)), 512).sources.projector
+        for path in (adapter[0], folder)
     )
-    assert without.path == args.pretrain_mm_mlp_adapter and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
+    assert without.path == first and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
 
 
 def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from(base, batch, tmp_path):

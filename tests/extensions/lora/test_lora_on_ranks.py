@@ -306,4 +306,4 @@ def test_the_recipe_of_7b_is_complete_and_its_json_fits():
 
     recipe = ROOT / "run" / "recipes" / "llava-v1.5-7b-lora.yaml"
     args, notes = parse_arguments(["--recipe", str(recipe), "--deepspeed_config", ds_config(3), "--output_dir", "out"])
-    assert args.model.lora_enable and not notes
+    assert args.own["lora"].lora_enable and not notes
