@@ -37,14 +37,11 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
     folders = {name: getattr(args.model, name) for name in ("model_name_or_path", "model_base")}
-    others = ("critic_model_name_or_path", "ref_model_name_or_path")
-    folders |= {name: getattr(args.training, name) for name in others}
     towers = tower_folders(args.model.vision_tower)
     folders |= dict(zip(("vision_tower", "vision_tower (the second)"), towers))  # their files have the same names
     files = {name: _files(Path(folder)) for name, folder in folders.items() if folder is not None}
-    judge = args.training.reward_model_name_or_path
-    if judge is not None:  # it stays frozen, its head too
-        files["reward_model_name_or_path"] = [*_files(Path(judge)), *filter(None, [value_head_file(judge)])]
+    for name, folder in args.own_models.items():
+        files[name] = [*_files(folder), *filter(None, [value_head_file(folder)])]
     note = output_dir / HASHES_FILE
     known = _read_hashes(note)
     paths = {path: str(path.resolve()) for group in files.values() for path in group}

@@ -8,16 +8,13 @@ from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import read_trainer
-from llava_ds.config.arguments import FLAGS, Arguments, every_flag, flag_default, flags_free_on_resume
+from llava_ds.config.arguments import Arguments, every_flag, flag_default, flags_free_on_resume
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.files.writing import sha256
 from llava_ds.template_variables import parse_variables
-
-# Flags that only decide on which rank and in which micro-batch a sample of the step is computed.
-LAYOUT_FLAGS = tuple(name for name, flag in FLAGS.items() if flag.resume == "layout")
 
 SHARED_BY = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")  # ranks with the same samples
 
@@ -60,9 +57,7 @@ class RunIdentity:
             folder = getattr(args.model, name)
             flags[name] = folder and folder_digest(Path(folder))
         flags["vision_tower"] = towers_digest(args.model.vision_tower)
-        for name in ("critic_model_name_or_path", "ref_model_name_or_path", "reward_model_name_or_path"):
-            folder = getattr(args.training, name)
-            flags[name] = folder and folder_digest(Path(folder))
+        flags |= {name: folder_digest(folder) for name, folder in args.own_models.items()}
         for own in args.own.values():
             flags |= own.identity()
         zero_stage = ds_config["zero_optimization"].get("stage", 0)
@@ -75,8 +70,8 @@ class RunIdentity:
         its name for --allow_changed_flags."""
         # A flag that only one of both has counts as its default in the other: of an extension that was not loaded, or
         # one that an earlier version did not have.
-        absent = saved["flags"].keys() - self.flags.keys()
-        flags = every_flag() if absent else {}
+        absent, flags = saved["flags"].keys() - self.flags.keys(), every_flag()
+        layout = _layout_flags()
         left_out = [
             name for name in saved["flags"] if name in absent & flags.keys() and flags[name].resume == "compared"
         ]
@@ -84,7 +79,7 @@ class RunIdentity:
             name: f"--{name} is {value}, was {before}"
             for name, value in [*self.flags.items(), *((name, flag_default(name)) for name in left_out)]
             if (before := saved["flags"].get(name, flag_default(name))) != value
-            and (name not in LAYOUT_FLAGS or name in self._ordering_flags)
+            and (name not in layout or name in self._ordering_flags)
         }
         if saved["data"] != self.data:
             lines["data"] = "the data set (or its encoding) is another one"
@@ -140,12 +135,17 @@ class RunIdentity:
     def _layout_changes(self, saved: dict) -> dict[str, str]:
         lines = {
             name: f"--{name} is {self.flags[name]}, was {before}"
-            for name in LAYOUT_FLAGS
+            for name in _layout_flags() & self.flags.keys()
             if (before := saved["flags"].get(name, flag_default(name))) != self.flags[name]
         }
         if saved["world_size"] != self.world_size:
             lines["world_size"] = f"world_size is {self.world_size}, was {saved['world_size']}"
         return lines
+
+
+def _layout_flags() -> set[str]:
+    """Flags that only decide on which rank and in which micro-batch a sample of the step is computed."""
+    return {name for name, flag in every_flag().items() if flag.resume == "layout"}
 
 
 def data_ranks(identity: dict) -> int:

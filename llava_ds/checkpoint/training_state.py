@@ -11,7 +11,7 @@ from llava_ds.checkpoint.resume import ResumePoint
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
-from llava_ds.engine.checkpoint_files import ENGINE
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.pieces import has_layout, layout_of, read_layout
 from llava_ds.runtime.ranks import Ranks, gather
 
@@ -69,14 +69,14 @@ def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
             raise RuntimeError(f"DeepSpeed loaded nothing from {point.path}")
         line = f"resumed at step {point.step}, bit for bit where it stopped"
     else:
-        from llava_ds.engine.reshard import load_resharded
+        from llava_ds.checkpoint.reshard import load_resharded
 
         load_resharded(engine, point.path, point.world_size, schedule=not point.changed)
         line = f"resumed at step {point.step}: weights and states re-sharded from {point.world_size} ranks"
         if ranks.world_size > point.world_size:
             line += "; ranks that are new draw random numbers of their own"
     if point.changed:
-        from llava_ds.engine.reshard import renew_rates
+        from llava_ds.checkpoint.reshard import renew_rates
 
         renew_rates(engine, groups, point.path)
     return line

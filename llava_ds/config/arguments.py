@@ -4,8 +4,9 @@ parsing.py reads them.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
@@ -17,8 +18,8 @@ from llava_ds.config.model_flags import (
     trains_projector_only,
 )
 from llava_ds.config.training_flags import TrainingArguments, ranks_per_sample, steps_go_across_epochs
-from llava_ds.extensions.active import flags_class, owners
-from llava_ds.extensions.base import ExtensionFlags
+from llava_ds.extensions.active import asked_for, flags_class, owners
+from llava_ds.extensions.base import ExtensionFlags, ObjectiveTraits
 from llava_ds.extensions.table import EXTENSIONS
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
     "trained_parts",
     "trains_new_rows",
     "trains_projector_only",
-    "with_objective_defaults",
 ]
 
 
@@ -51,12 +51,19 @@ SECTIONS = (ModelArguments, DataArguments, TrainingArguments)  # of the core; ea
 FLAGS = {name: flag for section in SECTIONS for name, flag in declared_by(section).items()}
 
 
-def loaded(own: Mapping[str, ExtensionFlags]) -> dict[str, ExtensionFlags]:
-    """The extensions that a run has, by their flags: those that are always there, and those with a flag that has not
-    its default, in the table's order."""
-    found = {name: flags_class(name)() for name, trigger in EXTENSIONS.items() if trigger.always}
-    found |= {name: flags for name, flags in own.items() if name in found or flags != type(flags)()}
+def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> dict[str, ExtensionFlags]:
+    """The extensions that a run has, by their flags, in the table's order: those that are always there or that a flag
+    of the core asks for, and those with a flag that has not its default. core: the sections of the core."""
+    values = {name: value for section in core for name, value in vars(section).items()}
+    found = {name: flags_class(name)() for name in asked_for(values)}
+    by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].adds and flags != type(flags)()}
+    found |= {name: own[name] for name in found if name in own} | by_flags
     return {name: found[name] for name in EXTENSIONS if name in found}
+
+
+def traits_of(objective: str, own: Mapping[str, ExtensionFlags]) -> ObjectiveTraits:
+    """The traits of an objective that the core has, or one of the extensions."""
+    return next(filter(None, (flags.traits(objective) for flags in own.values())), ObjectiveTraits())
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,18 @@ class Arguments:
     def flags(self) -> dict[str, Flag]:
         """The declaration of every flag that the run has."""
         return {name: flag for section in self.sections for name, flag in declared_by(section).items()}
+
+    @property
+    def traits(self) -> ObjectiveTraits:
+        """The traits of the objective that the run has."""
+        return traits_of(self.training.objective, self.own)
+
+    @property
+    def own_models(self) -> dict[str, Path]:
+        """The folders of models that flags of extensions name."""
+        flags = {name: flag for section in self.own.values() for name, flag in declared_by(section).items()}
+        values = self.as_dict()
+        return {name: Path(values[name]) for name in flags if flags[name].path == "model" and values[name] is not None}
 
     @property
     def extra_moments(self) -> int:
@@ -125,14 +144,11 @@ class Arguments:
         def with_values(section: object) -> object:
             return dataclasses.replace(section, **{k: v for k, v in values.items() if k in declared_by(section)})
 
-        own = {**{name: flags_class(name)() for name in owners(values)}, **self.own}
-        return dataclasses.replace(
-            self,
-            model=with_values(self.model),
-            data=with_values(self.data),
-            training=with_values(self.training),
-            own=loaded({name: with_values(flags) for name, flags in own.items()}),
-        )
+        model, data, training = map(with_values, (self.model, self.data, self.training))
+        core = model, data, training
+        own = {**{name: flags_class(name)() for name in asked_for(values)}, **loaded(self.own, core)}
+        own = loaded({name: with_values(flags) for name, flags in own.items()}, core)
+        return dataclasses.replace(self, model=model, data=data, training=training, own=own)
 
     def as_dict(self) -> dict[str, object]:
         """Every flag and its value."""
@@ -146,15 +162,6 @@ class Arguments:
             for name, value in self.as_dict().items()
             if flags[name].path is None and not flags[name].per_machine
         }
-
-
-def with_objective_defaults(args: Arguments) -> Arguments:
-    """The flags whose default is another one for each objective, filled in."""
-    beta, loss_type = dict.fromkeys(("grpo", "ppo"), (0.0, "dapo")).get(args.training.objective, (0.1, "sigmoid"))
-    training = args.training
-    return args.replaced(
-        beta=beta if training.beta is None else training.beta, loss_type=training.loss_type or loss_type
-    )
 
 
 def every_section() -> list[type]:

@@ -17,7 +17,7 @@ GROUPS = {
     "data": "the data",
     "images": "images and videos",
     "order": "order of the samples",
-    "objective": "what is learned: supervised answers, preferences, or rewards",
+    "objective": "what is learned",
     "steps": "steps and batches",
     "optimizer": "optimizer and schedule",
     "speed": "precision, memory and speed",
@@ -42,6 +42,7 @@ class Flag:
     run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
     the layout.
     per_machine: whether each machine may have another value. A path may be another on each.
+    goes_with: of an extension's flag, the values that read it of those that the extension adds to a flag of the core.
     """
 
     group: str
@@ -49,11 +50,15 @@ class Flag:
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False
+    goes_with: str = ""
 
 
-def flags_of(group: str) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Two functions that declare fields as flags of a group; a resumed run may freely change those of the second."""
-    return partial(_declare, group=group), partial(_declare, group=group, resume="free")
+def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callable[..., object]]:
+    """Two functions that declare fields as flags of a group; a resumed run may freely change those of the second.
+
+    about: more fields of Flag that all of them have.
+    """
+    return partial(_declare, group=group, **about), partial(_declare, group=group, resume="free", **about)
 
 
 def _declare(

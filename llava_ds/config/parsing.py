@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from llava_ds.config.arguments import SECTIONS, Arguments, loaded
+from llava_ds.config.arguments import SECTIONS, Arguments, loaded, traits_of
 from llava_ds.config.bounds import bounds_of, in_a_line
 from llava_ds.config.flags import GROUPS, Flag, joined
 from llava_ds.config.hf_argparser import HfArgumentParser, string_to_bool
@@ -28,8 +28,8 @@ from llava_ds.constants import (
     did_you_mean,
     in_short,
 )
-from llava_ds.extensions.active import flags_class, owners
-from llava_ds.extensions.table import EXTENSIONS
+from llava_ds.extensions.active import asked_for, flags_class, owners
+from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 FEW_CHOICES = 5  # that stand beside a flag in --help
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
@@ -42,7 +42,12 @@ class _Parser(HfArgumentParser):
     wrong: list[str] | None = None
 
     def add_argument(self, *names: str, flag: Flag | None = None, **options: object) -> argparse.Action:
-        """Add an option. flag: its declaration, which --help takes group and kind from."""
+        """Add an option. flag: its declaration, which --help takes group and kind from.
+
+        Extensions that add values to one flag may have options of one name, for no run has two of them.
+        """
+        for name in names:
+            self._option_string_actions.pop(name, None)
         action = super().add_argument(*names, **options)
         action.flag = flag
         return action
@@ -80,8 +85,9 @@ class _Parser(HfArgumentParser):
         formatter = _HelpFormatter(self.prog)
         formatter.add_usage(f"{self.prog} [--recipe FILE] [--name value ...]", [], [])
         formatter.add_text(self.description)
-        actions = {action.dest: action for action in reversed(self._actions)}  # of --name and --no_name the first
-        actions = dict(reversed(actions.items()))
+        actions: dict[tuple, argparse.Action] = {}
+        for action in self._actions:  # of --name and --no_name the first, and of a name in several extensions each
+            actions.setdefault((action.dest, action.flag and action.flag.group), action)
         titles = {name: f"{name}: {trigger.title}" for name, trigger in EXTENSIONS.items()}
         titles = {topic: titles[topic]} if topic in titles else {**GROUPS, **(titles if topic == "all" else {})}
         sections = {
@@ -89,8 +95,8 @@ class _Parser(HfArgumentParser):
             for group, title in titles.items()
         }
         if topic not in EXTENSIONS:
-            sections[GROUPS["run"]].append(actions["help"])
-            sections["accepted without effect, for LLaVA's scripts"] = [actions[name] for name in WITHOUT_EFFECT]
+            sections[GROUPS["run"]].append(actions["help", None])
+            sections["accepted without effect, for LLaVA's scripts"] = [actions[name, None] for name in WITHOUT_EFFECT]
         for title, members in sections.items():
             formatter.start_section(title)
             formatter.add_arguments(members)
@@ -104,6 +110,13 @@ class _Parser(HfArgumentParser):
         if topic not in EXTENSIONS:
             formatter.add_text(self.epilog)
         return formatter.format_help()
+
+    def add_values(self, trigger: Trigger) -> None:
+        """Give flags the values that an extension adds to them."""
+        for name, values in trigger.adds.items():
+            action = self._option_string_actions[f"--{name}"]
+            action.choices = [*action.choices, *values]
+            action.help = "; ".join([action.help[:-1], *(f"{value}: {text}" for value, text in values.items())]) + "."
 
     def parse_known_args(self, args=None, namespace=None):
         """Accepts --deepspeed without a value beside --deepspeed_config, as the switch of add_config_arguments, and a
@@ -172,6 +185,8 @@ def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
         "Show the core's flags and the names of extensions; with an extension's name its flags, with all everything."
     )
     parser.add_argument("-h", "--help", action=_Help, nargs="?", metavar="NAME|all", help=topic)
+    for trigger in EXTENSIONS.values():
+        parser.add_values(trigger)
     ranges = {name: bounds.range for section in sections for name, bounds in bounds_of(section).items()}
     for action in parser._actions:
         if text := ranges.get(action.dest):
@@ -237,13 +252,16 @@ def _parsed(
     recipe = {} if recipe_path is None else read_recipe(recipe_path)
     written = _written(argv)
     recipe, defaults = _without_contradictions(recipe, defaults or {}, written)
-    defaults_and_recipe = [f"--{k}={v}" for flags in (defaults, recipe) for k, v in flags.items() if v is not None]
+    words = [f"--{k}={v}" for flags in (defaults, recipe) for k, v in flags.items() if v is not None] + argv
     names = {name.replace("-", "_") for name in (*defaults, *recipe)} | written
-    extensions = [name for name in EXTENSIONS if EXTENSIONS[name].always or name in owners(names)]
+    extensions = asked_for(dict.fromkeys(names) | _chosen_values(words))
     parser = build_parser(extensions)
+    for name in sorted(names):
+        if (owned := owners([name])) and not set(owned) & set(extensions):  # of another value, which a rule refuses
+            parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="*", default=argparse.SUPPRESS)
     wrong = parser.wrong = []
     model, data, training, *own, rest, unknown = parser.parse_args_into_dataclasses(
-        [*defaults_and_recipe, *argv], return_remaining_strings=True, look_for_args_file=False
+        words, return_remaining_strings=True, look_for_args_file=False
     )
     options = {option: action for action in parser._actions for option in action.option_strings}
     if unknown:
@@ -256,7 +274,8 @@ def _parsed(
         recipe.pop("eval_steps", None)
     names = {name.replace("-", "_") for name in recipe} | written
     given = {options[f"--{name}"].dest for name in names if f"--{name}" in options}
-    args = Arguments(model, data, training, frozenset(given), loaded(dict(zip(extensions, own))))
+    own = loaded(dict(zip(extensions, own)), (model, data, training))
+    args = Arguments(model, data, training, frozenset(given), own)
     args, problems = _converted(_with_full_paths(args))
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
@@ -268,6 +287,14 @@ def _parsed(
         raise FlagProblems("\n".join(problems), args)
     notes += [line for flags in args.own.values() for line in flags.notes(args)]
     return args, notes + switched_off(args)
+
+
+def _chosen_values(words: list[str]) -> dict[str, str]:
+    """The values on a command line of flags that extensions add values to."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in dict.fromkeys(name for trigger in EXTENSIONS.values() for name in trigger.adds):
+        parser.add_argument(f"--{name}", nargs="?")
+    return vars(parser.parse_known_args(words)[0])
 
 
 def _written(argv: Sequence[str]) -> set[str]:
@@ -326,7 +353,8 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
     problems += [f"--report_to {name} is unknown: {known}" for name in unknown]
     args, own = args.replaced(**values), {name: flags.converted() for name, flags in args.own.items()}
     problems += [line for _, lines in own.values() for line in lines]
-    return dataclasses.replace(args, own=loaded({name: flags for name, (flags, _) in own.items()})), problems
+    core = (args.model, args.data, args.training)
+    return dataclasses.replace(args, own=loaded({name: flags for name, (flags, _) in own.items()}, core)), problems
 
 
 def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
@@ -355,11 +383,9 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     parser.wrong = []  # which parse_arguments reports
     written = parser.parse_known_args(tokens)[0]
     defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")
-    if ("data_path" in flags or written.objective in ("grpo", "ppo")) and not flags & {
-        "eval_fraction",
-        "eval_data_path",
-    }:
+    traits = traits_of(written.objective, loaded({}, [written]))
+    if ("data_path" in flags or traits.draws) and not flags & {"eval_fraction", "eval_data_path"}:
         flags |= {"eval_fraction", "eval_steps"}
-    if written.objective == "reward":  # whose model gives no answers
+    if traits.scores:  # and gives no answers
         flags.add("sample_steps")
     return {name: value for name, value in defaults.items() if name not in flags}

@@ -49,14 +49,10 @@ def core_features(args: Arguments) -> Iterator[Feature]:
     yield from _ways_to_train(args)
     yield from _ways_to_run(args)
     training = args.training
-    if training.objective != "sft":
-        needs = {"whole_layers": ""}
-        if training.objective != "dpo":
-            needs["whole_sample"] = "its answers are scored there"
-        breaks = {"grpo": ("given_answers",), "ppo": ("given_answers", "one_model")}.get(training.objective, ())
-        if breaks:
-            needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn by them"}
-        yield Feature(f"--objective {training.objective}", needs, breaks)
+    if args.traits.needs:
+        breaks = ("given_answers",) if args.traits.draws else ()
+        breaks += ("one_model",) if args.traits.second_model else ()
+        yield Feature(f"--objective {training.objective}", args.traits.needs, breaks)
     if training.eval_tasks is not None:
         needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
         yield Feature("--eval_tasks", needs)

@@ -5,9 +5,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from itertools import chain
 
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, declared_by
 from llava_ds.config.bounds import out_of_bounds, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
@@ -20,15 +19,16 @@ from llava_ds.config.model_flags import (
     trains_projector_only,
 )
 from llava_ds.config.properties import clashes, features
-from llava_ds.config.training_flags import PAIR_OBJECTIVES, TRACKERS
+from llava_ds.config.training_flags import TRACKERS
 from llava_ds.constants import ConfigError, in_short
+from llava_ds.extensions.active import flags_class, owners
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.places import local_path
 from llava_ds.files.urls import is_remote
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 from llava_ds.template_variables import parse_variables
 
 CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
-_LOOPBACK = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/?")
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
@@ -49,57 +49,6 @@ OF_RECORDS = (
 # Flags that may name an object store.
 REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
 
-# Flags of preferences, with the values of --loss_type that read them; the rest of DPO_FLAGS all do.
-DPO_FLAGS = ("beta", "loss_type", "label_smoothing", "rpo_alpha", "simpo_gamma", "ref_model_name_or_path")
-DPO_LOSS_TYPES = {
-    "label_smoothing": ("sigmoid", "simpo"),
-    "simpo_gamma": ("simpo",),
-    "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
-}
-# Those of reward models.
-REWARD_FLAGS = ("reward_loss", "center_rewards_coefficient")
-# Those of rewards: of both objectives that draw answers, then of each.
-DRAWING_FLAGS = (
-    "reward_funcs",
-    "reward_weights",
-    "reward_model_name_or_path",
-    "num_generations",
-    "max_completion_length",
-    "per_device_generation_batch_size",
-    "vllm_server",
-    "temperature",
-    "top_k",
-    "top_p",
-    "num_iterations",
-)
-GRPO_FLAGS = (
-    *DRAWING_FLAGS,
-    "beta",
-    "loss_type",
-    "epsilon",
-    "epsilon_high",
-    "importance_sampling_level",
-    "scale_rewards",
-    "mask_truncated_completions",
-    "dynamic_sample",
-    "max_resample_times",
-    "use_bias_correction_kl",
-)
-PPO_FLAGS = (
-    *DRAWING_FLAGS,
-    "critic_model_name_or_path",
-    "critic_learning_rate",
-    "kl_ctl",
-    "gamma",
-    "lam",
-    "cliprange",
-    "cliprange_value",
-    "vf_coef",
-    "clip_reward_value",
-)
-LOSS_TYPES = {"dpo": ("sigmoid", "hinge", "ipo", "simpo"), "grpo": ("dapo", "grpo", "dr_grpo")}
-OBJECTIVE_FLAGS = {"sft": (), "dpo": DPO_FLAGS, "reward": REWARD_FLAGS, "grpo": GRPO_FLAGS, "ppo": PPO_FLAGS}
-
 # LLaVA's and LLaVA-NeXT's flags of what trains.
 PART_FLAGS = (
     "mm_tunable_parts",
@@ -114,7 +63,6 @@ INSTEAD_OF_ZERO = {
     "save_steps": "--save_strategy no saves no checkpoints",
     "save_total_limit": "leave it out to keep all checkpoints",
     "early_stopping_patience": "leave it out to train to the end",
-    "max_resample_times": "--dynamic_sample False tries no other prompt",
 }
 # What a 0 switches off, of the others.
 SWITCHED_OFF = {
@@ -142,7 +90,8 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
         problems += clashes(features(args))
     problems += template_variables(args)
-    problems += [line for flags in args.own.values() for line in flags.problems(args)]
+    # What makes another model is checked wherever the model is looked at.
+    problems += [line for flags in args.own.values() if to_train or flags.of_model for line in flags.problems(args)]
     return [*problems, *last_layers(args), *rows_of_tokens(args)]
 
 
@@ -328,8 +277,12 @@ def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
         yield f"--eval_steps {training.eval_steps:g} {remedy}"
     if training.eval_strategy not in (None, "no") and not has_samples:
         yield f"--eval_strategy {training.eval_strategy} {remedy}"
-    if training.eval_tasks is not None and training.objective == "reward":
-        yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
+    for name in ("eval_tasks", "sample_steps") if args.traits.scores else ():
+        if getattr(training, name):
+            yield (
+                f"--{name} can't be used with --objective {training.objective}, whose model scores answers and gives "
+                "none"
+            )
     if data.eval_data_split is not None and data.eval_data_path is None:
         yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
     if data.sample_data_path is not None and not training.sample_steps:
@@ -414,17 +367,11 @@ def template_variables(args: Arguments) -> Iterator[str]:
 def rows_of_tokens(args: Arguments) -> Iterator[str]:
     """What --resize_token_embeddings can't be used with."""
     model = args.model
-    if not model.resize_token_embeddings:
-        if "pad_embeddings_to_multiple_of" in args.given and model.pad_embeddings_to_multiple_of is not None:
-            yield (
-                f"--pad_embeddings_to_multiple_of {model.pad_embeddings_to_multiple_of} has no effect without "
-                "--resize_token_embeddings True: give that, or leave it out"
-            )
-        return
-    if args.training.vllm_server is not None:
+    multiple = model.pad_embeddings_to_multiple_of
+    if not model.resize_token_embeddings and "pad_embeddings_to_multiple_of" in args.given and multiple is not None:
         yield (
-            "--resize_token_embeddings True can't be used with --vllm_server, whose model has the rows of its folder: "
-            "write a folder with them first (run/export.py FOLDER --resize_token_embeddings), for both"
+            f"--pad_embeddings_to_multiple_of {multiple} has no effect without --resize_token_embeddings True: give "
+            "that, or leave it out"
         )
 
 
@@ -464,84 +411,29 @@ def upcycling(args: Arguments) -> Iterator[str]:
 
 
 def objectives(args: Arguments) -> Iterator[str]:
-    """Flags of an objective that another one has no use for, and what is for supervised answers alone."""
+    """Flags that go with another objective, and what is for supervised answers alone."""
     training, objective = args.training, args.training.objective
-    given = [name for name in dict.fromkeys(chain(*OBJECTIVE_FLAGS.values())) if name in args.given]
-    for name in given:
-        known = [each for each, names in OBJECTIVE_FLAGS.items() if name in names]
-        if objective not in known:
-            yield f"--{name} belongs to --objective {' and '.join(known)}, which is {objective}: leave one of them out"
-    if objective == "sft":
-        return
-    if objective in LOSS_TYPES and training.loss_type is not None and training.loss_type not in LOSS_TYPES[objective]:
-        known = ", ".join(LOSS_TYPES[objective])
-        yield f"--loss_type {training.loss_type} is not one of --objective {objective}: give one of {known}"
-    if training.loss_reduction != "token":
+    if args.traits.one_answer and training.loss_reduction != "token":
         yield f"--loss_reduction micro_batch is for --objective sft, which is {objective}: leave it out"
-    if args.model.version == "plain":
+    if args.traits.one_answer and args.model.version == "plain":
         yield "--version plain is for captions, which have one answer: name the template of the model's conversations"
-    yield from _preferences(args, given) if objective in PAIR_OBJECTIVES else _rewards(args)
 
 
-def _preferences(args: Arguments, given: list[str]) -> Iterator[str]:
-    training, loss_type = args.training, args.training.loss_type or "sigmoid"
-    for name in given:
-        known = DPO_LOSS_TYPES.get(name, (loss_type,))
-        if loss_type not in known:
-            yield f"--{name} has no effect with --loss_type {loss_type}: it is for {' and '.join(known)}"
-    if args.data.data_path is None:
-        yield (
-            f"--objective {training.objective} needs --data_path with preferences: the generated scenes have one "
-            "answer each"
-        )
-    if training.objective == "reward" and training.sample_steps:
-        yield "--sample_steps can't be used with --objective reward, whose model scores answers and gives none"
-    if training.objective == "reward" and trains_projector_only(args.model):
-        yield (
-            "--objective reward trains a value head beside the language model, and a projector's file can't hold it: "
-            "let the language model train, too"
-        )
-
-
-def _rewards(args: Arguments) -> Iterator[str]:
-    data, training = args.data, args.training
-    if training.reward_funcs is None and training.reward_model_name_or_path is None:
-        yield (
-            f"--objective {training.objective} needs --reward_funcs or --reward_model_name_or_path: name what answers "
-            "are judged by, like --reward_funcs exact"
-        )
-    if training.objective == "grpo" and training.num_generations < 2:
-        yield "--num_generations is 1: grpo compares the answers to a prompt, give 2 or more"
-    if training.use_bias_correction_kl and not training.beta:
-        yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
-    if "max_resample_times" in args.given and not training.dynamic_sample:
-        yield "--max_resample_times has no effect without --dynamic_sample True: give that, or leave it out"
-    if training.epsilon >= 1:
-        yield f"--epsilon is {training.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
-    if training.vllm_server is not None:
-        yield from _vllm(args)
-    others = {
-        "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
-        "--steps_across_epochs": bool(training.steps_across_epochs),
-        "--stream": data.stream,
-    }
-    for flag, is_set in others.items():
-        if is_set:
-            yield f"{flag} can't be used with --objective {training.objective}: leave it out"
-
-
-def _vllm(args: Arguments) -> Iterator[str]:
-    """What --vllm_server can't serve."""
-    if not _LOOPBACK.fullmatch(args.training.vllm_server):
-        yield (
-            f"--vllm_server {args.training.vllm_server}: it reads weights from this machine's disk, give its address "
-            "here, like http://127.0.0.1:8765"
-        )
-    if adapted_parts(args.model) or trains_projector_only(args.model) or args.training.export_format == "llava":
-        yield (
-            "--vllm_server needs a run that leaves a whole model in transformers' format: leave out adapters, "
-            "--tune_mm_mlp_adapter and --export_format llava"
-        )
+def misplaced(args: Arguments) -> Iterator[str]:
+    """Flags of extensions that go with other values of a flag of the core."""
+    values = args.as_dict()
+    for name in sorted(args.given):
+        known: dict[str, list[str]] = {}
+        for owner in owners([name]):
+            goes_with = declared_by(flags_class(owner))[name].goes_with.split()
+            for flag, own in EXTENSIONS[owner].adds.items():
+                known.setdefault(flag, []).extend(value for value in own if value in goes_with)
+        for flag, wanted in known.items():
+            if values[flag] not in wanted:
+                yield (
+                    f"--{name} belongs to --{flag} {' and '.join(wanted)}, which is {values[flag]}: leave one of them "
+                    "out"
+                )
 
 
 def streaming(args: Arguments) -> Iterator[str]:
@@ -555,7 +447,7 @@ def streaming(args: Arguments) -> Iterator[str]:
     remedies = {f"--{name}": "give False, and --tokens_per_micro_batch N in its place" for name in groupings}
     if training.tokens_per_micro_batch == "auto":
         remedies["--tokens_per_micro_batch auto"] = "give a number"
-    if training.objective in PAIR_OBJECTIVES:
+    if args.traits.pairs:
         remedies[f"--objective {training.objective}"] = "run run/encode.py first, and train without --stream"
     if training.dry_run:
         remedies["--dry_run"] = "leave --stream out of the dry run"
@@ -575,6 +467,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     trainable_parts,
     upcycling,
     tuning_flags,
+    misplaced,
     objectives,
     streaming,
 )

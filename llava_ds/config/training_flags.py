@@ -7,7 +7,6 @@ from llava_ds.config.bounds import (
     MOST,
     Bounds,
     Count,
-    NotNegative,
     Part,
     PartBelowOne,
     Positive,
@@ -27,9 +26,6 @@ OPTIMS = {
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
     "paged_adamw_8bit": "paged_adamw_8bit",
 }
-
-PAIR_OBJECTIVES = ("dpo", "reward")  # whose data are pairs of answers
-DRAWING_OBJECTIVES = ("grpo", "ppo")  # whose answers the model draws itself, and data have others to compare with
 
 # Declarations of flags by their group; _free: of those that a resumed run may change freely.
 _, _run_free = flags_of("run")
@@ -59,124 +55,7 @@ class TrainingArguments:
     output_dir: str | None = _run_free(
         None, "Folder for everything that the run writes.", path="output", only_to_train=True
     )
-    objective: Literal["sft", "dpo", "reward", "grpo", "ppo"] = _objective(
-        "sft",
-        "sft: the answers of conversations; dpo: of two answers the chosen one, from records with chosen and rejected; "
-        "reward: a score of answers, from such records too (docs/preference.md); grpo: answers that the model draws "
-        "and rewards judge (run/rl.py, docs/rl.md); ppo: the same with a critic.",
-    )
-    beta: Rate | None = _objective(
-        None,
-        "dpo and grpo: how strongly the model is held to the reference model, which it begins as. Absent: 0.1 with "
-        "dpo, 0 with grpo, which then needs no reference model.",
-    )
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo", "dapo", "grpo", "dr_grpo"] | None = _objective(
-        None,
-        "dpo: the loss of a pair. sigmoid: DPO; hinge: SLiC; ipo: IPO, over mean log-probabilities; simpo: SimPO, the "
-        "same without a reference model. grpo: the mean of the loss. dapo: over all tokens of the step; grpo: over an "
-        "answer's tokens, then over answers; dr_grpo: over answers of --max_completion_length tokens. Absent: sigmoid "
-        "or dapo.",
-    )
-    label_smoothing: Annotated[float, Bounds(0, 0.5)] = _objective(
-        0.0, "dpo with sigmoid or simpo: the share of pairs that may be the wrong way round."
-    )
-    rpo_alpha: Rate = _objective(
-        0.0, "dpo: weight of the chosen answer's own loss per token, which keeps its probability from falling."
-    )
-    simpo_gamma: Rate = _objective(0.5, "dpo with simpo: the margin by which the chosen answer shall be ahead.")
-    reward_loss: Literal["last", "tokens"] = _objective(
-        "last",
-        "reward: compare the scores of two answers at their last tokens, or at every token from the first that differs "
-        "on (DeepSpeed-Chat's).",
-    )
-    center_rewards_coefficient: Rate = _objective(
-        0.0, "reward: weight of the square of the sum of both scores, which keeps scores around zero (0.01 in TRL)."
-    )
-    reward_funcs: str | None = _objective(
-        None,
-        "grpo and ppo: rewards, separated by commas: exact, numeric, choice, iou, format, length, or file.py:function, "
-        "a Python function that is run with your rights (docs/rl.md).",
-    )
-    reward_weights: str | None = _objective(
-        None,
-        "grpo and ppo: a weight for each of --reward_funcs and then the reward model, with commas. Absent: 1 each.",
-    )
-    reward_model_name_or_path: str | None = _objective(
-        None,
-        "grpo and ppo: folder of a reward model (--objective reward), whose score is one more reward, with the last of "
-        "--reward_weights.",
-        path="model",
-    )
-    ref_model_name_or_path: str | None = _objective(
-        None,
-        "dpo: folder of the reference model. Absent: the model that the run starts from. It is in memory, whole on "
-        "every rank, until its log-probabilities are computed, at every start.",
-        path="model",
-    )
-    num_generations: Count = _objective(8, "grpo (2 or more) and ppo: answers that are drawn to each prompt.")
-    max_completion_length: Count = _objective(256, "grpo and ppo: longest answer in tokens.")
-    per_device_generation_batch_size: Count = _objective(
-        32, "grpo and ppo: prompts that a rank draws answers to at once.", resume="layout"
-    )
-    vllm_server: str | None = _objective(
-        None,
-        "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765), which draws the answers "
-        "by vLLM. Absent: they are drawn over the engine's own tensors.",
-    )
-    temperature: Positive = _objective(
-        1.0,
-        "grpo and ppo: what logits are divided by, when answers are drawn and in the probabilities that train; below 1 "
-        "answers differ less.",
-    )
-    top_k: NotNegative = _objective(0, "grpo and ppo: draw among so many of the most probable tokens. 0: among all.")
-    top_p: Annotated[float, Bounds(0, 1, above=True)] = _objective(
-        1.0, "grpo and ppo: draw among the fewest most probable tokens whose probabilities add up to this."
-    )
-    dynamic_sample: bool = _objective(
-        False,
-        "grpo: in place of a prompt whose answers are all rewarded alike, draw answers to another prompt of the data.",
-    )
-    max_resample_times: Count = _objective(3, "grpo with --dynamic_sample: how often another prompt is tried.")
-    num_iterations: Count = _objective(1, "grpo and ppo: optimizer updates over the answers of a step.")
-    epsilon: Positive = _objective(0.2, "grpo: how far the ratio of new to old probability may fall and still count.")
-    epsilon_high: Positive | None = _objective(
-        None, "grpo: how far it may rise (DAPO's clip-higher: 0.28). Absent: --epsilon."
-    )
-    importance_sampling_level: Literal["token", "sequence"] = _objective(
-        "token", "grpo: token: a ratio for each token; sequence: one for each answer (GSPO)."
-    )
-    scale_rewards: Literal["group", "batch", "none"] = _objective(
-        "group", "grpo: divide advantages by the standard deviation of the rewards of a prompt, of the step, or not."
-    )
-    mask_truncated_completions: bool = _objective(
-        False, "grpo: leave answers that came to no end within --max_completion_length out of the loss."
-    )
-    use_bias_correction_kl: bool = _objective(
-        False,
-        "grpo with --beta: multiply the distance from the reference model by the ratio of new to old probability, as "
-        "TRL 1.16 does by default.",
-    )
-    critic_model_name_or_path: str | None = _objective(
-        None,
-        "ppo: folder of the model that the critic starts from, which has to read the same tokens and images. Absent: "
-        "--model_name_or_path, and a value head of zeros.",
-        path="model",
-        only_to_train=True,
-    )
-    critic_learning_rate: Rate | None = _objective(
-        None, "ppo: peak learning rate of the critic. Absent: --learning_rate."
-    )
-    kl_ctl: Rate = _objective(
-        0.1,
-        "ppo: what a token costs of its reward by which it is more likely than under the reference model, the one that "
-        "the run starts from. 0 needs no reference model.",
-    )
-    gamma: Part = _objective(1.0, "ppo: what a reward counts one token earlier.")
-    lam: Part = _objective(0.95, "ppo: lambda of the generalised advantages; 1: by rewards alone, 0: by the critic's.")
-    cliprange: PartBelowOne = _objective(0.2, "ppo: how far the ratio of new to old probability may move and count.")
-    cliprange_value: Positive = _objective(0.2, "ppo: how far a value may move from the old one and count.")
-    vf_coef: Rate = _objective(0.1, "ppo: weight of the critic's loss beside the actor's.")
-    clip_reward_value: Positive = _objective(5.0, "ppo: most that the reward of an answer counts, either way.")
+    objective: str = _objective("sft", "sft: the answers of conversations.", argparse={"choices": ["sft"]})
     router_aux_loss_coef: Rate = _objective(
         0.0,
         "Mixtures of experts: weight of the loss that keeps the load of experts even, transformers' over all layers "

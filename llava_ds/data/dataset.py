@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds import geometry
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.training_flags import DRAWING_OBJECTIVES
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError, FileChanged
 from llava_ds.data.cache import CachedRows, RowTable, next_number, note_stale, open_newest
 from llava_ds.data.collate import LoadedPair, LoadedSample
@@ -360,7 +359,7 @@ def open_data(
     refuse_bad: apply --on_bad_sample, which may refuse bad records.
     """
     dataset = data_spec(args, tokenizer, image_options, refuse_bad, ranks).open(ranks)
-    if args.training.objective != "sft":
+    if args.traits.one_answer:
         _refuse_weights(dataset, args.training.objective)
     return dataset
 
@@ -379,9 +378,9 @@ def data_spec(
         template=resolve_template(model.version),
         max_length=data.model_max_length,
         mm_use_im_start_end=model.mm_use_im_start_end,
-        supervise_last_turn_only=data.supervise_last_turn_only or args.training.objective != "sft",
+        supervise_last_turn_only=data.supervise_last_turn_only or args.traits.one_answer,
         split_special_tokens=model.split_special_tokens,
-        answer_is_reference=args.training.objective in DRAWING_OBJECTIVES,
+        answer_is_reference=args.traits.draws,
     )
     options = PreflightOptions(
         cache_dir=data.cache_dir,

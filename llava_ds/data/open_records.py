@@ -9,7 +9,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.training_flags import PAIR_OBJECTIVES
 from llava_ds.constants import DataError
 from llava_ds.data.file_slices import read_errors, write_errors
 from llava_ds.data.fingerprint import EncodingOptions, digest_of
@@ -44,7 +43,7 @@ def open_records(
         on_unmarked_image=data.on_unmarked_image,
         bbox_type=data.bbox_type,
         split=data.data_split,
-        are_preferences=args.training.objective in PAIR_OBJECTIVES,
+        are_preferences=args.traits.pairs,
     )
     return checker_of(open_sources(data.data_path, options), tokenizer, encoding, images)
 

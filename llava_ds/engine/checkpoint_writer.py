@@ -11,8 +11,9 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-from llava_ds.engine.checkpoint_files import ENGINE
 from llava_ds.files.writing import Entry, damage, described, not_cached, write_file
+
+ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
 
 
 class CheckpointWriter(TorchCheckpointEngine):

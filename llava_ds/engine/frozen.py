@@ -1,24 +1,29 @@
-"""A model from a folder that only judges: a reference or reward model, or what a critic begins with.
+"""A second model, from a folder, that does not train: it is compared with, or scores answers.
 
 Every rank holds all of it, without DeepSpeed: a rank may run it alone.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open.folder import FLAG, take_from_model
 from llava_ds.model.plan import ModelPlan, plan_model
-from llava_ds.model.value_head import FILE, value_head_file
+from llava_ds.model.value_head import FILE, Values, answer_ends, value_head_file
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import waiting
 
+SCORED_TOGETHER = 64  # answers in a batch
 # Image options that say how files are read, and nothing of the model.
 READING = ("max_pixels", "fast_decoding", "value_range", "video_fps", "frames_upbound", "force_sample")
 
@@ -73,6 +78,29 @@ def open_frozen(plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> LlavaMode
     """Build it on this rank's device, without gradients. All ranks call it together, before or after their engine."""
     model = build_model(plan.model, plan.args, {"zero_optimization": {"stage": 0}}, dtype, 0, ranks)
     return model.requires_grad_(False).eval()
+
+
+class Scorer:
+    """A model that scores answers, whole on every rank: each scores its own, without waiting for others."""
+
+    def __init__(self, plan: FrozenPlan, dtype: torch.dtype, ranks: Ranks) -> None:
+        """All ranks call it together."""
+        self._model, self._images, self._device = open_frozen(plan, dtype, ranks), plan.images, ranks.device
+
+    @torch.no_grad()
+    def scores(self, samples: Sequence[LoadedSample]) -> list[float]:
+        """The value head's number at the last token of each sample's answer; without a head, the answer's
+        log-probability."""
+        found: list[float] = []
+        for first in range(0, len(samples), SCORED_TOGETHER):
+            batch = collate(list(samples[first : first + SCORED_TOGETHER]), self._images)
+            with waiting("the scores of answers"):
+                batch = batch.to(self._device)
+                if hasattr(self._model, "value_head"):
+                    found += self._model(batch, Values(answer_ends(batch))).tolist()
+                else:
+                    found += sum_by_sample(self._model(batch, LogProbs()), batch)[0].tolist()
+        return found
 
 
 def _vocabulary_problems(own: ModelPlan, other: ModelPlan) -> list[str]:

@@ -8,7 +8,7 @@ from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.extensions.active import active
-from llava_ds.model.llava import LlavaModel
+from llava_ds.model.llava import LlavaModel, all_models
 from llava_ds.model.packed import is_packed, num_packed
 
 
@@ -64,7 +64,7 @@ def _leave_last_layers(part: nn.Module, count: int) -> None:
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
     """The optimizer's groups: language model, newline and value head, then projector, then tower, each at its own rate,
-    with and without decay; then those of a critic, all at its rate.
+    with and without decay; then those of a model that trains as its child, all at that one's rate.
 
     Biases and norms do not decay. Empty groups are left out.
     optimizer: the block of the resolved JSON; Muon's has more groups.
@@ -89,10 +89,11 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
     if optimizer is not None and optimizer_name(optimizer) == "Muon":
         groups = _muon_groups(model, groups, optimizer["params"], _own_rates(training))
     groups = _with_expert_groups(groups)
-    if hasattr(model, "critic"):
-        rate = training.learning_rate if training.critic_learning_rate is None else training.critic_learning_rate
-        own = parameter_groups(model.critic, args, optimizer)
-        groups += [{**group, "name": f"critic_{group['name']}", "lr": rate} for group in own]
+    for name, child in all_models(model).items():
+        if child is not model:
+            rate = training.learning_rate if child.learning_rate is None else child.learning_rate
+            own = parameter_groups(child, args, optimizer)
+            groups += [{**group, "name": f"{name}_{group['name']}", "lr": rate} for group in own]
     return groups
 
 

@@ -10,7 +10,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.end_markers import end_markers
-from llava_ds.engine.frozen import FrozenPlan, open_frozen, plan_alone
+from llava_ds.engine.frozen import FrozenPlan, Scorer, open_frozen, plan_alone
 from llava_ds.engine.twin import twin_of
 from llava_ds.evaluation.question import Question
 from llava_ds.files.model_files import is_there
@@ -20,7 +20,6 @@ from llava_ds.infer.infer_flags import EngineOptions
 from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
 from llava_ds.model.value_head import value_head_file
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.reward_model import RewardModel
 from llava_ds.train.sampling import DrawRules, draw_answers, numbers_for
 
 
@@ -31,7 +30,7 @@ class Judge:
         """flag: that names the folder; must_score: refuse a model without a value head. All ranks call it together."""
         plan = _plan(flag, path, options, must_score)
         self.has_value_head = plan.model.has_value_head
-        self._model = RewardModel(plan, options.precision or torch.float32, ranks)
+        self._model = Scorer(plan, options.precision or torch.float32, ranks)
         self._plan, self._encoder = plan, _encoder(plan)
 
     def describe(self) -> str:

@@ -30,7 +30,7 @@ from llava_ds.evaluation.captions import cider, rouge_l
 from llava_ds.evaluation.normalise import evalai_answer, plain_answer, vqa_answer, vqa_punctuation
 from llava_ds.evaluation.option_letters import LETTERS, matched_letter, named_letter, says_yes
 from llava_ds.evaluation.question import Question
-from llava_ds.train.rewards import function_of_file
+from llava_ds.files.python_function import function_of_file
 
 LEAST_IOU = 0.5  # of a box that counts as found
 LEAST_REFERENCES = 4  # for VQA accuracy: with fewer no answer could count in full

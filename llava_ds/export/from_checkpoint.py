@@ -9,12 +9,13 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
+from llava_ds.checkpoint.checkpoint_files import SavedWeight, trained_weights
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.checkpoint_files import ENGINE, SavedWeight, trained_weights
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
 from llava_ds.files.writing import sha256
@@ -66,8 +67,8 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     if _holds_projector(trained, run):
         run = run.replaced(pretrain_mm_mlp_adapter=None)
     _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])
-    weight_hashes(run.replaced(dry_run=True, critic_model_name_or_path=None), run_dir, checkpoint)
-    plan = plan_model(run.model, run.data.model_max_length, run.training.objective == "reward")
+    weight_hashes(run.replaced(dry_run=True, **dict.fromkeys(run.own_models)), run_dir, checkpoint)
+    plan = plan_model(run.model, run.data.model_max_length, run.traits.scores)
     image_options = plan.tower.image_options(run)
     # Form "hf" gives way to "llava" even where a flag asked for it: --format can choose another one.
     form, _ = export_format(dataclasses.replace(run, given=run.given - {"export_format"}), plan, image_options)

@@ -33,7 +33,7 @@ from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.native_mixture import converted, native_name
 from llava_ds.model.open import names as formats
-from llava_ds.model.rows import rounded_up
+from llava_ds.model.open.rows import rounded_up
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
 

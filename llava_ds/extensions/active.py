@@ -2,13 +2,23 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Adapter, Extension, ExtensionFlags, Hook, Phase, StatePart, Wrap
+from llava_ds.extensions.base import (
+    PROPERTIES,
+    Adapter,
+    Extension,
+    ExtensionFlags,
+    Hook,
+    Phase,
+    SessionPart,
+    StatePart,
+    Wrap,
+)
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
@@ -16,34 +26,38 @@ if TYPE_CHECKING:
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
+    from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
+    from llava_ds.train.objectives.objective import Objective
+    from llava_ds.train.plan import Plan, PlanDraft
+    from llava_ds.train.start import Start
 
 
 @dataclass(frozen=True)
 class Active:
-    """The extensions that a run has, in the order of the table."""
+    """The extensions that a run has, by their names, in the order of the table."""
 
-    extensions: tuple[Extension, ...] = ()
+    extensions: Mapping[str, Extension] = field(default_factory=dict)
 
     @property
     def hooks(self) -> list[tuple[Phase, type[Hook]]]:
         """What acts between steps."""
-        return [hook for each in self.extensions for hook in each.hooks]
+        return [hook for each in self.extensions.values() for hook in each.hooks]
 
     @property
     def wraps(self) -> list[Wrap]:
         """What changes models and their engine."""
-        return [each.wrap for each in self.extensions if each.wrap is not None]
+        return [each.wrap for each in self.extensions.values() if each.wrap is not None]
 
     @property
     def adapter(self) -> Adapter | None:
         """How the model is exported that is no whole one; None for a whole model."""
-        return next((each.adapter for each in self.extensions if each.adapter is not None), None)
+        return next((each.adapter for each in self.extensions.values() if each.adapter is not None), None)
 
     @property
     def states(self) -> list[StatePart]:
         """What a checkpoint has beside the engine's files."""
-        return [each.state for each in self.extensions if each.state is not None]
+        return [each.state for each in self.extensions.values() if each.state is not None]
 
     def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
         """Change how a model computes. Returns lines to print."""
@@ -55,14 +69,33 @@ class Active:
 
     def check(self, resolved: "ResolvedConfig") -> None:
         """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
-        lines = [line for each in self.extensions if each.check is not None for line in each.check(resolved)]
+        lines = [line for each in self.extensions.values() if each.check is not None for line in each.check(resolved)]
         if lines:
             raise ConfigError("\n".join(lines))
+
+    def plan(self, draft: "PlanDraft") -> dict[str, object]:
+        """Let the extensions plan, and return Plan.own."""
+        return {name: each.plan(draft) for name, each in self.extensions.items() if each.plan is not None}
+
+    def parts(self, plan: "Plan", started: "Start") -> list[SessionPart]:
+        """Make the parts of the extensions for a session."""
+        return [each.part(plan, started) for each in self.extensions.values() if each.part is not None]
+
+    def objective(self, plan: "Plan", mesh: "Mesh", plain: "Objective") -> "Objective":
+        """The objective that the extensions make of the plain one."""
+        for each in self.extensions.values():
+            plain = plain if each.objective is None else each.objective(plan, mesh, plain)
+        return plain
 
 
 def owners(flags: Collection[str]) -> list[str]:
     """The extensions that flags, or aliases of flags, belong to."""
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
+
+
+def asked_for(given: Mapping[str, object]) -> list[str]:
+    """The extensions that flags with these values ask for; of an extension's own flags only the names count."""
+    return [name for name, trigger in EXTENSIONS.items() if trigger.asked_for(given)]
 
 
 def flags_class(name: str) -> type[ExtensionFlags]:
@@ -79,7 +112,7 @@ def flags_class(name: str) -> type[ExtensionFlags]:
 
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
-    return Active(tuple(_extension(name) for name in EXTENSIONS if name in set(names)))
+    return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
 
 
 def choice(flag: str, value: object) -> Callable:
@@ -92,6 +125,10 @@ def choice(flag: str, value: object) -> Callable:
 
 def _extension(name: str) -> Extension:
     found: Extension = _part(name, "extension", "extension")
+    if found.part is not None:
+        _refuse_unknown(
+            vars(found.part), SessionPart, f"llava_ds/extensions/{name}/extension.py: {found.part.__name__}"
+        )
     if found.wrap is not None:
         where = f"llava_ds/extensions/{name}/extension.py: {type(found.wrap).__name__}"
         if not isinstance(found.wrap, Wrap):

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
     from torch import Tensor
     from transformers import PreTrainedConfig
 
     from llava_ds.batch import Batch
     from llava_ds.config.arguments import Arguments
     from llava_ds.config.model_flags import ModelArguments
+    from llava_ds.data.loader import Window
     from llava_ds.engine.construct import Build
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
@@ -30,8 +32,12 @@ if TYPE_CHECKING:
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
     from llava_ds.model.ready import ReadyModel
+    from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
+    from llava_ds.train.objectives.objective import Objective
+    from llava_ds.train.plan import Plan, PlanDraft
     from llava_ds.train.session import Session
+    from llava_ds.train.start import Start
     from llava_ds.train.state import StepResult
 
 # What a feature may need of a run, and another one take away, in the words of a message.
@@ -47,6 +53,24 @@ PROPERTIES = {
     "composed": "a model that flags compose",
     "one_model": "a single model that trains",
 }
+
+
+class ObjectiveTraits(NamedTuple):
+    """An objective as the core sees it: its records and its model. By default those of supervised answers.
+
+    one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
+    answers, which those of records are compared with; scores: the model has a value head, and gives no text;
+    second_model: a model as large trains as the model's child; metrics: numbers of an evaluation beside the loss;
+    needs: keys of PROPERTIES, and why it can't do without.
+    """
+
+    one_answer: bool = False
+    pairs: bool = False
+    draws: bool = False
+    scores: bool = False
+    second_model: bool = False
+    metrics: tuple[str, ...] = ()
+    needs: Mapping[str, str] = {}
 
 
 class ExtensionFlags:
@@ -114,6 +138,10 @@ class ExtensionFlags:
     def rewinds(self) -> bool:
         """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
         return False
+
+    def traits(self, objective: str) -> ObjectiveTraits | None:
+        """The traits of one of the extension's objectives, by its name; None without objectives."""
+        return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
@@ -207,6 +235,28 @@ class Hook:
         """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
 
 
+class SessionPart:
+    """The part of an extension that lives as long as a session. All ranks call every method together.
+
+    updates: optimizer updates of a step.
+    """
+
+    updates = 1
+
+    def __init__(self, plan: "Plan", started: "Start") -> None:
+        self.plan, self.ranks, self.mesh = plan, started.ranks, started.mesh
+
+    def built(self, model: "LlavaModel") -> None:
+        """Act on the model before the engine is started, which changes its modules."""
+
+    def started(self, engine: "DeepSpeedEngine") -> None:
+        """Act on the engine while it has the weights that the run starts from, before a checkpoint is restored."""
+
+    def windows(self, engine: "DeepSpeedEngine", done: int, plain: "Iterator[Window]") -> "Iterator[Window]":
+        """The windows of the steps that are left when `done` are done. plain: those without the extension."""
+        return plain
+
+
 class Wrap:
     """What an extension changes in each model that trains, and in the engine over them.
 
@@ -285,14 +335,19 @@ class StatePart(NamedTuple):
 class Extension:
     """What an extension adds beside its flags; every slot is optional.
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; choices:
-    what its values of the core's flags do, by the flag; wrap: what changes the model and its engine; adapter: how it is
-    exported; state: what a checkpoint has of it; hooks: what acts between steps, by phase.
+    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; plan:
+    reads and checks what the run will need, and returns its Plan.own[name]; choices: what its values of the core's
+    flags do, by the flag; wrap: what changes the model and its engine; adapter: how it is exported; state: what a
+    checkpoint has of it; objective: makes what the run minimises, in place of the one given, or around it; part: what
+    it keeps while the session lives; hooks: what acts between steps, by phase.
     """
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
+    plan: Callable[["PlanDraft"], object] | None = None
     choices: Mapping[str, Callable] = field(default_factory=dict)
     wrap: Wrap | None = None
     adapter: Adapter | None = None
     state: StatePart | None = None
+    objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None
+    part: type[SessionPart] | None = None
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()

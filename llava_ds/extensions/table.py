@@ -9,7 +9,9 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values of the core's flags that ask for it.
+    values: values of the core's flags that ask for it; adds: values, with their help, that it adds to a flag of the
+    core. One of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded
+    together, and may have flags of the same name.
     """
 
     title: str
@@ -17,6 +19,13 @@ class Trigger(NamedTuple):
     always: bool = False
     leaves: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
+    adds: Mapping[str, Mapping[str, str]] = {}
+
+    def asked_for(self, given: Mapping[str, object]) -> bool:
+        """True if flags with these values load it. Of its own flags the names count."""
+        if self.adds:
+            return any(given.get(flag) in own for flag, own in self.adds.items())
+        return self.always or not set(self.flags.split()).isdisjoint(given)
 
 
 EXTENSIONS: dict[str, Trigger] = {
@@ -25,6 +34,32 @@ EXTENSIONS: dict[str, Trigger] = {
         "lora_enable lora_modules lora_target_modules lora_r lora_alpha lora_rank_pattern "
         "lora_alpha_pattern use_rslora use_dora init_lora_weights modules_to_save lora_dropout lora_bias "
         "lora_weight_path bits quant_type double_quant no_double_quant",
+    ),
+    "preference": Trigger(
+        "of two answers the better one: direct preference optimisation, and reward models",
+        "beta loss_type label_smoothing rpo_alpha simpo_gamma ref_model_name_or_path reward_loss "
+        "center_rewards_coefficient",
+        adds={
+            "objective": {
+                "dpo": "of two answers the chosen one, from records with chosen and rejected",
+                "reward": "a score of answers, from such records too (docs/preference.md)",
+            }
+        },
+    ),
+    "rl": Trigger(
+        "answers that the model draws, and rewards judge: reinforcement learning",
+        "beta loss_type reward_funcs reward_weights reward_model_name_or_path num_generations max_completion_length "
+        "per_device_generation_batch_size vllm_server temperature top_k top_p dynamic_sample max_resample_times "
+        "num_iterations epsilon epsilon_high importance_sampling_level scale_rewards mask_truncated_completions "
+        "use_bias_correction_kl critic_model_name_or_path critic_learning_rate kl_ctl gamma lam cliprange "
+        "cliprange_value vf_coef clip_reward_value",
+        leaves="rollouts.jsonl",
+        adds={
+            "objective": {
+                "grpo": "answers that the model draws and rewards judge (run/rl.py, docs/rl.md)",
+                "ppo": "the same with a critic",
+            }
+        },
     ),
     "planning": Trigger(
         "the memory and the speed of a run before it starts, and what fits",

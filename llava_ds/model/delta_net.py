@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from llava_ds.constants import ConfigError, in_short
 from llava_ds.model.attention import HALF
 from llava_ds.model.families.language import has_state
-from llava_ds.model.probe import difference_of_a_pack
+from llava_ds.model.open.probe import difference_of_a_pack
 
 # Module and function of each package, which transformers looks for when it is imported.
 KERNELS = {

@@ -94,6 +94,16 @@ class Logits:
 SUMMED = SummedLoss()
 
 
+def sum_by_sample(rows: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum values of the supervised positions (S,) over each sample, and count them: (samples,) float64 each.
+
+    In one order always, so that the same batch gives the same bits.
+    """
+    num_samples = len(batch.cu_seqlens) - 1
+    is_of = batch.target_samples == torch.arange(num_samples, device=rows.device)[:, None]  # (samples, S)
+    return torch.where(is_of, rows, 0.0).sum(1), is_of.sum(1).double()
+
+
 def _softcap(language_model: nn.Module) -> float | None:
     return getattr(language_model.config, "final_logit_softcapping", None)
 

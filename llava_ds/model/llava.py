@@ -42,6 +42,7 @@ class LlavaModel(nn.Module):
         self.language_model = language_model
         if value_head is not None:
             self.value_head = value_head
+        self.learning_rate: float | None = None  # of a model that trains as another one's child; None for the other's
         self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
         self.short_last_layer = False
         output_loss.add_loss(language_model.get_output_embeddings())

@@ -27,10 +27,10 @@ from llava_ds.model.open.folder import (
     read_folder,
     without_prefix,
 )
+from llava_ds.model.open.probe import check_language_model
+from llava_ds.model.open.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
-from llava_ds.model.probe import check_language_model
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
 from llava_ds.template_variables import set_variables

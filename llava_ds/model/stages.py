@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.batch import Batch
-from llava_ds.model import probe
+from llava_ds.model.open import probe
 
 HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the stage before
 

@@ -48,3 +48,20 @@ def value_head_file(folder: str | Path) -> Path | None:
     """The file of a model folder's value head; None for a model without."""
     file = Path(folder) / FILE
     return file if is_there(file) else None
+
+
+def last_targets(batch: Batch) -> torch.Tensor:
+    """The index into S of each sample's last supervised position, (samples,); each sample has one, but that of an empty
+    micro-batch."""
+    return answer_lengths(batch).cumsum(0) - 1
+
+
+def answer_ends(batch: Batch) -> torch.Tensor:
+    """The index into T of each answer's last token, at which its score is taken, (samples,); none without answers."""
+    return (batch.target_positions + 1)[last_targets(batch)] if len(batch.targets) else batch.target_positions
+
+
+def answer_lengths(batch: Batch) -> torch.Tensor:
+    """Supervised positions of each sample, (samples,)."""
+    samples = torch.arange(len(batch.cu_seqlens) - 1, device=batch.targets.device)
+    return (batch.target_samples == samples[:, None]).sum(1)

@@ -20,7 +20,7 @@ from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.extensions.active import flags_class, owners
+from llava_ds.extensions.active import asked_for, flags_class, owners
 from llava_ds.files.reading import mismatch, read_json
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks
@@ -142,7 +142,7 @@ def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Ar
     given: names of those that were given. Raises DataError for a value of a wrong type.
     """
     flags = dict(values)
-    extensions, sections = owners(flags), []
+    extensions, sections = asked_for(flags), []
     for cls in (*SECTIONS, *map(flags_class, extensions)):
         types = get_type_hints(cls)
         known = {name: flags.pop(name) for name in declared_by(cls) if name in flags}
@@ -151,7 +151,9 @@ def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Ar
                 raise DataError(f"--{name} in it is of the wrong type ({problem})")
         sections.append(cls(**known))
     model, data, training, *own = sections
-    return Arguments(model, data, training, frozenset(given), loaded(dict(zip(extensions, own)))), list(flags)
+    own = loaded(dict(zip(extensions, own)), (model, data, training))
+    unknown = [name for name in flags if not owners([name])]
+    return Arguments(model, data, training, frozenset(given), own), unknown
 
 
 def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:

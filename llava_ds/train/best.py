@@ -78,26 +78,13 @@ def check_metric(args: Arguments, eval_set: EncodedDataset | None, tasks: tuple[
     if rule is None:
         return
     if eval_set is not None:
-        known += ["loss", *_metrics_of(args.training.objective)]
+        known += ["loss", *args.traits.metrics]
         known += [f"loss/{name}" for name in eval_set.sources] if len(eval_set.sources) > 1 else []
     if rule.metric.removeprefix("eval_") not in known:
         raise ConfigError(
             f"--metric_for_best_model {rule.metric} is no number of this run's evaluations: give one of "
             f"{', '.join(known)}"
         )
-
-
-def _metrics_of(objective: str) -> tuple[str, ...]:
-    """Numbers of an evaluation that come from the objective, beside its loss."""
-    if objective == "dpo":
-        from llava_ds.train.objectives.dpo import METRICS
-
-        return METRICS
-    if objective == "reward":
-        from llava_ds.train.objectives.reward import METRICS
-
-        return METRICS
-    return ()
 
 
 def protected_checkpoint(best: Best | None) -> Callable[[], Path | None]:

@@ -74,7 +74,7 @@ class MemoryWatch:
             return f"{place} evaluating after step {self._step:,}: {_size(self._batch)}"
         elif self._state.step > self._step:  # in a hook
             return f"{place} after step {self._state.step:,}"
-        elif "drawn" in self._batch.extra:
+        elif self._resolved.args.traits.draws:
             return f"{place} training on answers in step {self._step + 1:,}: {_size(self._batch)}"
         else:
             mine = self._plan.of_rank(self._step + 1, self._ranks.rank)

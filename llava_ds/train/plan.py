@@ -1,16 +1,15 @@
 """The plan of a run: all that is known, read and checked before a model is built."""
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.config.arguments import Arguments, with_objective_defaults
+from llava_ds.config.arguments import Arguments
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
@@ -51,10 +50,6 @@ from llava_ds.tiny import default as tiny
 from llava_ds.train.best import check_best
 from llava_ds.train.start import Start
 
-if TYPE_CHECKING:
-    from llava_ds.engine.frozen import FrozenPlan
-    from llava_ds.train.rewards import Reward
-
 
 @dataclass(frozen=True)
 class EvalSets:
@@ -67,8 +62,8 @@ class EvalSets:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a run before a model is built. args: with every "auto" filled in; rewards: of
-    --reward_funcs, and of reward_model; critic: of PPO; reference: of DPO, where it is not what the run starts from."""
+    """All that is known of a run before a model is built. args: with every "auto" filled in; own: what extensions
+    planned, by their names."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -79,10 +74,7 @@ class Plan:
     evals: EvalSets
     resume: ResumePlan
     export: ExportPlan
-    rewards: "tuple[Reward, ...]" = ()
-    critic: "FrozenPlan | None" = None
-    reward_model: "FrozenPlan | None" = None
-    reference: "FrozenPlan | None" = None
+    own: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def active(self) -> Active:
@@ -117,6 +109,16 @@ class Plan:
         ]
 
 
+@dataclass
+class PlanDraft:
+    """The plan when extensions add theirs: with a model and its image options, without data and steps."""
+
+    args: Arguments
+    model: ModelPlan
+    images: ImageOptions
+    ranks: Ranks
+
+
 def make_plan(start: Start) -> Plan:
     """Read and check everything: model folder, DeepSpeed JSON, data, and the checkpoint to resume from.
 
@@ -125,15 +127,14 @@ def make_plan(start: Start) -> Plan:
     ranks, max_shard_bytes = start.ranks, parse_size(start.args.training.max_shard_size)
     with first_rank_first(ranks):
         args = tiny.fill_in(start.args)
-    args = with_objective_defaults(args.replaced(version=resolve_template(args.model.version)))
-    rewards = _open_rewards(args, ranks)
+    args = args.replaced(version=resolve_template(args.model.version))
     model, images, form = _plan_model(args)
     if model.ready is not None:
         from llava_ds.train.ready_trial import check_ready
 
         tried = model, images, model.sources.vision_tower.path, args.data.cache_dir
         print_first(broadcast_from_first(ranks, partial(check_ready, *tried)))
-    judges = _plan_judges(args, model, images)
+    own = active(args.own).plan(PlanDraft(args, model, images, ranks))
     raw_config = start.raw_config
     if raw_config is None:
         raw_config, line = choice("deepspeed_config", CHOOSE_DS_CONFIG)(args, model, ranks)
@@ -157,39 +158,14 @@ def make_plan(start: Start) -> Plan:
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
     args = resolved.args
     export = ExportPlan(model, args.model, images, resolved.dtype, args.data.model_max_length, form, max_shard_bytes)
-    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, rewards, *judges)
+    plan = Plan(args, resolved, model, images, flops, steps, evals, resume, export, own)
     print_first(*plan.describe(), *lines)
     return plan
 
 
-def _open_rewards(args: Arguments, ranks: Ranks) -> "tuple[Reward, ...]":
-    """Open the rewards that the flags name. All ranks call it together."""
-    training = args.training
-    has_model = training.reward_model_name_or_path is not None
-    if training.reward_funcs is None and not has_model:
-        return ()
-    from llava_ds.train.rewards import open_rewards
-
-    return on_every_rank(ranks, partial(open_rewards, training.reward_funcs, training.reward_weights, has_model))
-
-
-def _plan_judges(args: Arguments, model: ModelPlan, images: ImageOptions) -> "tuple[FrozenPlan | None, ...]":
-    """Plan the models beside the one that trains: Plan.critic, Plan.reward_model and Plan.reference."""
-    training, judging = args.training, (model, images, args.data.model_max_length)
-    judge, reference = training.reward_model_name_or_path, training.ref_model_name_or_path
-    if training.objective != "ppo" and judge is None and reference is None:
-        return None, None, None
-    from llava_ds.engine.critic import plan_critic
-    from llava_ds.engine.frozen import plan_frozen
-
-    reward_model = judge and plan_frozen("--reward_model_name_or_path", judge, *judging, value_head=True)
-    reference = reference and plan_frozen("--ref_model_name_or_path", reference, *judging)
-    return plan_critic(args, model, images), reward_model, reference
-
-
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
-    model = plan_model(args.model, args.data.model_max_length, args.training.objective == "reward")
+    model = plan_model(args.model, args.data.model_max_length, args.traits.scores)
     if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
         raise ConfigError("\n".join(shared))
     check_axes(args, model.text_config)

@@ -46,9 +46,9 @@ from llava_ds.model.families.ready_family import ReadyFamily, media_ids
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.loading import persistent_buffers
+from llava_ds.model.open.probe import draw, small_copy
 from llava_ds.model.open.ready_folder import ReadyNames
 from llava_ds.model.plan import ModelPlan
-from llava_ds.model.probe import draw, small_copy
 from llava_ds.model.ready import ReadyModel, ReadyVision, outer_class
 from llava_ds.tilings import WHOLE_IMAGES, CellTiling
 from llava_ds.videos import Footage

@@ -1,9 +1,9 @@
 """A run while it trains: its model, its engine, and what watches over them."""
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
@@ -27,7 +27,7 @@ from llava_ds.engine.param_groups import choose_trainable, describe_parts, param
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_batch
-from llava_ds.extensions.base import Hook
+from llava_ds.extensions.base import Hook, SessionPart
 from llava_ds.model.attention import attention_report
 from llava_ds.model.families.language import has_state, is_mixture, is_upcycled
 from llava_ds.model.heads import Head
@@ -49,14 +49,11 @@ from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
-if TYPE_CHECKING:
-    from llava_ds.train.rollouts import Rollouts
-
 
 @dataclass(frozen=True)
 class Session:
-    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it; rollouts: None
-    unless answers are drawn to train on."""
+    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it; parts: what the
+    extensions keep."""
 
     plan: Plan
     ranks: Ranks
@@ -72,15 +69,16 @@ class Session:
     memory: MemoryWatch
     watchdog: Watchdog
     stop: Stopping
-    rollouts: "Rollouts | None" = None
+    parts: Sequence[SessionPart] = ()
 
     def windows(self) -> Iterator[Window]:
         """This rank's micro-batches of every step that is left."""
         plan, done = self.plan, self.state.step
-        if self.rollouts is not None:
-            return self.rollouts.windows(self.engine, done)
         workers = plan.args.data.dataloader_num_workers
-        return windows(plan.steps, self.mesh, done=done, num_workers=workers, device=self.ranks.device)
+        found = windows(plan.steps, self.mesh, done=done, num_workers=workers, device=self.ranks.device)
+        for part in self.parts:
+            found = part.windows(self.engine, done, found)
+        return found
 
     def saves_at(self, step: int, last: bool) -> bool:
         """True if a checkpoint is due after a step. last: nothing comes after it."""
@@ -99,11 +97,13 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
-    model, engine, checkpointed, rollouts, tasks = _build_engine(plan, started, asks)
-    objective = _objective(plan, mesh)
+    parts = plan.active.parts(plan, started)
+    model, engine, checkpointed, tasks = _build_engine(plan, started, parts, asks)
+    plain = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
+    objective = plan.active.objective(plan, mesh, plain)
     runner = _runner(engine, mesh)
-    if training.objective == "dpo" and objective.loss.has_reference:
-        _add_reference(plan, engine, ranks, mesh)
+    for part in parts:
+        part.started(engine)
     if point.path is not None:
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
@@ -133,7 +133,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
         memory,
         watchdog,
         stop,
-        rollouts,
+        parts,
     )
 
 
@@ -152,22 +152,6 @@ def _share_tokens(model: LlavaModel, mesh: Mesh) -> None:
         from llava_ds.model.shared_tokens import share_tokens
 
         share_tokens(model)
-
-
-def _add_reference(plan: Plan, engine: deepspeed.DeepSpeedEngine, ranks: Ranks, mesh: Mesh) -> None:
-    """Give all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
-    from llava_ds.engine.frozen import open_frozen
-    from llava_ds.train.reference import Reference, add_reference, forward_digest
-
-    dtype, other = plan.resolved.compute_dtype, plan.reference
-    model = engine if other is None else open_frozen(other, dtype, ranks)
-    if other is not None:
-        _share_tokens(model, mesh)
-    described = (plan.model, plan.args.model, plan.images) if other is None else (other.model, other.args, other.images)
-    reference = Reference(model, dtype, forward_digest(*described))
-    workers = plan.args.data.dataloader_num_workers
-    for dataset in plan.data_sets:
-        print_first(add_reference(reference, dataset, plan.steps.packing, workers, ranks, mesh))
 
 
 def finish(session: Session, hooks: Sequence[Hook]) -> int:
@@ -241,10 +225,10 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
 
 def _build_engine(
-    plan: Plan, started: Start, asks: Asks | None
-) -> "tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Rollouts | None, Tasks | None]":
-    """Build the model and the engine over it. Returns them, the parts whose layers may be checkpointed, and what draws
-    answers where that is the objective, and what asks --eval_tasks."""
+    plan: Plan, started: Start, parts: Sequence[SessionPart], asks: Asks | None
+) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Tasks | None]:
+    """Build the model and the engine over it. Returns them, the parts of the model whose layers may be checkpointed,
+    and what asks --eval_tasks."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
@@ -257,13 +241,9 @@ def _build_engine(
     _share_tokens(model, mesh)
     share_experts(model, mesh)
     choose_trainable(model, args)
-    draws = args.training.objective in ("grpo", "ppo")
-    rollouts = _rollouts(model, plan, started) if draws else None
     tasks = None if asks is None else asks(model)
-    if plan.critic is not None:  # after what draws was made, which has no part in it
-        from llava_ds.engine.critic import add_critic
-
-        add_critic(model, plan.critic, resolved, args, ranks)
+    for part in parts:
+        part.built(model)
     models = all_models(model).values()
     if is_mixture(text_config):
         from llava_ds.model.mixture import choose_experts
@@ -277,10 +257,10 @@ def _build_engine(
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))
     print_first(*describe_parts(model, groups))
     print_first(*compiling_notes(list(kernels_of(resolved.config))))
-    num_updates = plan.steps.num_steps * (args.training.num_iterations if draws else 1)
+    num_updates = plan.steps.num_steps * math.prod(part.updates for part in parts)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
-    return model, engine, checkpointed, rollouts, tasks
+    return model, engine, checkpointed, tasks
 
 
 def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -290,13 +270,6 @@ def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
     from llava_ds.model.delta_net import delta_net_report
 
     return [delta_net_report(config, device, dtype)]
-
-
-def _rollouts(model: LlavaModel, plan: Plan, started: Start) -> "Rollouts":
-    """What draws answers to train on."""
-    from llava_ds.train.rollouts import Rollouts
-
-    return Rollouts(model, plan, started.ranks, started.mesh)
 
 
 def _warm_up(
@@ -324,40 +297,6 @@ def _warm_up(
     if deep_compiles(config):
         engine.compile()
     new.warm_up()
-
-
-def _objective(plan: Plan, mesh: Mesh) -> Objective:
-    """The objective that --objective names."""
-    training, num_sources = plan.args.training, len(plan.steps.dataset.sources)
-    if training.objective == "dpo":
-        from llava_ds.train.objectives.dpo import DPO, PairLoss
-
-        names = (field.name for field in fields(PairLoss))
-        loss = PairLoss(**{name: getattr(training, name) for name in names})
-        return DPO(loss, num_sources, mesh.grad_ranks, mesh)
-    if training.objective == "reward":
-        from llava_ds.train.objectives.reward import Reward, RewardLoss
-
-        loss = RewardLoss(training.center_rewards_coefficient, training.reward_loss)
-        return Reward(loss, num_sources, mesh.grad_ranks)
-    if training.objective == "grpo":
-        from llava_ds.train.objectives.grpo import GRPO, PolicyLoss
-
-        loss = PolicyLoss(
-            training.epsilon,
-            training.epsilon if training.epsilon_high is None else training.epsilon_high,
-            training.importance_sampling_level,
-            training.beta,
-            training.use_bias_correction_kl,
-            training.temperature,
-        )
-        return GRPO(loss, num_sources, mesh.grad_ranks)
-    if training.objective == "ppo":
-        from llava_ds.train.objectives.ppo import PPO, ActorCriticLoss
-
-        loss = ActorCriticLoss(training.cliprange, training.cliprange_value, training.vf_coef, training.temperature)
-        return PPO(loss, num_sources, mesh.grad_ranks)
-    return SFT(training.loss_reduction, num_sources, grad_ranks=mesh.grad_ranks)
 
 
 def _saver(plan: Plan, engine, evaluation: Evaluation, ranks: Ranks) -> Saver:

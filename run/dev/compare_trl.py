@@ -1,7 +1,7 @@
 """Compare preference optimisation and GRPO with TRL's: run/dev/compare_trl.py equal|fixture --trl_python PYTHON
 
 equal: the same model and data give the same losses, step by step.
-fixture: writes what TRL's formulas give to tests/train/trl_losses.json, by which make test notices a drift of ours.
+fixture: writes what TRL's formulas give to tests/helpers/trl_losses.json, by which make test notices a drift of ours.
 TRL runs in an environment of its own, whose interpreter is PYTHON: make compare-trl makes one.
 """
 
@@ -24,7 +24,7 @@ from benchmark.trl_runs import Sides
 
 from llava_ds.constants import ConfigError
 
-FIXTURE = Path(__file__).parents[2] / "tests" / "train" / "trl_losses.json"
+FIXTURE = Path(__file__).parents[2] / "tests" / "helpers" / "trl_losses.json"
 LIMIT = 1e-5  # of the difference of a loss, over all steps
 
 

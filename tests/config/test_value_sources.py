@@ -34,7 +34,7 @@ def test_a_recipes_values_are_named_as_its_own(tmp_path):
     [
         (["--eval_data_path", "x.json", "--stream", "True", "--train_batch_size", "0"], None, None),
         (["--eval_strategy", "epoch", "--eval_steps", "0"], None, None),
-        (["--loss_reduction", "micro_batch", "--objective", "dpo", "--sample_steps", "1.5"], None, None),
+        (["--loss_reduction", "micro_batch", "--tokens_per_micro_batch", "9", "--sample_steps", "1.5"], None, None),
         (["--image_grid_pinpoints", "[[2, 2]]"], "image_aspect_ratio", "pad"),
     ],
 )
@@ -43,19 +43,6 @@ def test_the_tiny_models_recipe_is_named(flags, name, value):
     lines = refusal(argv, defaults=tiny_defaults(argv, RECIPES))
     sources = [line for line in lines if line.endswith("is from the tiny model's recipe")]
     assert sources == ([] if name is None else [f"--{name} {value} is from the tiny model's recipe"])
-
-
-@pytest.mark.parametrize("objective", ["grpo", "ppo"])
-def test_the_tiny_recipes_eval_samples_are_not_blamed_on_a_run_of_rewards(objective):
-    argv = [*PLAIN, "--objective", objective, "--reward_funcs", "exact"]
-    assert not {"eval_fraction", "eval_steps"} & set(tiny_defaults(argv, RECIPES))
-    assert parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
-
-
-def test_the_tiny_recipes_answers_are_not_asked_of_a_reward_model():
-    argv = [*PLAIN, "--objective", "reward", "--data_path", __file__]
-    assert "sample_steps" not in tiny_defaults(argv, RECIPES)
-    assert parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
 
 
 def test_a_flag_is_named_once_and_whole():

@@ -7,13 +7,13 @@ import toys
 from fake_gpu import CUDA, gpu
 from fake_models import arguments, built, sample, tower_plan
 
+from llava_ds.engine.frozen import Scorer
 from llava_ds.engine.twin import twin_of
+from llava_ds.extensions.rl.policy_batches import StepTotals
+from llava_ds.extensions.rl.value_batches import moments
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.train import sampling
-from llava_ds.train.policy_batches import StepTotals
-from llava_ds.train.reward_model import RewardModel
 from llava_ds.train.sampling import DrawRules, draw_answers
-from llava_ds.train.value_batches import moments
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_rank")]
 
@@ -41,12 +41,12 @@ def test_the_first_token_of_every_answer(monkeypatch, more):
 
 
 @pytest.mark.parametrize("value_head", [True, False])
-def test_scores_of_a_reward_model(value_head):
+def test_scores_of_answers(value_head):
     with gpu() as rules:
-        judge = object.__new__(RewardModel)
+        judge = object.__new__(Scorer)
         judge._model, judge._images, judge._device = model_on(rules, value_head), OPTIONS, CUDA
         assert judge.scores(SAMPLES) == [0.0, 0.0]
-        assert set(rules.waits) == {"the reward model's scores"}
+        assert set(rules.waits) == {"the scores of answers"}
 
 
 def test_moments_of_values():

@@ -13,13 +13,13 @@ from llava_ds.data.collate import LoadedPair
 from llava_ds.data.loader import Window
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.runner import Direct
+from llava_ds.extensions.preference.dpo import DPO, PairLoss
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.progress import NumbersFromDevice
 from llava_ds.train.evals import Decoding, SampleQuestion, answers, eval_loss
 from llava_ds.train.loop import run_steps
-from llava_ds.train.objectives.dpo import DPO, PairLoss
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.state import TrainState
 

@@ -27,8 +27,8 @@ from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.model import attention
 from llava_ds.model.heads import LogProbs, SummedLoss
+from llava_ds.model.open.probe import examine
 from llava_ds.model.plan import plan_model
-from llava_ds.model.probe import examine
 from llava_ds.model.projector import feature_stride
 from llava_ds.videos import Footage
 

@@ -7,8 +7,8 @@ import torch
 import toys
 from launching import losses, run_many, toy_run
 
+from llava_ds.checkpoint.checkpoint_files import read_states
 from llava_ds.checkpoint.commit import checkpoints
-from llava_ds.engine.checkpoint_files import read_states
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.full

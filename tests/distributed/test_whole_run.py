@@ -14,13 +14,14 @@ from launching import SECRET, ds_config, losses, run_many, tight_config
 from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from llava_ds.checkpoint.checkpoint_files import trained_weights
 from llava_ds.checkpoint.commit import newest_whole
 from llava_ds.checkpoint.trainer_file import checkpoint_problem
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import render_prompt
-from llava_ds.engine.checkpoint_files import ENGINE, trained_weights
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.export.from_checkpoint import restore
 
 STEPS, SAVED = 6, 3

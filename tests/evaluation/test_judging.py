@@ -25,14 +25,10 @@ from llava_ds.evaluation.judging import BestOfN, Judge, Preferring
 from llava_ds.evaluation.llava_questions import preferences
 from llava_ds.evaluation.question import with_blank_image, without_image
 from llava_ds.infer.engines import EngineOptions
-from llava_ds.model.heads import LogProbs
+from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import Values
+from llava_ds.model.value_head import Values, answer_ends
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.objectives.dpo import sum_by_sample
-from llava_ds.train.objectives.reward import answer_ends
-from llava_ds.train.reward_model import RewardModel
-from llava_ds.train.rewards import Completion
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}
@@ -107,19 +103,6 @@ def test_the_preferred_answer_is_the_one_with_the_higher_score(toy):
     for question, answer, (chosen, rejected) in zip(toy.questions, answers, trained_scores(toy)):
         assert answer.text == (question.reference if chosen >= rejected else question.more["rejected"])
         assert answer.logprob == pytest.approx(-math.log1p(math.exp(-abs(chosen - rejected))), abs=1e-4)
-
-
-def test_as_a_reward_equal_answers_are_computed_once(toy, monkeypatch):
-    plan = plan_alone("--reward_model_name_or_path", str(toy.folder / "scoring"), 512, value_head=True)
-    model = RewardModel(plan, torch.float32, RANKS)
-    samples = [sample for pair in toy.pairs for sample in pair.samples]
-    given = [samples[i] for i in (0, 1, 0, 3, 1)]
-    seen = []
-    scores = model.scores
-    monkeypatch.setattr(model, "scores", lambda some: seen.append(len(some)) or scores(some))
-    found = model.rewards([Completion("", "", "", "", 1, 9, sample) for sample in given])
-    flat = [score for own in trained_scores(toy) for score in own]
-    assert found == pytest.approx([flat[i] for i in (0, 1, 0, 3, 1)], abs=1e-4) and seen == [3]
 
 
 def test_images_can_be_withheld(toy):

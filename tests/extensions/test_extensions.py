@@ -45,9 +45,19 @@ def test_the_table_has_the_flags_that_the_folder_declares(name):
     spelled = [word.removeprefix("--") for word in names]
     spelled += [f"no_{each.name}" for each in fields if each.default is True]
     assert sorted(EXTENSIONS[name].flags.split()) == sorted(spelled)
-    assert {flag.group for flag in declared_by(flags_class(name)).values()} <= {name}
+    declared = declared_by(flags_class(name))
+    assert {flag.group for flag in declared.values()} <= {name}
     assert EXTENSIONS[name].flags or EXTENSIONS[name].values
-    assert not FLAGS.keys() & set(spelled)
+    added = {value for own in EXTENSIONS[name].adds.values() for value in own}
+    for flag in declared.values():
+        assert set(flag.goes_with.split()) <= added and bool(flag.goes_with) == bool(added)
+    others = [other for other in EXTENSIONS if other != name and not together(EXTENSIONS[name], EXTENSIONS[other])]
+    assert not set(spelled) & {*FLAGS, *(flag for other in others for flag in EXTENSIONS[other].flags.split())}
+
+
+def together(one: Trigger, other: Trigger) -> bool:
+    """Whether both add values to one flag, of which a run has one."""
+    return bool(one.adds.keys() & other.adds.keys())
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
@@ -61,6 +71,8 @@ def test_every_extension_loads(name):
 )
 def test_a_zero_says_what_it_switches_off_or_is_refused_with_what_does(name, flag, what):
     bounds = bounds_of(flags_class(name))[flag]
+    if EXTENSIONS[name].adds:
+        return  # its own tests give what else the value needs
     if bounds.holds(0):
         assert parse_arguments([*NEEDED, f"--{flag}", "0"])[1] == [f"--{flag} 0: {what}"]
         assert parse_arguments(NEEDED, defaults={flag: 0})[1] == []
@@ -87,7 +99,8 @@ def after_parsing(*flags: str) -> str:
 
 def test_flags_that_nobody_gives_are_not_even_declared(tmp_path):
     plain = after_parsing()
-    demanded = [name for name, trigger in EXTENSIONS.items() if not trigger.always and FEATURES.get(name)]
+    by_flags = [name for name, trigger in EXTENSIONS.items() if not trigger.always and not trigger.adds]
+    demanded = [name for name in by_flags if FEATURES.get(name)]
     assert not any(f"extensions.{name}." in plain for name in demanded)
     for name in demanded[:1]:
         flag, value = next(iter(FEATURES[name].items()))
@@ -101,6 +114,12 @@ def test_flags_that_nobody_gives_are_not_even_declared(tmp_path):
         assert f"'{name}'" not in after_parsing(f"--{flag}", str(flag_default(flag)))
 
 
+def needs_of(name: str) -> set[str]:
+    """Properties that an extension needs by its features' flags."""
+    args = arguments().replaced(**FEATURES[name])
+    return {*args.own[name].needs, *args.traits.needs}
+
+
 def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
     args = arguments()
     for name, flags in FEATURES.items():
@@ -109,21 +128,14 @@ def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
         assert changed.replaced(**{flag: flag_default(flag) for flag in flags}) == args
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, flags in FEATURES.items()
-        if any("dense_mlps" in needs for _, needs, _ in flags_class(name)(**flags).features())
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in FEATURES if "dense_mlps" in needs_of(name)])
 def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
     dense = ModelArguments(moe_enable=True, moe_mode="dense")
     config = upcycled_config(toys.language_model_config("llama"), dense)
     check_upcycled(arguments(), config)
     flag = next(iter(FEATURES[name]))
     with pytest.raises(ConfigError, match=f"^--{flag} .* needs dense MLPs .*, which an upcycled language model takes"):
-        check_upcycled(arguments(**FEATURES[name]), config)
+        check_upcycled(arguments().replaced(**FEATURES[name]), config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,5 +229,5 @@ def test_an_unknown_slot_or_an_error_ends_the_run_with_the_files_name(monkeypatc
 
 def test_owners_are_found_by_any_spelling():
     for name, trigger in EXTENSIONS.items():
-        assert all(owners([flag]) == [name] for flag in trigger.flags.split())
+        assert all(name in owners([flag]) for flag in trigger.flags.split())
     assert owners(["learning_rate", "no_such_flag"]) == []

@@ -308,7 +308,7 @@ def test_a_tokenizer_that_fails_over_a_text_is_named(good, tmp_path):
 def test_a_checkpoint_of_something_else_is_named(tmp_path):
     import torch
 
-    from llava_ds.engine.checkpoint_files import trained_weights
+    from llava_ds.checkpoint.checkpoint_files import trained_weights
 
     torch.save({}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(DataError, match=r"does not hold what DeepSpeed saves \(KeyError: 'module'\)"):

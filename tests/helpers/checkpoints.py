@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.engine.checkpoint_files import ENGINE, model_states, read_states, saved_pieces
+from llava_ds.checkpoint.checkpoint_files import model_states, read_states, saved_pieces
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.pieces import PLAIN, Layout, Piece
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention
 from llava_ds.model.attention import Bounds, Rule
-from llava_ds.model.probe import random_copy
+from llava_ds.model.open.probe import random_copy
 
 LENGTHS = [5, 1, 9, 3]
 CU_SEQLENS = torch.tensor([0, 5, 6, 15, 18], dtype=torch.int32)

@@ -10,7 +10,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.model import delta_net, probe
+from llava_ds.model import delta_net
+from llava_ds.model.open import probe
 from llava_ds.model.plan import read_parts
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -46,8 +46,8 @@ from llava_ds.model.hf import attention_options
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open.folder import read_folder
 from llava_ds.model.open.names import language_model_from_disk
+from llava_ds.model.open.probe import check_language_model, examine
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.probe import check_language_model, examine
 from llava_ds.runtime.ranks import Ranks
 
 LENGTHS = (20, 1, 45, 33)  # on both sides of the toys' windows

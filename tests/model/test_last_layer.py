@@ -10,7 +10,7 @@ from packed_step import LENGTHS, SOME, batch_of, trained_once
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, repeated_layers
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.probe import examine
+from llava_ds.model.open.probe import examine
 
 SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral", "mixtral", "qwen3_moe")
 

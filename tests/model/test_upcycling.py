@@ -197,7 +197,6 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
     ("model", "training", "message"),
     [
         ({"tune_mm_mlp_adapter": True}, {}, "--tune_mm_mlp_adapter True: it writes a projector"),
-        ({}, {"objective": "dpo"}, "--objective dpo: it is not tried"),
         ({}, {"sequence_parallel_size": 2}, "--sequence_parallel_size 2 needs dense MLPs"),
         ({}, {"tensor_parallel_size": 2}, "--tensor_parallel_size 2 needs dense MLPs"),
         ({}, {"pipeline_parallel_size": 2}, "--pipeline_parallel_size 2 needs MLPs without routers"),

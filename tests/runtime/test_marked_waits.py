@@ -19,7 +19,7 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement
 from llava_ds.runtime.waiting import QUEUE, waits_for
 from llava_ds.tracking.progress import Progress
-from llava_ds.train import evals, loop, reference
+from llava_ds.train import evals, loop
 from llava_ds.train.objectives.objective import MicroLoss
 from llava_ds.train.state import TrainState
 
@@ -61,7 +61,7 @@ class Marks:
 
 @pytest.fixture
 def marks(monkeypatch) -> Marks:
-    for module in (evals, reference, loop):
+    for module in (evals, loop):
         monkeypatch.setattr(module, "sum_over", lambda group, values: values)
     return Marks(monkeypatch)
 
@@ -137,6 +137,8 @@ def test_an_eval_loss_is_queued_and_then_waited_for(marks, monkeypatch):
 
 
 def test_reference_log_probabilities_are_queued_and_then_waited_for(marks, monkeypatch):
+    reference = pytest.importorskip("llava_ds.extensions.preference.reference")
+    monkeypatch.setattr(reference, "sum_over", lambda group, values: values)
     started = engine()
 
     class Engine(SimpleNamespace):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import toys
+from extension_there import needs_extension
 from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.tracking.best_rule import BestRule, best_rule
 from llava_ds.train.best import Best, check_best, check_metric
-from llava_ds.train.objectives import dpo, reward
 
 
 def rows_of(values: list[float], name: str = "loss") -> list[dict]:
@@ -107,10 +107,11 @@ def test_a_number_that_no_evaluation_has_is_refused_before_the_run(tmp_path, fla
     check_metric(args.replaced(metric_for_best_model=f"eval_{known.split(', ')[-1]}"), eval_set, tasks)
 
 
+@needs_extension("preference")
 @pytest.mark.parametrize("objective", ["dpo", "reward"])
 def test_every_number_of_pairs_can_be_the_one(tmp_path, objective):
     args = arguments(tmp_path, eval_fraction=0.3, eval_steps=2, objective=objective)
-    for name in {"dpo": dpo.METRICS, "reward": reward.METRICS}[objective]:
+    for name in args.traits.metrics:
         check_metric(args.replaced(metric_for_best_model=name), SimpleNamespace(sources=["a"]), ())
     with pytest.raises(ConfigError, match="is no number of this run's evaluations"):
         check_metric(args.replaced(metric_for_best_model="rewards/all"), SimpleNamespace(sources=["a"]), ())

@@ -20,7 +20,7 @@ from llava_ds.checkpoint.resume import ResumePoint
 from llava_ds.checkpoint.training_state import random_states, restore
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.data.loader import Window
-from llava_ds.engine.checkpoint_files import ENGINE
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.param_groups import parameter_groups
 from llava_ds.engine.pieces import layout_file, layout_text

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError
-from llava_ds.model.probe import VOCABULARY, random_copy, random_inputs, rebuilt
+from llava_ds.model.open.probe import VOCABULARY, random_copy, random_inputs, rebuilt
 from llava_ds.runtime.tf32 import exact_fp32
 
 FLAG = "--use_liger_kernel"

@@ -124,10 +124,10 @@ def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool
     attention = (w * (2 * text.query + 2 * text.key) + 4 * text.num_heads) * (1 + text.in_blocks)
     # Frozen matrices save no input, but what computes them once more does.
     mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
-    lora = w * text.adapter_rank + (w + 1) * text.adapter_dropped + 2 * w * text.adapter_scaled
+    adapters = w * text.adapter_rank + (w + 1) * text.adapter_dropped + 2 * w * text.adapter_scaled
     states = 2 * w * text.convolved + (12 + 3 * w) * text.gated
     embeddings = w * (text.hidden * keeps_inputs + 3 * text.layer_embedding) if text.layer_embedding else 0
-    return int(num_tokens * (norms + attention + mlp + lora + states + embeddings))
+    return int(num_tokens * (norms + attention + mlp + adapters + states + embeddings))
 
 
 def _mlp_bytes(text: TextShape, weight_bytes: int) -> int:

@@ -35,10 +35,10 @@ from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.probe import check_language_model
+from llava_ds.model.open.rows import fit_vocabulary
 from llava_ds.model.plan import read_parts
-from llava_ds.model.probe import check_language_model
 from llava_ds.model.ready import ReadyVision
-from llava_ds.model.rows import fit_vocabulary
 from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
@@ -241,7 +241,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         estimates = _estimates(args)
         for each in estimates:
             each.add(model, tower.ready if isinstance(tower, ReadyVision) else None, text, args.model)
-        if args.training.objective == "ppo":
+        if args.traits.second_model:
             _add_critic(model, text, tower, args)
     packing = [found for each in estimates if (found := each.packed(model, args.model)) is not None]
     packed, packed_bits, scale_bits = packing[0] if packing else (set(), 16, 0)

@@ -51,5 +51,5 @@ class Flags(ExtensionFlags):
                 "--save_only_model True and --on_loss_spike rewind: --on_loss_spike goes with checkpoints of the whole "
                 "training state, leave one of them out"
             )
-        if training.objective in ("grpo", "ppo"):
+        if args.traits.draws:
             yield f"--on_loss_spike rewind can't be used with --objective {training.objective}: leave it out"

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,7 +16,6 @@ import torch
 
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.files.jsonl import read_metrics
-from llava_ds.train.rollouts import Rollouts
 from llava_ds.train.session import Session
 
 TRAIN = Path(__file__).parents[2] / "train.py"
@@ -45,21 +45,23 @@ def row_of(group) -> dict[str, object]:
 def run(train, flags: dict[str, object]) -> dict[str, object]:
     """Run once. train: run/train.py as a module; nothing is exported."""
     batches, rollouts = [], []
-    windows, score = Session.windows, Rollouts._score
+    windows = Session.windows
 
     def noted(session: Session):
         if session.plan.args.training.objective == "dpo":
             batches.extend(batches_of(session.plan.steps))
+        for part in session.parts:
+            if hasattr(part, "_score"):  # it draws answers
+                part._score = partial(scored, part._score)
         return windows(session)
 
-    def scored(self: Rollouts, prompts, answers):
-        groups = score(self, prompts, answers)
+    def scored(score, prompts, answers):
+        groups = score(prompts, answers)
         rollouts.append([row_of(group) for group in groups])
         return groups
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Session, "windows", noted))
-        stack.enter_context(patch.object(Rollouts, "_score", scored))
         stack.enter_context(patch.object(train, "finish", lambda session: session.trackers.close()))
         train.main([token for name, value in flags.items() for token in (f"--{name}", str(value))])
     log = read_metrics(Path(flags["output_dir"]) / "metrics.jsonl")

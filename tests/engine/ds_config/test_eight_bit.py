@@ -3,12 +3,12 @@
 import pytest
 from ds_json import arguments, refused, resolve
 
+from llava_ds.checkpoint.reshard import WHOLE
 from llava_ds.checkpoint.resume import _unfit_states
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config import optimizer
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.parallel import for_engine
-from llava_ds.engine.reshard import WHOLE
 
 J = "in the DeepSpeed JSON"
 

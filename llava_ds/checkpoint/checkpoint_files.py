@@ -13,10 +13,10 @@ import torch
 
 from llava_ds.constants import DataError
 from llava_ds.engine import safe_load
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
 from llava_ds.engine.placement import Slice, cut_dim
 
-ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
 COUNT_IN_LAST = ("FusedAdam", "FusedLion")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llava_ds.data.collate import Preferences
-from llava_ds.train.objectives.dpo import DPO, PairLoss, sum_by_sample
+from llava_ds.extensions.preference.dpo import DPO, PairLoss, sum_by_sample
 
 LOG_PROBS = torch.tensor([[-4.0, -6.0], [-9.0, -3.0]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-5.0, -5.5], [-8.0, -4.0]], dtype=torch.float64)

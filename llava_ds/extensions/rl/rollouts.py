@@ -4,9 +4,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
+from deepspeed import DeepSpeedEngine
 
 from llava_ds.batch import Batch
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
@@ -15,16 +17,12 @@ from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
+from llava_ds.engine.frozen import Scorer
 from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights
-from llava_ds.files.jsonl import RowLog, rows_of
-from llava_ds.model.heads import LogProbs
-from llava_ds.model.llava import LlavaModel
-from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks, gather, on_every_rank
-from llava_ds.runtime.waiting import queuing, waiting
-from llava_ds.train.objectives.ppo import ActorCritic
-from llava_ds.train.plan import Plan
-from llava_ds.train.policy_batches import (
+from llava_ds.extensions.base import SessionPart
+from llava_ds.extensions.rl.critic import add_critic
+from llava_ds.extensions.rl.flags import Flags
+from llava_ds.extensions.rl.policy_batches import (
     AskedPrompt,
     Group,
     TrainedAnswer,
@@ -37,11 +35,18 @@ from llava_ds.train.policy_batches import (
     trained_answers,
     with_answer,
 )
-from llava_ds.train.reward_model import RewardModel
-from llava_ds.train.rewards import Completion
+from llava_ds.extensions.rl.ppo import ActorCritic
+from llava_ds.extensions.rl.rewards import Completion, model_rewards
+from llava_ds.extensions.rl.value_batches import rewarded_answers, value_batches
+from llava_ds.extensions.rl.vllm_client import VllmServer
+from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.model.heads import LogProbs
+from llava_ds.model.llava import LlavaModel
+from llava_ds.runtime.ranks import gather, on_every_rank
+from llava_ds.runtime.waiting import queuing, waiting
+from llava_ds.train.plan import Plan
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
-from llava_ds.train.value_batches import rewarded_answers, value_batches
-from llava_ds.train.vllm_client import VllmServer
+from llava_ds.train.start import Start
 
 
 @dataclass(frozen=True)
@@ -56,47 +61,52 @@ class PolicyWindow(Window):
         return super().counts._replace(samples=self.num_prompts)
 
 
-class Rollouts:
+class Rollouts(SessionPart):
     """Draws the answers of each step from the weights as they are, and makes its batches of them."""
 
-    def __init__(self, model: LlavaModel, plan: Plan, ranks: Ranks, mesh: Mesh) -> None:
-        """All ranks call it together, before the engine is started, which changes the model's modules."""
-        training = plan.args.training
-        self._plan, self._ranks, self._mesh = plan, ranks, mesh
+    def __init__(self, plan: Plan, started: Start) -> None:
+        super().__init__(plan, started)
+        self._flags: Flags = plan.args.own["rl"]
+        self.updates = self._flags.num_iterations
+
+    def built(self, model: LlavaModel) -> None:
+        """Make the twin that answers are drawn with, and the models that judge them; then the actor gets its critic."""
+        plan, ranks, flags, own = self.plan, self.ranks, self._flags, self.plan.own["rl"]
         self._twin = twin_of(model)
-        url, folder = training.vllm_server, plan.output_dir / "vllm"
+        url, folder = flags.vllm_server, plan.output_dir / "vllm"
         self._server = None if url is None else VllmServer(url, folder, plan.export, ranks)
-        self._has_critic = training.objective == "ppo"
-        holds = training.kl_ctl if self._has_critic else training.beta
-        self._reference = frozen_copy(model) if holds else None
-        self._rewards = plan.rewards
-        if plan.reward_model is not None:
-            judge = RewardModel(plan.reward_model, plan.resolved.compute_dtype, ranks)
-            self._rewards = (*plan.rewards[:-1], replace(plan.rewards[-1], of_all=judge.rewards))
+        self._has_critic = own.critic is not None
+        self._reference = frozen_copy(model) if (flags.kl_ctl if self._has_critic else flags.beta) else None
+        self._rewards = own.rewards
+        if own.reward_model is not None:
+            judge = Scorer(own.reward_model, plan.resolved.compute_dtype, ranks)
+            self._rewards = (*own.rewards[:-1], replace(own.rewards[-1], of_all=partial(model_rewards, judge)))
         self._rules = DrawRules(
-            num_answers=training.num_generations,
-            max_new_tokens=training.max_completion_length,
+            num_answers=flags.num_generations,
+            max_new_tokens=flags.max_completion_length,
             max_length=plan.args.data.model_max_length,
             ends=tuple(end_markers(plan.args.model.version, plan.model.tokenizer)),
             images=plan.images,
-            temperature=training.temperature,
-            top_k=training.top_k,
-            top_p=training.top_p,
+            temperature=flags.temperature,
+            top_k=flags.top_k,
+            top_p=flags.top_p,
         )
+        if own.critic is not None:
+            add_critic(model, own.critic, plan.resolved, plan.args, ranks)
 
     def _log(self, done: int) -> RowLog | None:
         """The log of answers on rank 0, without the steps that will come again."""
-        path = self._plan.output_dir / "rollouts.jsonl"
-        return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self._ranks.is_first else None
+        path = self.plan.output_dir / "rollouts.jsonl"
+        return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self.ranks.is_first else None
 
-    def windows(self, engine, done: int) -> Iterator[PolicyWindow]:
-        """This rank's window of every step that is left when `done` are done. All ranks run through it together."""
-        training, steps, log = self._plan.args.training, self._plan.steps, self._log(done)
+    def windows(self, engine: DeepSpeedEngine, done: int, plain: Iterator[Window]) -> Iterator[PolicyWindow]:
+        """This rank's window of answers of every step that is left. All ranks run through it together."""
+        steps, log = self.plan.steps, self._log(done)
         for step, layout in enumerate(steps.after(done), done + 1):
             started = time.perf_counter()
             if self._server is not None:
                 self._server.push(engine)
-            samples = [sample for micro in layout.of_ranks[self._mesh.dp_rank] for sample in micro]
+            samples = [sample for micro in layout.of_ranks[self.mesh.dp_rank] for sample in micro]
             prompts, broken = self._prompts(samples)
             groups, more = self._groups(step, prompts)
             if log is not None and groups:
@@ -107,7 +117,7 @@ class Rollouts:
                 micro_batches,
                 num_planned=len(layout.samples),
                 data_wait_s=time.perf_counter() - started,
-                passes=training.num_iterations,
+                passes=self.updates,
                 metrics=metrics | more,
                 num_prompts=len(groups),
             )
@@ -116,14 +126,14 @@ class Rollouts:
         """The prompts of these samples, and those that can't be shown."""
         found, broken = [], []
         for index in samples:
-            item = self._plan.steps.dataset[index]
+            item = self.plan.steps.dataset[index]
             if not isinstance(item, BrokenSample):
                 item = self._asked(index, item)
             (broken if isinstance(item, BrokenSample) else found).append(item)
         return found, broken
 
     def _asked(self, index: int, sample: LoadedSample) -> AskedPrompt | BrokenSample:
-        dataset, tokenizer = self._plan.steps.dataset, self._plan.model.tokenizer
+        dataset, tokenizer = self.plan.steps.dataset, self.plan.model.tokenizer
         row = dataset.row(int(dataset.rows[index]))
         answer = (sample.labels != IGNORE_INDEX).nonzero()[:, 0]
         begin = int(answer[0]) if len(answer) else len(sample.labels)
@@ -133,7 +143,7 @@ class Rollouts:
             where = (row[name] for name in ("file", "line", "index", "id"))
             return BrokenSample(*where, "no room is left for an answer: raise --model_max_length")
         text = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
-        text = text.replace(TEMPLATES[self._plan.args.model.version].system, "", 1).strip()
+        text = text.replace(TEMPLATES[self.plan.args.model.version].system, "", 1).strip()
         reference = tokenizer.decode(sample.input_ids[answer], skip_special_tokens=True).strip()
         return AskedPrompt(index, str(row["id"]), prompt, text, reference)
 
@@ -143,25 +153,25 @@ class Rollouts:
 
         Which others follows from --seed, the step and the prompt alone.
         """
-        training, places = self._plan.args.training, list(range(len(prompts)))
+        flags, places = self._flags, list(range(len(prompts)))
         groups = self._answered((step, 0), prompts, prompts)
-        if not training.dynamic_sample:
+        if not flags.dynamic_sample:
             return groups, {}
-        for attempt in range(1, training.max_resample_times + 1):
+        for attempt in range(1, flags.max_resample_times + 1):
             places = [i for i in places if has_no_signal(groups[i])]
-            if not any(gather(len(places), self._ranks)):
+            if not any(gather(len(places), self.ranks)):
                 break
             found = [(i, other) for i in places if (other := self._another((step, attempt), prompts[i])) is not None]
             new = self._answered((step, attempt), [prompts[i] for i, _ in found], [other for _, other in found])
             for (i, _), group in zip(found, new):
                 groups[i] = groups[i] if has_no_signal(group) else group
         replaced = sum(group.prompt is not prompt for group, prompt in zip(groups, prompts))
-        return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self._ranks.device)}
+        return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self.ranks.device)}
 
     def _another(self, turn: tuple[int, int], prompt: AskedPrompt) -> AskedPrompt | None:
         """A prompt in place of this one; None if it can't be shown, which its own step will report."""
-        dataset = self._plan.steps.dataset
-        rng = np.random.default_rng([self._plan.args.training.seed, *turn, prompt.index])
+        dataset = self.plan.steps.dataset
+        rng = np.random.default_rng([self.plan.args.training.seed, *turn, prompt.index])
         found, _ = self._prompts([int(rng.integers(len(dataset)))])
         return found[0] if found else None
 
@@ -169,17 +179,17 @@ class Rollouts:
         """Answers to each prompt, with rewards. turn: step and attempt; slots: the prompts of the step that these stand
         for. All ranks call it together."""
         answers = self._draw(turn, slots, prompts)
-        return on_every_rank(self._ranks, lambda: self._score(prompts, answers))
+        return on_every_rank(self.ranks, lambda: self._score(prompts, answers))
 
     def _draw(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[list[Answer]]:
         """Draw the answers to each prompt, some prompts at a time."""
-        training, found, (step, attempt) = self._plan.args.training, [], turn
-        seeds = [(training.seed, step, slot.index, attempt) for slot in slots]
+        found, (step, attempt) = [], turn
+        seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
         if self._server is not None:
             places = [self._images_of(prompt) for prompt in prompts]
             samples = [prompt.sample for prompt in prompts]
-            return on_every_rank(self._ranks, lambda: self._server.draw(samples, places, seeds, self._rules))
-        size = training.per_device_generation_batch_size
+            return on_every_rank(self.ranks, lambda: self._server.draw(samples, places, seeds, self._rules))
+        size = self._flags.per_device_generation_batch_size
         with whole_weights(self._twin), self._precision():
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
@@ -189,7 +199,7 @@ class Rollouts:
 
     def _score(self, prompts: list[AskedPrompt], answers: list[list[Answer]]) -> list[Group]:
         """Reward the answers to each prompt."""
-        decode, most = self._plan.model.tokenizer.decode, self._rules.max_new_tokens
+        decode, most = self.plan.model.tokenizer.decode, self._rules.max_new_tokens
         completions = [
             Completion(
                 asked.text,
@@ -214,7 +224,7 @@ class Rollouts:
     def _shown(self, step: int, group: Group) -> dict[str, object]:
         """A row of rollouts.jsonl: the distinct answers to a prompt, the most rewarded first."""
         times = Counter(zip(group.answers, group.rewards.tolist()))
-        decode, asked = self._plan.model.tokenizer.decode, group.prompt
+        decode, asked = self.plan.model.tokenizer.decode, group.prompt
         answers = [
             {"text": decode(answer.ids, skip_special_tokens=True).strip(), "reward": reward, "times": number}
             for (answer, reward), number in sorted(times.items(), key=lambda item: -item[0][1])
@@ -224,25 +234,25 @@ class Rollouts:
 
     def _images_of(self, asked: AskedPrompt) -> list[str | dict[str, object]]:
         """Where the images of a prompt lie."""
-        return self._plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
+        return self.plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
 
     def _batches(self, engine, groups: list[Group]) -> tuple[list[MicroBatch], dict[str, torch.Tensor]]:
         """As many micro-batches on every rank, on the device, and the numbers of the step, as sums over prompts.
 
         Without answers that train micro-batches are empty.
         """
-        training, mesh = self._plan.args.training, self._mesh
-        totals = totals_of(groups, mesh, engine.device, training.mask_truncated_completions)
+        flags, mesh = self._flags, self.mesh
+        totals = totals_of(groups, mesh, engine.device, flags.mask_truncated_completions)
         if self._has_critic:
-            units = rewarded_answers(groups, training.clip_reward_value)
+            units = rewarded_answers(groups, flags.clip_reward_value)
         else:
-            units = trained_answers(groups, totals, training)
+            units = trained_answers(groups, totals, flags)
         tokens = sum(one.times * len(one.answer.ids) for unit in units for one in unit)
         [trained_tokens] = sums_of_ranks([tokens], mesh, engine.device)
-        packs: list[list[TrainedAnswer]] = pack(units, self._plan.steps.packing)
-        most = max(1, *gather(len(packs), self._ranks))
+        packs: list[list[TrainedAnswer]] = pack(units, self.plan.steps.packing)
+        most = max(1, *gather(len(packs), self.ranks))
         packs += [[] for _ in range(most - len(packs))]
-        made = [policy_batch(each, totals, trained_tokens, training, self._plan.images) for each in packs]
+        made = [policy_batch(each, totals, trained_tokens, flags, self.plan.images) for each in packs]
         with waiting("the answers on their way to the device"):
             metrics = metrics_of(groups, [reward.name for reward in self._rewards], engine.device)
             moved = [micro.batch.to(engine.device) for micro in made]
@@ -250,7 +260,7 @@ class Rollouts:
             found = [self._with_log_probs(engine, batch) for batch in moved]
         batches = [batch for batch, _ in found]
         if self._has_critic:
-            batches, more = value_batches(batches, [values for _, values in found], totals, training, mesh)
+            batches, more = value_batches(batches, [values for _, values in found], totals, flags, mesh)
             metrics |= more
         return [replace(micro, batch=batch) for micro, batch in zip(made, batches)], metrics
 
@@ -259,7 +269,7 @@ class Rollouts:
         """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), if there is
         one."""
         values, drawn = None, batch.extra["drawn"]
-        if self._has_critic or self._plan.args.training.num_iterations > 1:
+        if self._has_critic or self.updates > 1:
             engine.eval()
             head = ActorCritic if self._has_critic else LogProbs
             found = engine(batch, head(self._rules.temperature))
@@ -274,6 +284,6 @@ class Rollouts:
 
     def _precision(self) -> torch.autocast:
         """The engine's own, which it enters by itself."""
-        resolved = self._plan.resolved
+        resolved = self.plan.resolved
         enabled = resolved.config.get("torch_autocast", {}).get("enabled", False)
-        return torch.autocast(self._ranks.device.type, resolved.compute_dtype, enabled=enabled)
+        return torch.autocast(self.ranks.device.type, resolved.compute_dtype, enabled=enabled)

@@ -5,11 +5,11 @@ import numpy as np
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.config.arguments import TrainingArguments
+from llava_ds.extensions.rl.flags import Flags
+from llava_ds.extensions.rl.policy_batches import Group, StepTotals, TrainedAnswer, distinct_answers, sums_of_ranks
+from llava_ds.extensions.rl.ppo import Valued, token_rewards, whitened, with_advantages
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.objectives.ppo import Valued, token_rewards, whitened, with_advantages
-from llava_ds.train.policy_batches import Group, StepTotals, TrainedAnswer, distinct_answers, sums_of_ranks
 
 
 def rewarded_answers(groups: list[Group], clip: float) -> list[list[TrainedAnswer]]:
@@ -18,15 +18,15 @@ def rewarded_answers(groups: list[Group], clip: float) -> list[list[TrainedAnswe
 
 
 def value_batches(
-    batches: list[Batch], values: list[torch.Tensor], totals: StepTotals, training: TrainingArguments, mesh: Mesh
+    batches: list[Batch], values: list[torch.Tensor], totals: StepTotals, flags: Flags, mesh: Mesh
 ) -> tuple[list[Batch], dict[str, torch.Tensor]]:
     """Add advantages and returns to this rank's micro-batches of a step, by the critic's values (S,) of each.
 
     Returns also the step's numbers, as sums over prompts, by TRL's names. All ranks call it together.
     """
-    rules = training.kl_ctl, training.gamma, training.lam
+    rules = flags.kl_ctl, flags.gamma, flags.lam
     found = [with_advantages(batch, own, *rules) for batch, own in zip(batches, values)]
-    each = _joined(found, training.kl_ctl)
+    each = _joined(found, flags.kl_ctl)
     variances, means = moments([each["advantages"], each["returns"], each["errors"]], each["weights"], totals, mesh)
     explained = 0.0 if variances[1] == 0 else 1 - variances[2] / variances[1]
     # Of answers, where shares are of tokens: a sum over an answer counts as often as it has tokens.
@@ -34,7 +34,7 @@ def value_batches(
     metrics = {
         "objective/kl": (each["kl"] * per_answer).sum(),
         "objective/entropy": (-each["old"] * per_answer).sum(),
-        "objective/non_score_reward": (-training.kl_ctl * each["kl"] * per_answer).sum(),
+        "objective/non_score_reward": (-flags.kl_ctl * each["kl"] * per_answer).sum(),
         "objective/rlhf_reward": (each["rewards"] * per_answer).sum(),
         "val/mean": (each["values"] * each["shares"]).sum(),
         # By this rank's prompts, counted by tokens: over all ranks they are the step's.

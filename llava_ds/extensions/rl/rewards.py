@@ -1,14 +1,14 @@
 """Rewards of answers: functions of this module by name, and functions of a Python file that the user trusts."""
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from llava_ds.constants import ConfigError, DataError, did_you_mean, in_short
+from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.data.collate import LoadedSample
+from llava_ds.engine.frozen import Scorer
+from llava_ds.files.python_function import function_of_file
 
 MODEL_REWARD = "reward_model"  # in the log
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -114,6 +114,14 @@ def open_rewards(names: str | None, weights: str | None, has_model: bool = False
     return tuple(Reward(*each) for each in zip(shown, numbers, opened))
 
 
+def model_rewards(judge: Scorer, answers: Sequence[Completion]) -> list[float]:
+    """The score of each answer by a reward model. Equal answers to a prompt are computed once."""
+    keys = [(tuple(one.sample.input_ids.tolist()), *(id(tiles) for tiles, _ in one.sample.media)) for one in answers]
+    distinct = dict(zip(keys, (one.sample for one in answers)))
+    scores = dict(zip(distinct, judge.scores(list(distinct.values()))))
+    return [scores[key] for key in keys]
+
+
 def _own(name: str) -> Callable[[Sequence[Completion]], list[float]]:
     if name not in REWARDS:
         hint = did_you_mean(name, REWARDS, f"give some of {', '.join(REWARDS)}, or file.py:function")
@@ -129,42 +137,6 @@ def _of_file(name: str) -> Callable[[Sequence[Completion]], list[float]]:
         [one.reference for one in answers],
         [one.id for one in answers],
     )
-
-
-def function_of_file(flag: str, name: str) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
-    """A function of a Python file, path.py:function, which is run: prompts, completions, references and ids to a list
-    of numbers. Raises ConfigError where there is none; what it returns, DataError where that is no such list."""
-    path, _, function_name = name.rpartition(":")
-    file = Path(path).expanduser()
-    if file.suffix != ".py" or not file.is_file():
-        raise ConfigError(f"{flag} {name}: there is no Python file {path}")
-    spec = importlib.util.spec_from_file_location(f"rewards_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{flag} {name}: {file} can't be run: {in_short(repr(error))}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"{flag} {name}: {file} has no function {function_name}")
-
-    def of_all(prompts: list[str], completions: list[str], references: list[str], ids: list[str]) -> list[float]:
-        try:
-            found = function(prompts=prompts, completions=completions, references=references, ids=ids)
-        except Exception as error:
-            raise DataError(f"{flag} {name} failed: {in_short(repr(error))}") from error
-        try:
-            numbers = [float(value) for value in found]
-        except (TypeError, ValueError):
-            numbers = None
-        if numbers is None or len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
-            raise DataError(
-                f"{flag} {name} gave {in_short(repr(found))} for {len(completions)} answers: return a list with a "
-                "finite number for each"
-            )
-        return numbers
-
-    return of_all
 
 
 def final_answer(text: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from llava_ds.checkpoint.checkpoint_files import model_states, optimizer_states, read_states, saved_pieces
 from llava_ds.constants import DataError
-from llava_ds.engine.checkpoint_files import model_states, optimizer_states, read_states, saved_pieces
 from llava_ds.engine.pieces import PLAIN, ZERO, Layout, Piece
 
 

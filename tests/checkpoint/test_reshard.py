@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
+from llava_ds.checkpoint import reshard
+from llava_ds.checkpoint.checkpoint_files import SavedPiece, states_by_tensor
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine import reshard
-from llava_ds.engine.checkpoint_files import SavedPiece, states_by_tensor
 from llava_ds.engine.pieces import Layout, Piece
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (3,), "b.weight": (7, 2), "scale": (1,), "c.weight": (2, 2, 2)}

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.checkpoint_files import (
-    ENGINE,
+from llava_ds.checkpoint.checkpoint_files import (
     SavedPiece,
     model_states,
     rank_states,
@@ -23,6 +21,8 @@ from llava_ds.engine.checkpoint_files import (
     saved_optimizer,
     saved_pieces,
 )
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
 from llava_ds.engine.placement import placement_of
 

@@ -15,13 +15,8 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.twin import frozen_copy, twin_of
-from llava_ds.geometry import ImageOptions
-from llava_ds.model.heads import Logits, LogProbs
-from llava_ds.model.plan import plan_model
-from llava_ds.runtime.mesh import Mesh
-from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.objectives.grpo import GRPO, PolicyLoss, advantages_of
-from llava_ds.train.policy_batches import (
+from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss, advantages_of
+from llava_ds.extensions.rl.policy_batches import (
     AskedPrompt,
     Group,
     has_no_signal,
@@ -31,6 +26,11 @@ from llava_ds.train.policy_batches import (
     trained_answers,
     with_answer,
 )
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import Logits, LogProbs
+from llava_ds.model.plan import plan_model
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def toy(tmp_path_factory, request):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """A process without a group sums over itself."""
-    monkeypatch.setattr("llava_ds.train.policy_batches.sum_over", lambda group, values: values)
+    monkeypatch.setattr("llava_ds.extensions.rl.policy_batches.sum_over", lambda group, values: values)
 
 
 def groups_of(toy, seed: int = 0) -> list[Group]:

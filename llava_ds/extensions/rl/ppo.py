@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from llava_ds.batch import Batch
+from llava_ds.extensions.rl.grpo import GRPO, Drawn, clipped_losses
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.value_head import Values
-from llava_ds.train.objectives.grpo import GRPO, Drawn, clipped_losses
 
 
 class Valued(NamedTuple):

@@ -1,4 +1,4 @@
-"""The losses are those of TRL's DPOTrainer, CPOTrainer and GRPOTrainer: numbers that they gave, without TRL.
+"""The losses are those of TRL's GRPOTrainer: numbers that it gave, without TRL.
 
 run/dev/compare_trl.py fixture writes the file, by TRL's own code.
 """
@@ -14,27 +14,13 @@ import toys
 
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
+from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss, advantages_of
+from llava_ds.extensions.rl.policy_batches import AskedPrompt, Group, policy_batch, totals_of, trained_answers
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.train.objectives.dpo import PairLoss
-from llava_ds.train.objectives.grpo import GRPO, PolicyLoss, advantages_of
-from llava_ds.train.policy_batches import AskedPrompt, Group, policy_batch, totals_of, trained_answers
 from llava_ds.train.sampling import Answer
 
-GIVEN = json.loads(Path(__file__).with_name("trl_losses.json").read_text())
-PAIRS, POLICY = GIVEN["pairs"], GIVEN["policy"]
+POLICY = json.loads((Path(toys.__file__).parent / "trl_losses.json").read_text())["policy"]
 FLOAT32 = 1e-6  # TRL computes in it, relative to the largest loss of some
-
-
-@pytest.mark.parametrize("case", PAIRS, ids=lambda case: f"{case['trainer']}-{'-'.join(case.get('loss_types', []))}")
-def test_the_loss_of_pairs(case):
-    names = {"aot": "sigmoid"}  # of one pair aot is the sigmoid, and smoothed
-    kind = "simpo" if case["trainer"] == "cpo" else names.get(case["loss_types"][0], case["loss_types"][0])
-    alpha = (case["loss_weights"] or [1.0, 0.0])[1]
-    loss = PairLoss(kind, case["beta"], case["label_smoothing"], alpha, case["simpo_gamma"])
-    lengths = torch.tensor(case["lengths"], dtype=torch.float64)
-    sums = torch.tensor([sum(row) for row in case["rows"]], dtype=torch.float64).view(2, -1).T
-    found = loss(sums, torch.tensor(case["reference"], dtype=torch.float64), lengths).mean().item()
-    assert found == pytest.approx(case["loss"], rel=FLOAT32, abs=FLOAT32)
 
 
 def groups() -> list[Group]:
@@ -60,7 +46,7 @@ def test_the_advantages(scale):
     "result", POLICY["results"], ids=lambda result: "-".join(map(str, result["settings"].values()))
 )
 def test_the_loss_of_answers(result, monkeypatch):
-    monkeypatch.setattr("llava_ds.train.policy_batches.sum_over", lambda group, values: values)
+    monkeypatch.setattr("llava_ds.extensions.rl.policy_batches.sum_over", lambda group, values: values)
     defaults = {"beta": 0.0, "epsilon": 0.2, "mask_truncated_completions": False, "use_bias_correction_kl": False}
     settings = {**defaults, **result["settings"]}
     longest = max(len(answer["ids"]) for group in POLICY["groups"] for answer in group["answers"])

@@ -9,22 +9,13 @@ import torch.nn.functional as F
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import Preferences
-from llava_ds.model.heads import LogProbs
+from llava_ds.extensions.preference.flags import METRICS
+from llava_ds.extensions.preference.pairs import PairObjective
+from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
-from llava_ds.train.objectives.pairs import PairObjective
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
 MEAN_LOSS_TYPES = ("ipo", "simpo")  # take the mean log-probability of an answer's tokens, the others their sum
-
-# Numbers beside the loss, by TRL's names.
-METRICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-)
 
 
 @dataclass(frozen=True)
@@ -106,17 +97,7 @@ class DPO(PairObjective):
     def _metrics(
         self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Of every pair (pairs,), by METRICS."""
+        """Of every pair (pairs,), by METRICS of dpo."""
         chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
         values = (chosen, rejected, (chosen > rejected).double(), chosen - rejected, *log_probs.unbind(1))
-        return dict(zip(METRICS, values, strict=True))
-
-
-def sum_by_sample(rows: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum values of the supervised positions (S,) over each sample, and count them: (A,) float64 each.
-
-    In one order always, so that the same batch gives the same bits.
-    """
-    num_samples = len(batch.cu_seqlens) - 1
-    is_of = batch.target_samples == torch.arange(num_samples, device=rows.device)[:, None]  # (A, S)
-    return torch.where(is_of, rows, 0.0).sum(1), is_of.sum(1).double()
+        return dict(zip(METRICS["dpo"], values, strict=True))

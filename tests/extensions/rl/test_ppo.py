@@ -17,21 +17,21 @@ from llava_ds.constants import IGNORE_INDEX, ConfigError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.critic import plan_critic
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.twin import twin_of
 from llava_ds.export.tensors import live_entries
+from llava_ds.extensions.rl.critic import plan_critic
+from llava_ds.extensions.rl.grpo import Drawn
+from llava_ds.extensions.rl.policy_batches import AskedPrompt, Group, pack, policy_batch, totals_of
+from llava_ds.extensions.rl.ppo import PPO, ActorCritic, ActorCriticLoss, advantages_over, token_rewards
+from llava_ds.extensions.rl.value_batches import rewarded_answers, value_batches
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import Logits
 from llava_ds.model.plan import plan_model
 from llava_ds.model.value_head import Values
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.objectives.grpo import Drawn
-from llava_ds.train.objectives.ppo import PPO, ActorCritic, ActorCriticLoss, advantages_over, token_rewards
-from llava_ds.train.policy_batches import AskedPrompt, Group, pack, policy_batch, totals_of
 from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
-from llava_ds.train.value_batches import rewarded_answers, value_batches
 
 CPU = torch.device("cpu")
 MOST, GROUP = 5, 8
@@ -76,7 +76,7 @@ def toy(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """A process without a group sums over itself."""
-    monkeypatch.setattr("llava_ds.train.policy_batches.sum_over", lambda group, values: values)
+    monkeypatch.setattr("llava_ds.extensions.rl.policy_batches.sum_over", lambda group, values: values)
 
 
 def groups_of(toy) -> list[Group]:
@@ -302,19 +302,17 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path):
     other = toys.write_base(tmp_path / "other")["model_name_or_path"]
     toys.add_tokens(Path(other), "<more>")
     plan = plan_model(own, 512)
-    args = Arguments(own, DataArguments(), TrainingArguments(objective="ppo"), frozenset())
+    args = Arguments(own, DataArguments(), TrainingArguments(), frozenset()).replaced(objective="ppo")
     images = plan.tower.image_options(args)
     assert plan_critic(args, plan, images).model.has_value_head
-    assert plan_critic(args.replaced(objective="grpo"), plan, images) is None
     with pytest.raises(ConfigError, match="--critic_model_name_or_path"):
         plan_critic(args.replaced(critic_model_name_or_path=other), plan, images)
 
 
 def test_the_critic_has_groups_of_its_own_and_is_not_exported(toy):
     """Its output layer does not train: no value comes through it."""
-    args = Arguments(
-        ModelArguments(), DataArguments(), TrainingArguments(learning_rate=1e-3, critic_learning_rate=5e-4), frozenset()
-    )
+    args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(learning_rate=1e-3), frozenset())
+    toy.model.critic.learning_rate = 5e-4
     for model in (toy.model, toy.model.critic):
         choose_trainable(model, args)
     groups = parameter_groups(toy.model, args)

@@ -27,7 +27,7 @@ from llava_ds.data.step_plan import Packing
 from llava_ds.engine.placement import placement_of
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.heads import LogProbs
+from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.loading import SUM_NUMBERS, bits_of
 from llava_ds.model.packed import is_packed, scales_of
 from llava_ds.model.plan import ModelPlan
@@ -35,7 +35,6 @@ from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
 from llava_ds.runtime.waiting import queuing, waiting
-from llava_ds.train.objectives.dpo import sum_by_sample
 
 VERSION = 3  # raise it when the same data and weights would give other numbers
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import toys
-from launching import ds_config, launch, losses, run_many, toy_run
+from launching import ROOT, ds_config, launch, losses, run_many, toy_run
 from textbook_pairs import BATCH, padded, read_pairs, scheduled, write_pairs
 
 from llava_ds.files.jsonl import read_metrics
@@ -190,5 +190,5 @@ def test_the_tower_sees_an_image_once_for_both_answers(folder, given):
     """The dry run's first micro-batch: three of its pairs have an image."""
     flags = flags_of(given, folder / "dry", 2, dry_run=True, shuffle=False)
     words = [token for name, value in flags.items() for token in (f"--{name}", str(value))]
-    done = launch(1, Path(__file__).parents[2] / "run" / "train.py", *words)
+    done = launch(1, ROOT / "run" / "train.py", *words)
     assert done.returncode == 0 and "4 samples" in done.stdout and "2 image tiles" in done.stdout, done.stdout

@@ -8,8 +8,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
-from llava_ds.model.heads import SUMMED, LogProbs
-from llava_ds.train.objectives.dpo import sum_by_sample
+from llava_ds.model.heads import SUMMED, LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llava_ds.data.collate import Preferences
-from llava_ds.train.objectives.reward import Reward, RewardLoss
+from llava_ds.extensions.preference.reward import Reward, RewardLoss
 
 # Supervised tokens of two pairs; the answers of the first begin alike, the last two are equal.
 ANSWERS = [[5, 6, 7, 2], [5, 6, 2], [9, 2], [9, 2]]

@@ -1,9 +1,13 @@
 """Rewards judge answers as their docstrings say, and a file's function is run and checked."""
 
-import pytest
+from types import SimpleNamespace
 
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.train.rewards import Completion, open_rewards
+import pytest
+import torch
+
+from llava_ds.constants import IGNORE_INDEX, ConfigError, DataError
+from llava_ds.data.collate import LoadedSample
+from llava_ds.extensions.rl.rewards import Completion, model_rewards, open_rewards
 
 
 def reward(name: str, text: str, reference: str = "", tokens: int = 1) -> float:
@@ -94,3 +98,15 @@ def test_a_function_that_gives_no_number_for_an_answer_ends_the_run(tmp_path, bo
     (tmp_path / "mine.py").write_text(f"def f(**_): return {body}\n")
     with pytest.raises(DataError, match=r"mine\.py:f"):
         reward(f"{tmp_path}/mine.py:f", "x")
+
+
+def test_equal_answers_are_judged_once():
+    samples = [LoadedSample(torch.tensor([n, 1]), torch.tensor([IGNORE_INDEX, 1]), []) for n in range(3)]
+    seen = []
+
+    def scores(some: list[LoadedSample]) -> list[float]:
+        seen.extend(some)
+        return [float(one.input_ids[0]) for one in some]
+
+    answers = [Completion("", "", "", "", 1, 9, samples[i]) for i in (0, 1, 0, 2, 1)]
+    assert model_rewards(SimpleNamespace(scores=scores), answers) == [0.0, 1.0, 0.0, 2.0, 1.0] and len(seen) == 3

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from llava_ds.config.arguments import TrainingArguments
 from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.loader import MicroBatch
 from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.step_plan import Packing
+from llava_ds.extensions.rl.flags import Flags
+from llava_ds.extensions.rl.grpo import Drawn, advantages_of
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.objectives.grpo import Drawn, advantages_of
 from llava_ds.train.sampling import Answer
 
 
@@ -90,19 +90,19 @@ def totals_of(groups: list[Group], mesh: Mesh, device: torch.device, only_ended:
     return StepTotals(prompts, answers, tokens, (squares / max(1.0, answers - 1)) ** 0.5)
 
 
-def trained_answers(groups: list[Group], totals: StepTotals, training: TrainingArguments) -> list[list[TrainedAnswer]]:
+def trained_answers(groups: list[Group], totals: StepTotals, flags: Flags) -> list[list[TrainedAnswer]]:
     """The distinct answers of each group that train."""
     found = []
     for group in groups:
         rewards = torch.from_numpy(group.rewards)[None]
-        advantages = advantages_of(rewards, training.scale_rewards, totals.spread)[0].tolist()
+        advantages = advantages_of(rewards, flags.scale_rewards, totals.spread)[0].tolist()
         if has_no_signal(group):
             advantages = [0.0] * len(advantages)  # not what rounding of the mean leaves
         found.append(
             [
                 one
                 for one in distinct_answers(group, advantages)
-                if (one.score or training.beta) and (one.answer.ended or not training.mask_truncated_completions)
+                if (one.score or flags.beta) and (one.answer.ended or not flags.mask_truncated_completions)
             ]
         )
     return found
@@ -147,9 +147,8 @@ def pack(units: list[list[TrainedAnswer]], packing: Packing) -> list[list[Traine
 
 
 def policy_batch(
-    answers: list[TrainedAnswer], totals: StepTotals, trained_tokens: float, training: TrainingArguments,
-    options: ImageOptions,
-) -> MicroBatch:  # fmt: skip
+    answers: list[TrainedAnswer], totals: StepTotals, trained_tokens: float, flags: Flags, options: ImageOptions
+) -> MicroBatch:
     """Collate answers to a micro-batch, with the weight of every token in the loss of the step.
 
     trained_tokens: of all ranks, each as often as its answer was given.
@@ -161,8 +160,8 @@ def policy_batch(
     weights = {
         "dapo": times / max(1.0, totals.tokens),
         "grpo": times / lengths.clamp(min=1) / max(1.0, totals.answers),
-        "dr_grpo": times / (max(1.0, totals.answers) * training.max_completion_length),
-    }[training.loss_type]
+        "dr_grpo": times / (max(1.0, totals.answers) * flags.max_completion_length),
+    }[flags.loss_type]
     scores = torch.tensor([one.score for one in answers] or [0.0], dtype=torch.float64)
     sampled = torch.tensor([value for one in answers for value in one.answer.log_probs], dtype=torch.float64)
     drawn = Drawn(

@@ -16,14 +16,12 @@ from llava_ds.runtime.ranks import Ranks, print_first
 FLAG = "--critic_model_name_or_path"
 
 
-def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> FrozenPlan | None:
-    """Plan the model that the critic begins with, None without PPO; the actor's own where no flag names another.
+def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> FrozenPlan:
+    """Plan the model that the critic begins with: the actor's own where no flag names another.
 
     actor, images: of the model that answers. Raises ConfigError for a folder that reads other tokens or images.
     """
-    if args.training.objective != "ppo":
-        return None
-    path, plan = args.training.critic_model_name_or_path, FrozenPlan(actor, args.model, images)
+    path, plan = args.own["rl"].critic_model_name_or_path, FrozenPlan(actor, args.model, images)
     if path is not None:
         plan = plan_frozen(FLAG, path, actor, images, args.data.model_max_length)
     return replace(plan, model=replace(plan.model, has_value_head=True))
@@ -39,4 +37,5 @@ def add_critic(model: LlavaModel, plan: FrozenPlan, resolved: ResolvedConfig, ar
     critic = build_model(plan.model, plan.args, resolved.config, resolved.dtype, args.training.seed, ranks)
     print_first(*active(args.own).kernels(critic, plan.model, resolved, ranks))
     choose_trainable(critic, args)
+    critic.learning_rate = args.own["rl"].critic_learning_rate
     model.critic = critic

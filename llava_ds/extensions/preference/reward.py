@@ -9,20 +9,10 @@ import torch.nn.functional as F
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import Preferences
-from llava_ds.model.value_head import Values
+from llava_ds.extensions.preference.flags import METRICS
+from llava_ds.extensions.preference.pairs import PairObjective
+from llava_ds.model.value_head import Values, answer_ends, answer_lengths, last_targets
 from llava_ds.train.objectives.objective import MicroLoss
-from llava_ds.train.objectives.pairs import PairObjective
-
-# Numbers beside the loss, by the names of TRL: DPOTrainer's where they mean the same, else RewardTrainer's.
-METRICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "mean_reward",
-    "min_reward",
-    "max_reward",
-)
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,7 @@ class Reward(PairObjective):
 
 
 def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over pairs, by METRICS.
+    """Sums over pairs, by METRICS of a reward model.
 
     scores (pairs, 2). min_reward and max_reward are of the micro-batch, once for each of its pairs.
     """
@@ -90,18 +80,7 @@ def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
     ends = [each * len(scores) for each in scores.aminmax()] if len(scores) else [none, none]
     differences = ((chosen > rejected).double().sum(), (chosen - rejected).sum())
     values = (chosen.sum(), rejected.sum(), *differences, scores.sum() / 2, *ends)
-    return dict(zip(METRICS, values, strict=True))
-
-
-def last_targets(batch: Batch) -> torch.Tensor:
-    """The index into S of each sample's last supervised position, (A,); each sample has one, but that of an empty
-    micro-batch."""
-    return _counts(batch).cumsum(0) - 1
-
-
-def answer_ends(batch: Batch) -> torch.Tensor:
-    """The index into T of each answer's last token, at which its score is taken, (A,); none without answers."""
-    return (batch.target_positions + 1)[last_targets(batch)] if len(batch.targets) else batch.target_positions
+    return dict(zip(METRICS["reward"], values, strict=True))
 
 
 def aligned(rows: torch.Tensor, batch: Batch, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +91,7 @@ def aligned(rows: torch.Tensor, batch: Batch, pairs: int) -> tuple[torch.Tensor,
     """
     if not pairs:
         return rows.view(0, 1), rows.view(0, 1).bool()
-    counts = _counts(batch)[: 2 * pairs]
+    counts = answer_lengths(batch)[: 2 * pairs]
     steps = torch.arange(len(rows), device=rows.device)  # (K,)
     firsts = (counts.cumsum(0) - counts)[:, None]
     index = firsts + torch.minimum(steps, counts[:, None] - 1)  # (A, K): the shorter answer stays at its last token
@@ -122,9 +101,3 @@ def aligned(rows: torch.Tensor, batch: Batch, pairs: int) -> tuple[torch.Tensor,
     longest = counts.view(pairs, 2).amax(1, keepdim=True)
     first = torch.where(differ.any(1, keepdim=True), differ.int().argmax(1, keepdim=True), longest - 1)
     return values[:, 0] - values[:, 1], (steps >= first) & (steps < longest)
-
-
-def _counts(batch: Batch) -> torch.Tensor:
-    """Supervised positions of each sample, (A,)."""
-    samples = torch.arange(len(batch.cu_seqlens) - 1, device=batch.targets.device)
-    return (batch.target_samples == samples[:, None]).sum(1)

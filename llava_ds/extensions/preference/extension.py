@@ -1,0 +1,56 @@
+"""Preferences in a run: their objectives, and the pass of the reference model before the first step."""
+
+from dataclasses import fields
+
+import deepspeed
+
+from llava_ds.engine.frozen import FrozenPlan, open_frozen, plan_frozen
+from llava_ds.extensions.base import Extension, SessionPart
+from llava_ds.extensions.preference.dpo import DPO, PairLoss
+from llava_ds.extensions.preference.reference import Reference, add_reference, forward_digest
+from llava_ds.extensions.preference.reward import Reward, RewardLoss
+from llava_ds.model.shared_tokens import share_tokens
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import print_first
+from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.plan import Plan, PlanDraft
+
+
+def plan_reference(draft: PlanDraft) -> FrozenPlan | None:
+    """Plan the reference model, where it is not the one that the run starts from."""
+    path = draft.args.own["preference"].ref_model_name_or_path
+    if path is None:
+        return None
+    return plan_frozen("--ref_model_name_or_path", path, draft.model, draft.images, draft.args.data.model_max_length)
+
+
+def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
+    """DPO or Reward, in place of the plain objective."""
+    own = plan.args.own["preference"]
+    if plan.args.training.objective == "reward":
+        loss = RewardLoss(own.center_rewards_coefficient, own.reward_loss)
+        return Reward(loss, plain.num_sources, mesh.grad_ranks)
+    loss = PairLoss(**{field.name: getattr(own, field.name) for field in fields(PairLoss)})
+    return DPO(loss, plain.num_sources, mesh.grad_ranks, mesh)
+
+
+class References(SessionPart):
+    """Gives all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
+
+    def started(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        plan, ranks, mesh = self.plan, self.ranks, self.mesh
+        if plan.args.training.objective != "dpo" or plan.args.own["preference"].loss_type == "simpo":
+            return
+        dtype, other = plan.resolved.compute_dtype, plan.own["preference"]
+        model = engine if other is None else open_frozen(other, dtype, ranks)
+        if other is not None and mesh.sp > 1:
+            share_tokens(model)
+        described = plan.model, plan.args.model, plan.images
+        described = described if other is None else (other.model, other.args, other.images)
+        reference = Reference(model, dtype, forward_digest(*described))
+        workers = plan.args.data.dataloader_num_workers
+        for dataset in plan.data_sets:
+            print_first(add_reference(reference, dataset, plan.steps.packing, workers, ranks, mesh))
+
+
+extension = Extension(plan=plan_reference, objective=objective, part=References)

@@ -1,0 +1,94 @@
+"""The flags of preferences."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from llava_ds.config.arguments import trains_projector_only
+from llava_ds.config.bounds import Bounds, Rate
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags, ObjectiveTraits
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_dpo, _ = flags_of("preference", goes_with="dpo")
+_reward, _ = flags_of("preference", goes_with="reward")
+
+# Values of --loss_type that read a flag; the others all do.
+LOSS_TYPES = {
+    "label_smoothing": ("sigmoid", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
+}
+
+# Numbers beside the loss: of dpo by TRL's names; of a reward model the same where they mean the same, else those of
+# TRL's RewardTrainer.
+METRICS = {
+    "dpo": (
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+        *("logps/chosen", "logps/rejected"),
+    ),
+    "reward": (
+        *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+        *("mean_reward", "min_reward", "max_reward"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """Flags of preferences."""
+
+    beta: Rate = _dpo(0.1, "dpo: how strongly the model is held to the reference model, which it begins as.")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = _dpo(
+        "sigmoid",
+        "dpo: the loss of a pair. sigmoid: DPO; hinge: SLiC; ipo: IPO, over mean log-probabilities; simpo: SimPO, the "
+        "same without a reference model.",
+    )
+    label_smoothing: Annotated[float, Bounds(0, 0.5)] = _dpo(
+        0.0, "dpo with sigmoid or simpo: the share of pairs that may be the wrong way round."
+    )
+    rpo_alpha: Rate = _dpo(
+        0.0, "dpo: weight of the chosen answer's own loss per token, which keeps its probability from falling."
+    )
+    simpo_gamma: Rate = _dpo(0.5, "dpo with simpo: the margin by which the chosen answer shall be ahead.")
+    ref_model_name_or_path: str | None = _dpo(
+        None,
+        "dpo: folder of the reference model. Absent: the model that the run starts from. It is in memory, whole on "
+        "every rank, until its log-probabilities are computed, at every start.",
+        path="model",
+    )
+    reward_loss: Literal["last", "tokens"] = _reward(
+        "last",
+        "reward: compare the scores of two answers at their last tokens, or at every token from the first that differs "
+        "on (DeepSpeed-Chat's).",
+    )
+    center_rewards_coefficient: Rate = _reward(
+        0.0, "reward: weight of the square of the sum of both scores, which keeps scores around zero (0.01 in TRL)."
+    )
+
+    def traits(self, objective: str) -> ObjectiveTraits | None:
+        """Both learn pairs of answers; a reward model scores answers and gives none."""
+        if objective not in METRICS:
+            return None
+        scores, needs = objective == "reward", {"whole_layers": "", "dense_mlps": "it is not tried with these experts"}
+        if scores:
+            needs["whole_sample"] = "its answers are scored there"
+        return ObjectiveTraits(one_answer=True, pairs=True, scores=scores, metrics=METRICS[objective], needs=needs)
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """Flags that another loss has no use for, and what preferences can't do without."""
+        objective = args.training.objective
+        for name, known in LOSS_TYPES.items():
+            if name in args.given and objective == "dpo" and self.loss_type not in known:
+                yield f"--{name} has no effect with --loss_type {self.loss_type}: it is for {' and '.join(known)}"
+        if args.data.data_path is None:
+            yield (
+                f"--objective {objective} needs --data_path with preferences: the generated scenes have one answer each"
+            )
+        if objective == "reward" and trains_projector_only(args.model):
+            yield (
+                "--objective reward trains a value head beside the language model, and a projector's file can't hold "
+                "it: let the language model train, too"
+            )

@@ -1,0 +1,56 @@
+"""Reinforcement learning in a run: the models and rewards that judge, the objectives, and what draws the answers."""
+
+from functools import partial
+from typing import NamedTuple
+
+from llava_ds.engine.frozen import FrozenPlan, plan_frozen
+from llava_ds.extensions.base import Extension
+from llava_ds.extensions.rl.critic import plan_critic
+from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss
+from llava_ds.extensions.rl.ppo import PPO, ActorCriticLoss
+from llava_ds.extensions.rl.rewards import Reward, open_rewards
+from llava_ds.extensions.rl.rollouts import Rollouts
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.runtime.ranks import on_every_rank
+from llava_ds.train.objectives.objective import Objective
+from llava_ds.train.plan import Plan, PlanDraft
+
+
+class Judges(NamedTuple):
+    """Judges of answers. rewards: of --reward_funcs, and of the reward model; critic: with PPO."""
+
+    rewards: tuple[Reward, ...]
+    reward_model: FrozenPlan | None
+    critic: FrozenPlan | None
+
+
+def plan_judges(draft: PlanDraft) -> Judges:
+    """Open the rewards, and plan the models beside the one that trains."""
+    args, flags = draft.args, draft.args.own["rl"]
+    path, of_actor = flags.reward_model_name_or_path, (draft.model, draft.images)
+    opening = partial(open_rewards, flags.reward_funcs, flags.reward_weights, path is not None)
+    rewards = on_every_rank(draft.ranks, opening)
+    judging = (*of_actor, args.data.model_max_length)
+    reward_model = path and plan_frozen("--reward_model_name_or_path", path, *judging, value_head=True)
+    critic = plan_critic(args, *of_actor) if args.training.objective == "ppo" else None
+    return Judges(rewards, reward_model, critic)
+
+
+def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
+    """GRPO or PPO, in place of the plain objective."""
+    own = plan.args.own["rl"]
+    if plan.args.training.objective == "ppo":
+        loss = ActorCriticLoss(own.cliprange, own.cliprange_value, own.vf_coef, own.temperature)
+        return PPO(loss, plain.num_sources, mesh.grad_ranks)
+    loss = PolicyLoss(
+        own.epsilon,
+        own.epsilon if own.epsilon_high is None else own.epsilon_high,
+        own.importance_sampling_level,
+        own.beta,
+        own.use_bias_correction_kl,
+        own.temperature,
+    )
+    return GRPO(loss, plain.num_sources, mesh.grad_ranks)
+
+
+extension = Extension(plan=plan_judges, objective=objective, part=Rollouts)

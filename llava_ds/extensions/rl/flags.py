@@ -1,0 +1,168 @@
+"""The flags of reinforcement learning: of both objectives, then of each."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from llava_ds.config.arguments import adapted_parts, trains_projector_only
+from llava_ds.config.bounds import Bounds, Count, NotNegative, Part, PartBelowOne, Positive, Rate
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags, ObjectiveTraits
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_rl, _ = flags_of("rl", goes_with="grpo ppo")
+_grpo, _ = flags_of("rl", goes_with="grpo")
+_ppo, _ = flags_of("rl", goes_with="ppo")
+
+_LOOPBACK = re.compile(r"http://(127\.0\.0\.1|localhost):\d{1,5}/?")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """Flags of reinforcement learning."""
+
+    reward_funcs: str | None = _rl(
+        None,
+        "grpo and ppo: rewards, separated by commas: exact, numeric, choice, iou, format, length, or file.py:function, "
+        "a Python function that is run with your rights (docs/rl.md).",
+    )
+    reward_weights: str | None = _rl(
+        None,
+        "grpo and ppo: a weight for each of --reward_funcs and then the reward model, with commas. Absent: 1 each.",
+    )
+    reward_model_name_or_path: str | None = _rl(
+        None,
+        "grpo and ppo: folder of a reward model (--objective reward), whose score is one more reward, with the last of "
+        "--reward_weights.",
+        path="model",
+    )
+    num_generations: Count = _rl(8, "grpo (2 or more) and ppo: answers that are drawn to each prompt.")
+    max_completion_length: Count = _rl(256, "grpo and ppo: longest answer in tokens.")
+    per_device_generation_batch_size: Count = _rl(
+        32, "grpo and ppo: prompts that a rank draws answers to at once.", resume="layout"
+    )
+    vllm_server: str | None = _rl(
+        None,
+        "grpo and ppo: address of run/vllm_server.py on this machine (http://127.0.0.1:8765), which draws the answers "
+        "by vLLM. Absent: they are drawn over the engine's own tensors.",
+    )
+    temperature: Positive = _rl(
+        1.0,
+        "grpo and ppo: what logits are divided by, when answers are drawn and in the probabilities that train; below 1 "
+        "answers differ less.",
+    )
+    top_k: NotNegative = _rl(0, "grpo and ppo: draw among so many of the most probable tokens. 0: among all.")
+    top_p: Annotated[float, Bounds(0, 1, above=True)] = _rl(
+        1.0, "grpo and ppo: draw among the fewest most probable tokens whose probabilities add up to this."
+    )
+    num_iterations: Count = _rl(1, "grpo and ppo: optimizer updates over the answers of a step.")
+    beta: Rate = _grpo(
+        0.0,
+        "grpo: how strongly the model is held to the reference model, which it begins as. 0 needs no reference model.",
+    )
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = _grpo(
+        "dapo",
+        "grpo: the mean of the loss. dapo: over all tokens of the step; grpo: over an answer's tokens, then over "
+        "answers; dr_grpo: over answers of --max_completion_length tokens.",
+    )
+    dynamic_sample: bool = _grpo(
+        False,
+        "grpo: in place of a prompt whose answers are all rewarded alike, draw answers to another prompt of the data.",
+    )
+    max_resample_times: Count = _grpo(3, "grpo with --dynamic_sample: how often another prompt is tried.")
+    epsilon: Positive = _grpo(0.2, "grpo: how far the ratio of new to old probability may fall and still count.")
+    epsilon_high: Positive | None = _grpo(
+        None, "grpo: how far it may rise (DAPO's clip-higher: 0.28). Absent: --epsilon."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = _grpo(
+        "token", "grpo: token: a ratio for each token; sequence: one for each answer (GSPO)."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = _grpo(
+        "group", "grpo: divide advantages by the standard deviation of the rewards of a prompt, of the step, or not."
+    )
+    mask_truncated_completions: bool = _grpo(
+        False, "grpo: leave answers that came to no end within --max_completion_length out of the loss."
+    )
+    use_bias_correction_kl: bool = _grpo(
+        False,
+        "grpo with --beta: multiply the distance from the reference model by the ratio of new to old probability, as "
+        "TRL 1.16 does by default.",
+    )
+    critic_model_name_or_path: str | None = _ppo(
+        None,
+        "ppo: folder of the model that the critic starts from, which has to read the same tokens and images. Absent: "
+        "--model_name_or_path, and a value head of zeros.",
+        path="model",
+        only_to_train=True,
+    )
+    critic_learning_rate: Rate | None = _ppo(None, "ppo: peak learning rate of the critic. Absent: --learning_rate.")
+    kl_ctl: Rate = _ppo(
+        0.1,
+        "ppo: what a token costs of its reward by which it is more likely than under the reference model, the one that "
+        "the run starts from. 0 needs no reference model.",
+    )
+    gamma: Part = _ppo(1.0, "ppo: what a reward counts one token earlier.")
+    lam: Part = _ppo(0.95, "ppo: lambda of the generalised advantages; 1: by rewards alone, 0: by the critic's.")
+    cliprange: PartBelowOne = _ppo(0.2, "ppo: how far the ratio of new to old probability may move and count.")
+    cliprange_value: Positive = _ppo(0.2, "ppo: how far a value may move from the old one and count.")
+    vf_coef: Rate = _ppo(0.1, "ppo: weight of the critic's loss beside the actor's.")
+    clip_reward_value: Positive = _ppo(5.0, "ppo: most that the reward of an answer counts, either way.")
+
+    zeros: ClassVar = {"max_resample_times": "--dynamic_sample False tries no other prompt"}
+
+    def traits(self, objective: str) -> ObjectiveTraits | None:
+        """Both draw their answers."""
+        if objective not in ("grpo", "ppo"):
+            return None
+        needs = {"whole_layers": "", "whole_sample": "its answers are scored there"}
+        needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
+        needs["dense_mlps"] = "it is not tried with these experts"
+        return ObjectiveTraits(one_answer=True, draws=True, second_model=objective == "ppo", needs=needs)
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """What drawn answers can't do without, or can't be combined with."""
+        data, training = args.data, args.training
+        if self.reward_funcs is None and self.reward_model_name_or_path is None:
+            yield (
+                f"--objective {training.objective} needs --reward_funcs or --reward_model_name_or_path: name what "
+                "answers are judged by, like --reward_funcs exact"
+            )
+        if training.objective == "grpo" and self.num_generations < 2:
+            yield "--num_generations is 1: grpo compares the answers to a prompt, give 2 or more"
+        if self.use_bias_correction_kl and not self.beta:
+            yield "--use_bias_correction_kl True has no effect without --beta: give that, or leave it out"
+        if "max_resample_times" in args.given and not self.dynamic_sample:
+            yield "--max_resample_times has no effect without --dynamic_sample True: give that, or leave it out"
+        if self.epsilon >= 1:
+            yield f"--epsilon is {self.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
+        if self.vllm_server is not None:
+            yield from self._vllm(args)
+        others = {
+            "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
+            "--steps_across_epochs": bool(training.steps_across_epochs),
+            "--stream": data.stream,
+        }
+        for flag, is_set in others.items():
+            if is_set:
+                yield f"{flag} can't be used with --objective {training.objective}: leave it out"
+
+    def _vllm(self, args: "Arguments") -> Iterator[str]:
+        """What --vllm_server can't serve."""
+        if not _LOOPBACK.fullmatch(self.vllm_server):
+            yield (
+                f"--vllm_server {self.vllm_server}: it reads weights from this machine's disk, give its address here, "
+                "like http://127.0.0.1:8765"
+            )
+        if adapted_parts(args.model) or trains_projector_only(args.model) or args.training.export_format == "llava":
+            yield (
+                "--vllm_server needs a run that leaves a whole model in transformers' format: leave out adapters, "
+                "--tune_mm_mlp_adapter and --export_format llava"
+            )
+        if args.model.resize_token_embeddings:
+            yield (
+                "--resize_token_embeddings True can't be used with --vllm_server, whose model has the rows of its "
+                "folder: write a folder with them first (run/export.py FOLDER --resize_token_embeddings), for both"
+            )

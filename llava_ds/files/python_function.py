@@ -1,0 +1,44 @@
+"""A function of a Python file that a flag names, which runs with the user's rights."""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from llava_ds.constants import ConfigError, DataError, in_short
+
+
+def function_of_file(flag: str, name: str) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
+    """A function of a Python file, path.py:function, which is run: prompts, completions, references and ids to a list
+    of numbers. Raises ConfigError where there is none; what it returns, DataError where that is no such list."""
+    path, _, function_name = name.rpartition(":")
+    file = Path(path).expanduser()
+    if file.suffix != ".py" or not file.is_file():
+        raise ConfigError(f"{flag} {name}: there is no Python file {path}")
+    spec = importlib.util.spec_from_file_location(f"functions_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{flag} {name}: {file} can't be run: {in_short(repr(error))}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{flag} {name}: {file} has no function {function_name}")
+
+    def of_all(prompts: list[str], completions: list[str], references: list[str], ids: list[str]) -> list[float]:
+        try:
+            found = function(prompts=prompts, completions=completions, references=references, ids=ids)
+        except Exception as error:
+            raise DataError(f"{flag} {name} failed: {in_short(repr(error))}") from error
+        try:
+            numbers = [float(value) for value in found]
+        except (TypeError, ValueError):
+            numbers = None
+        if numbers is None or len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
+            raise DataError(
+                f"{flag} {name} gave {in_short(repr(found))} for {len(completions)} answers: return a list with a "
+                "finite number for each"
+            )
+        return numbers
+
+    return of_all

@@ -1,0 +1,28 @@
+"""The losses are those of TRL's DPOTrainer and CPOTrainer: numbers that they gave, without TRL.
+
+run/dev/compare_trl.py fixture writes the file, by TRL's own code.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import toys
+
+from llava_ds.extensions.preference.dpo import PairLoss
+
+PAIRS = json.loads((Path(toys.__file__).parent / "trl_losses.json").read_text())["pairs"]
+FLOAT32 = 1e-6  # TRL computes in it, relative to the largest loss of some
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=lambda case: f"{case['trainer']}-{'-'.join(case.get('loss_types', []))}")
+def test_the_loss_of_pairs(case):
+    names = {"aot": "sigmoid"}  # of one pair aot is the sigmoid, and smoothed
+    kind = "simpo" if case["trainer"] == "cpo" else names.get(case["loss_types"][0], case["loss_types"][0])
+    alpha = (case["loss_weights"] or [1.0, 0.0])[1]
+    loss = PairLoss(kind, case["beta"], case["label_smoothing"], alpha, case["simpo_gamma"])
+    lengths = torch.tensor(case["lengths"], dtype=torch.float64)
+    sums = torch.tensor([sum(row) for row in case["rows"]], dtype=torch.float64).view(2, -1).T
+    found = loss(sums, torch.tensor(case["reference"], dtype=torch.float64), lengths).mean().item()
+    assert found == pytest.approx(case["loss"], rel=FLOAT32, abs=FLOAT32)

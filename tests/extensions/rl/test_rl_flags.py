@@ -1,0 +1,70 @@
+"""Flags of reinforcement learning: those that don't go together are refused, and what the tiny recipes say of them."""
+
+import pytest
+from extension_there import needs_extension
+
+from llava_ds.config.parsing import parse_arguments, tiny_defaults
+from llava_ds.config.shipped import RECIPES
+from llava_ds.constants import ConfigError
+
+NEEDED = ["--output_dir", "out", "--deepspeed_config", "zero2"]
+
+
+def refusal(*flags: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        parse_arguments([*NEEDED, *flags])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--reward_funcs", "exact"], "--reward_funcs belongs to --objective grpo and ppo, which is sft"),
+        (["--objective", "grpo"], "--objective grpo needs --reward_funcs"),
+        (
+            ["--objective", "grpo", "--loss_type", "ipo"],
+            "invalid choice: 'ipo' (choose from 'dapo', 'grpo', ",
+        ),
+        (["--objective", "grpo", "--epsilon", "1"], "--epsilon is 1: a ratio of probabilities can't fall by more"),
+        (["--objective", "grpo", "--use_bias_correction_kl", "True"], "has no effect without --beta"),
+        (
+            ["--objective", "grpo", "--num_generations", "1"],
+            "--num_generations is 1: grpo compares the answers to a prompt",
+        ),
+        (["--objective", "grpo", "--eval_fraction", "0.1"], "--eval_fraction can't be used with --objective grpo"),
+        (["--objective", "ppo"], "--objective ppo needs --reward_funcs"),
+        (["--objective", "ppo", "--beta", "1"], "grpo, which is ppo: leave one of them out"),
+        (["--objective", "ppo", "--loss_type", "dapo"], "grpo, which is ppo: leave one of them out"),
+        (["--objective", "grpo", "--kl_ctl", "1"], "--kl_ctl belongs to --objective ppo, which is grpo"),
+        (["--objective", "ppo", "--dynamic_sample", "True"], "--dynamic_sample belongs to --objective grpo"),
+        (["--objective", "grpo", "--max_resample_times", "2"], "has no effect without --dynamic_sample True"),
+        (["--objective", "grpo", "--max_resample_times", "0"], "give 1 or more; --dynamic_sample False tries no other"),
+        (["--objective", "grpo", "--top_p", "0"], "--top_p is 0"),
+        (["--objective", "grpo", "--vllm_server", "http://10.0.0.1:8765"], "give its address here"),
+        (["--objective", "grpo", "--vllm_server", "http://[::1"], "give its address here"),
+        (["--vllm_server", "http://127.0.0.1:1"], "--vllm_server belongs to --objective grpo and ppo"),
+        (
+            ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--lora_enable", "True"],
+            "--vllm_server needs a run that leaves a whole model",
+        ),
+        (
+            ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--resize_token_embeddings", "True"],
+            "can't be used with --vllm_server, whose model has the rows of its folder",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags, expected):
+    assert expected in refusal(*flags)
+
+
+@needs_extension("spikes")
+def test_a_run_that_draws_its_answers_can_not_go_back():
+    flags = ["--objective", "ppo", "--reward_funcs", "exact", "--on_loss_spike", "rewind"]
+    assert "--on_loss_spike rewind can't be used with --objective ppo" in refusal(*flags)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_the_tiny_recipes_eval_samples_are_not_blamed_on_a_run_of_rewards(objective):
+    argv = [*NEEDED, "--objective", objective, "--reward_funcs", "exact"]
+    assert not {"eval_fraction", "eval_steps"} & set(tiny_defaults(argv, RECIPES))
+    assert parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
