@@ -48,6 +48,6 @@ def test_every_pair_of_a_command_line_is_named():
 
 
 def test_every_property_of_the_core_is_known():
-    flags = ["--sp_size", "2", "--eval_fraction", "0.1", "--eval_tasks", __file__, "--eval_steps", "5"]
+    flags = ["--router_aux_loss_coef", "0.1", "--eval_fraction", "0.1", "--eval_tasks", __file__, "--eval_steps", "5"]
     found = list(core_features(parse_arguments([*NEEDED, *flags])[0]))
     assert len(found) == 2 and all({*each.needs, *each.breaks} <= PROPERTIES.keys() for each in found)
