@@ -505,7 +505,8 @@ def ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
     problems += sharing_problems(args, kind)
     known = clashes(features(args))
-    problems += [line for line in clashes([*features(args), Feature(folder.kind, breaks=("composed",))]) if line not in known]
+    found = clashes([*features(args), Feature(folder.kind, breaks=("composed",))])
+    problems += [line for line in found if line not in known]
     if given:
         problems.append(
             f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
