@@ -39,7 +39,7 @@ from llava_ds.tiny import default as tiny
 
 
 def main(argv: list[str]) -> None:
-    """Encode the samples to train on, to evaluate on, and to take questions from."""
+    """Encode the samples that the flags name."""
     quiet_libraries()
     args, notes = take_from_model(parse(argv))
     args = tiny.fill_in(args)
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     named = (
         (data.data_path, data.data_split),
         (data.eval_data_path, data.eval_data_split),
-        (data.sample_data_path, None),
+        *((flags.data_path, None) for flags in args.own.values()),
     )
     for path, split in [each for each in named if each[0]]:
         dataset = open_data(args.replaced(data_path=path, data_split=split), model.tokenizer, images)

@@ -4,6 +4,7 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 """
 
 import sys
+from dataclasses import replace
 from functools import partial
 
 from llava_ds.runtime.command import begin, exit_with
@@ -17,14 +18,11 @@ import torch
 from llava_ds.extensions.active import choice
 from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
-from llava_ds.runtime.ranks import Ranks, on_every_rank
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.best import check_metric
-from llava_ds.train.evals import Asks
 from llava_ds.train.hooks import make_hooks
 from llava_ds.train.loop import train
-from llava_ds.train.plan import Plan, make_plan
+from llava_ds.train.plan import make_plan
 from llava_ds.train.session import build, finish
 from llava_ds.train.start import name_sources, start
 
@@ -44,29 +42,18 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     """Go from flags to the exported model."""
     started = start(argv, lock, watchdog)  # flags and ranks, the same everywhere
     plan = make_plan(started)  # model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built
-    asks = open_asks(plan, started.ranks)  # the questions of --eval_tasks
+    if plan.args.training.eval_tasks is not None:
+        from llava_ds.evaluation.eval_tasks import open_tasks  # with all benchmarks
+
+        plan = replace(plan, own={"eval_tasks": open_tasks(plan, started.ranks)})
+    plan = plan.completed(started.ranks)
     if plan.args.training.dry_run:
         return choice("dry_run", True)(plan, started.ranks)
-    session = build(plan, started, watchdog, stop, asks)  # model, engine, restored state, largest micro-batch tried
+    session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
     hooks = make_hooks(session)  # what acts between steps
     with older_objects_passed_over():
         train(session, hooks)
     return finish(session, hooks)  # the export, or the end that was asked for
-
-
-def open_asks(plan: Plan, ranks: Ranks) -> Asks | None:
-    """Read the questions of --eval_tasks, and return what asks them of a model; None without the flag.
-
-    All ranks call it together. Raises ConfigError or DataError on each, also where no evaluation of the run has the
-    number by which the best is found.
-    """
-    tasks, names = None, ()
-    if plan.args.training.eval_tasks is not None:
-        from llava_ds.evaluation.eval_tasks import open_tasks  # with all benchmarks
-
-        tasks, names = open_tasks(plan, ranks)
-    on_every_rank(ranks, partial(check_metric, plan.args, plan.evals.eval_set, names))
-    return tasks
 
 
 def train_and_leave_group(argv: list[str]) -> int:

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[1]
 # From left to right; what stands on one level does not import each other.
 LEVELS = [
     {"constants"},
+    {"extensions"},  # their interface, and what loads them by the table
     {"boxes", "files"},
     {"template_variables"},
-    {"extensions"},  # their interface, and what loads them by the table
     {"config"},
     {"runtime"},
     {"tilings"},

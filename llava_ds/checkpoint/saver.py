@@ -67,11 +67,10 @@ class Saver:
         resume: ResumePlan,
         ranks: Ranks,
         model_writer: ModelWriter | None = None,
-        protected_checkpoint: Callable[[], Path | None] = lambda: None,
     ) -> None:
-        """model_writer: for checkpoints of the model alone; protected_checkpoint: names, on rank 0, one that is not
-        deleted."""
-        self.model_writer, self.protected_checkpoint = model_writer, protected_checkpoint
+        """model_writer: for checkpoints of the model alone."""
+        self.model_writer = model_writer
+        self.protected_checkpoint: Callable[[], Path | None] = lambda: None  # names, on rank 0, one that is not deleted
         self.engine, self.output_dir, self.ranks = engine, Path(training.output_dir), ranks
         self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save

@@ -31,6 +31,7 @@ __all__ = [
     "TrainingArguments",
     "adapted_parts",
     "every_flag",
+    "every_objective",
     "every_section",
     "flag_default",
     "flags_free_on_resume",
@@ -138,6 +139,12 @@ class Arguments:
         """What a 0 of an extension's flag switches off."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
+    @property
+    def evaluates(self) -> bool:
+        """True if there is something that evaluations measure."""
+        data = self.data
+        return bool(data.eval_fraction) or data.eval_data_path is not None or self.training.eval_tasks is not None
+
     def replaced(self, **values: object) -> "Arguments":
         """A copy in which every named flag has another value, in whichever section it is."""
 
@@ -162,6 +169,12 @@ class Arguments:
             for name, value in self.as_dict().items()
             if flags[name].path is None and not flags[name].per_machine
         }
+
+
+def every_objective() -> dict[str, ObjectiveTraits]:
+    """The objectives that extensions add, and their traits."""
+    names = [(name, value) for name, trigger in EXTENSIONS.items() for value in trigger.adds.get("objective", ())]
+    return {value: flags_class(name)().traits(value) for name, value in names}
 
 
 def every_section() -> list[type]:

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated
 
@@ -123,6 +123,12 @@ def number(kind: type) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def part_of_steps_problem(name: str, value: float | None) -> Iterator[str]:
+    """A line for a number of steps, or a part of all of them, that is neither."""
+    if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
+        yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
 
 
 def seconds_of(text: str) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from llava_ds.boxes import BboxType
-from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartBelowOne, Positive, Workers
+from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartBelowOne, Workers
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
 
@@ -34,6 +34,7 @@ class DataArguments:
         "files like shard-*.tar, a folder of them, a saved datasets folder, a folder of images with metadata.jsonl, or "
         "a YAML mixture of these. Absent: generated scenes of coloured shapes.",
         path="pattern",
+        remote=True,
     )
     data_split: str | None = _data_free(
         None, "Split of --data_path, such as train, where it is a folder that has several."
@@ -47,23 +48,14 @@ class DataArguments:
         "messages, image, video, text, system, texts, history, prompt, query, question, instruction, input, "
         "completion, response, answer, output, chosen, rejected, margin).",
     )
-    image_folder: str | None = _data_free(None, "Folder that the records' image paths are relative to.", path="folder")
+    image_folder: str | None = _data_free(
+        None, "Folder that the records' image paths are relative to.", path="folder", remote=True
+    )
     video_folder: str | None = _data_free(
-        None, "Folder that the records' video paths are relative to. Absent: --image_folder.", path="folder"
-    )
-    allow_http: bool = _data_free(
-        False, "Let --data_path, --image_folder and --video_folder be on web servers (http://, https://)."
-    )
-    object_cache_dir: str | None = _data_free(
         None,
-        "Folder in which objects/ has what is fetched from object stores, such as on a local disk of every machine. "
-        "Absent: --cache_dir.",
-        path="output",
-    )
-    object_cache_gb: Positive = _data_free(
-        100.0,
-        "Bound of objects/ in GB: beyond it what was not used for longest is removed.",
-        per_machine=True,
+        "Folder that the records' video paths are relative to. Absent: --image_folder.",
+        path="folder",
+        remote=True,
     )
     image_aspect_ratio: str = _images(
         "square",
@@ -133,17 +125,12 @@ class DataArguments:
         None,
         "Samples to compute the eval loss on, which are not trained on, in any format of --data_path.",
         path="pattern",
+        remote=True,
     )
     eval_data_split: str | None = _eval_free(None, "Split of --eval_data_path, where it is a folder that has several.")
     eval_fraction: PartBelowOne = _eval(
         0.0,
         "Fraction of the samples that is kept out of training, to compute the eval loss on; --data_seed draws them.",
-    )
-    sample_data_path: str | None = _eval_free(
-        None,
-        "Samples whose first questions are answered at --sample_steps, those with images first, in any format of "
-        "--data_path. Absent: the eval samples, or else the training samples.",
-        path="pattern",
     )
     on_unmarked_image: Literal["refuse", "prepend", "text"] = _data(
         "prepend",
@@ -164,17 +151,6 @@ class DataArguments:
         0.01, "End the run when more than this fraction of the records would be skipped."
     )
     shuffle: bool = _order(True, "Draw the samples in random order; False keeps the order of the files.")
-    stream: bool = _order(
-        False,
-        "Begin to train when the first records are checked and encoded, and encode the rest meanwhile. The order is "
-        "drawn over records, bad ones included, whose places in a step stay empty: it is the same whether the encoding "
-        "is whole or not, and another one than without --stream.",
-    )
-    shuffle_buffer_size: Count = _order(
-        16_384,
-        "With --stream: records that are shuffled together, in whole shards of 4,096 from random places of the data. "
-        "Training begins when so many are encoded.",
-    )
     group_by_modality_length: bool = _order(
         False, "Group samples of similar length and kind (text, images) into a step, in the order of LLaVA's sampler."
     )

@@ -21,7 +21,7 @@ GROUPS = {
     "steps": "steps and batches",
     "optimizer": "optimizer and schedule",
     "speed": "precision, memory and speed",
-    "eval": "eval loss and sample answers",
+    "eval": "eval loss",
     "logging": "logging",
     "checkpoints": "checkpoints and the finished model",
     "failures": "when something goes wrong",
@@ -36,6 +36,7 @@ class Flag:
     path: None for a flag that is no path. model: a model's folder, which might be mistaken for a name on the hub;
     pattern: a file or folder, or a pattern like shard-*.tar; output: a folder that can be created; unchecked: one that
     is looked at later.
+    remote: whether it may also be the URL of an object in a store.
     only_to_train: whether the path is checked for training alone, and not for scripts that only read the flags.
     resume: the value that a resumed run may have. compared: that of the checkpoint, unless --allow_changed_flags names
     the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless the
@@ -47,6 +48,7 @@ class Flag:
 
     group: str
     path: Literal["file", "folder", "model", "pattern", "output", "unchecked"] | None = None
+    remote: bool = False
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from llava_ds.config.arguments import SECTIONS, Arguments, loaded, traits_of
+from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded, traits_of
 from llava_ds.config.bounds import bounds_of, in_a_line
 from llava_ds.config.flags import GROUPS, Flag, joined
 from llava_ds.config.hf_argparser import HfArgumentParser, string_to_bool
@@ -387,5 +387,6 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     if ("data_path" in flags or traits.draws) and not flags & {"eval_fraction", "eval_data_path"}:
         flags |= {"eval_fraction", "eval_steps"}
     if traits.scores:  # and gives no answers
-        flags.add("sample_steps")
+        asked_for = map(flags_class, owners(defaults))
+        flags |= {flag for section in asked_for if section.needs_text for flag in declared_by(section)}
     return {name: value for name, value in defaults.items() if name not in flags}

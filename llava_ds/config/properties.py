@@ -9,6 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import adapted_parts, trained_parts
 from llava_ds.extensions.base import PROPERTIES
 
@@ -53,6 +54,13 @@ def core_features(args: Arguments) -> Iterator[Feature]:
         breaks = ("given_answers",) if args.traits.draws else ()
         breaks += ("one_model",) if args.traits.second_model else ()
         yield Feature(f"--objective {training.objective}", args.traits.needs, breaks)
+    for name in GROUPINGS:
+        if getattr(args.data, name):
+            yield Feature(f"--{name} True", {"known_samples": "--tokens_per_micro_batch N evens out work without it"})
+    if training.tokens_per_micro_batch == "auto":
+        yield Feature("--tokens_per_micro_batch auto", {"known_samples": "a number does not"})
+    if training.dry_run:
+        yield Feature("--dry_run True", {"known_samples": "it shows the first step"})
     if training.eval_tasks is not None:
         needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
         yield Feature("--eval_tasks", needs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from llava_ds.config.arguments import Arguments, declared_by
-from llava_ds.config.bounds import out_of_bounds, range_of_values, seconds_of
+from llava_ds.config.bounds import out_of_bounds, part_of_steps_problem, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
     TUNABLE_PARTS,
@@ -21,7 +21,7 @@ from llava_ds.config.model_flags import (
 from llava_ds.config.properties import clashes, features
 from llava_ds.config.training_flags import TRACKERS
 from llava_ds.constants import ConfigError, in_short
-from llava_ds.extensions.active import flags_class, owners
+from llava_ds.extensions.active import flags_class, owners, store_of
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.places import local_path
 from llava_ds.files.urls import is_remote
@@ -42,12 +42,8 @@ OF_RECORDS = (
     "data_split",
     "image_folder",
     "video_folder",
-    "allow_http",
-    "object_cache_dir",
 )
 
-# Flags that may name an object store.
-REMOTE_FLAGS = ("data_path", "image_folder", "video_folder", "eval_data_path", "sample_data_path")
 
 # LLaVA's and LLaVA-NeXT's flags of what trains.
 PART_FLAGS = (
@@ -62,12 +58,10 @@ PART_FLAGS = (
 INSTEAD_OF_ZERO = {
     "save_steps": "--save_strategy no saves no checkpoints",
     "save_total_limit": "leave it out to keep all checkpoints",
-    "early_stopping_patience": "leave it out to train to the end",
 }
 # What a 0 switches off, of the others.
 SWITCHED_OFF = {
     "eval_steps": "the eval loss is computed at the end only",
-    "sample_steps": "no questions are answered while training",
     "max_steps": "--num_train_epochs says how long to train",
     "watchdog_start_s": "nothing ends a start that hangs",
     "watchdog_step_s": "nothing ends a step that hangs",
@@ -125,16 +119,16 @@ def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
     flags = args.flags
     for name, value in _paths(args):
         flag = flags[name]
-        if flag.only_to_train == only_to_train and (problem := missing_path(name, value, flag.path)):
+        if flag.only_to_train == only_to_train and (problem := missing_path(name, value, flag.path, flag.remote)):
             yield f"--{name} {value}{problem}"
 
 
-def missing_path(name: str, value: str, kind: str) -> str | None:
+def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str | None:
     """The rest of a message about a path that is not there, or None where it is as its flag needs it.
 
-    kind: the flag's Flag.path.
+    kind: the flag's Flag.path; remote: its Flag.remote.
     """
-    if name in REMOTE_FLAGS:
+    if remote:
         if is_remote(value):
             return None
         value = local_path(value)
@@ -154,14 +148,11 @@ def missing_path(name: str, value: str, kind: str) -> str | None:
     return None
 
 
-def object_stores(args: Arguments) -> Iterator[str]:
-    remote = {name: value for name in REMOTE_FLAGS if is_remote(value := getattr(args.data, name))}
-    if remote:
-        from llava_ds.files.object_store import url_problem
-
-        for name, value in remote.items():
-            if problem := url_problem(value, args.data.allow_http):
-                yield f"--{name} {value}{problem}"
+def urls(args: Arguments) -> Iterator[str]:
+    flags = args.flags
+    for name, value in _paths(args):
+        if flags[name].remote and is_remote(value) and (problem := store_of(value).problem_with(value, args)):
+            yield f"--{name} {value}{problem}"
 
 
 def data_splits(args: Arguments) -> Iterator[str]:
@@ -258,57 +249,25 @@ def installed_trackers(args: Arguments) -> Iterator[str]:
             yield f"--report_to {name}: {name} is not installed: pip install 'llava_ds[{name}]', or --report_to none"
 
 
-def eval_and_sample_steps(args: Arguments) -> Iterator[str]:
+def evaluations(args: Arguments) -> Iterator[str]:
     data, training = args.data, args.training
     if data.eval_fraction and data.eval_data_path:
         yield "--eval_fraction and --eval_data_path are both given: choose one"
-    for name in ("eval_steps", "sample_steps"):
-        value = getattr(training, name)
-        if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
-            yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
+    yield from part_of_steps_problem("eval_steps", training.eval_steps)
     if training.eval_strategy in ("steps", "epoch") and training.eval_steps == 0 and "eval_steps" in args.given:
         yield (
             f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "
             "only, the other before, too: give one of them"
         )
-    has_samples = data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None
     remedy = "computes the loss on eval samples: give --eval_data_path or --eval_fraction, too"
-    if training.eval_steps and not has_samples and training.eval_strategy is None:
+    if training.eval_steps and not args.evaluates and training.eval_strategy is None:
         yield f"--eval_steps {training.eval_steps:g} {remedy}"
-    if training.eval_strategy not in (None, "no") and not has_samples:
+    if training.eval_strategy not in (None, "no") and not args.evaluates:
         yield f"--eval_strategy {training.eval_strategy} {remedy}"
-    for name in ("eval_tasks", "sample_steps") if args.traits.scores else ():
-        if getattr(training, name):
-            yield (
-                f"--{name} can't be used with --objective {training.objective}, whose model scores answers and gives "
-                "none"
-            )
+    if training.eval_tasks is not None and args.traits.scores:
+        yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
     if data.eval_data_split is not None and data.eval_data_path is None:
         yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
-    if data.sample_data_path is not None and not training.sample_steps:
-        yield f"--sample_data_path {data.sample_data_path} has questions for --sample_steps: give it, too"
-
-
-def best_evaluation(args: Arguments) -> Iterator[str]:
-    data, training = args.data, args.training
-    wanted = {
-        "--load_best_model_at_end True": training.load_best_model_at_end,
-        f"--early_stopping_patience {training.early_stopping_patience}": training.early_stopping_patience is not None,
-        f"--metric_for_best_model {training.metric_for_best_model}": training.metric_for_best_model is not None,
-    }
-    given = [flag for flag, is_set in wanted.items() if is_set]
-    if given and not (data.eval_fraction or data.eval_data_path is not None or training.eval_tasks is not None):
-        yield f"{given[0]} needs eval samples: give --eval_data_path, --eval_fraction or --eval_tasks, too"
-    if training.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
-        flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
-        yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"
-    if "greater_is_better" in args.given and not given:
-        yield (
-            "--greater_is_better has no effect without --load_best_model_at_end or --early_stopping_patience: leave it "
-            "out"
-        )
-    if "early_stopping_threshold" in args.given and training.early_stopping_patience is None:
-        yield "--early_stopping_threshold has no effect without --early_stopping_patience: give that, or leave it out"
 
 
 def checkpoints(args: Arguments) -> Iterator[str]:
@@ -436,40 +395,19 @@ def misplaced(args: Arguments) -> Iterator[str]:
                 )
 
 
-def streaming(args: Arguments) -> Iterator[str]:
-    """What needs the lengths of all samples, which are not known when training begins."""
-    data, training = args.data, args.training
-    if not data.stream:
-        if "shuffle_buffer_size" in args.given:
-            yield "--shuffle_buffer_size belongs to --stream True: give that, or leave it out"
-        return
-    groupings = [name for name in GROUPINGS if getattr(data, name)]
-    remedies = {f"--{name}": "give False, and --tokens_per_micro_batch N in its place" for name in groupings}
-    if training.tokens_per_micro_batch == "auto":
-        remedies["--tokens_per_micro_batch auto"] = "give a number"
-    if args.traits.pairs:
-        remedies[f"--objective {training.objective}"] = "run run/encode.py first, and train without --stream"
-    if training.dry_run:
-        remedies["--dry_run"] = "leave --stream out of the dry run"
-    for flag, remedy in remedies.items():
-        yield f"{flag} needs all samples before the first step, and --stream begins with some: {remedy}"
-
-
-DATA_RULES: tuple[Rule, ...] = (object_stores, data_splits, image_shape, sample_order)
+DATA_RULES: tuple[Rule, ...] = (urls, data_splits, image_shape, sample_order)
 TRAINING_RULES: tuple[Rule, ...] = (
     needed_flags,
     precision_and_memory,
     steps_and_layout,
     installed_trackers,
-    eval_and_sample_steps,
-    best_evaluation,
+    evaluations,
     checkpoints,
     trainable_parts,
     upcycling,
     tuning_flags,
     misplaced,
     objectives,
-    streaming,
 )
 
 

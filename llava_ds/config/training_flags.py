@@ -215,37 +215,12 @@ class TrainingArguments:
         "Optimizer steps between evals; below 1 a fraction of all steps, rounded up. Absent or 0: only at the end, or "
         "with --eval_strategy steps: --logging_steps.",
     )
-    sample_steps: Rate | None = _eval_free(
-        None,
-        "Steps between answers to a few questions, the last of them at the end; below 1 a fraction of all steps, "
-        "rounded up (0.1 in the recipes). Absent or 0: none.",
-    )
-    num_sample_questions: Count = _eval_free(4, "Number of questions that are answered at --sample_steps.")
-    sample_max_new_tokens: Count = _eval_free(64, "Longest of these answers in tokens.")
     eval_tasks: str | None = _eval_free(
         None,
         "YAML file that lists benchmarks by names of yours, with run/evaluate.py's task, data_path, image_folder, "
-        "metric and limit under each (docs/reports.md): they are asked and scored at every evaluation, and "
-        "--metric_for_best_model may be one of the names.",
+        "metric and limit under each (docs/reports.md): they are asked and scored at every evaluation, of "
+        "which the names are numbers.",
         path="file",
-    )
-    metric_for_best_model: str | None = _eval_free(
-        None,
-        "The number of an evaluation by which the best one is found: eval_loss, eval_loss/NAME of one data source, a "
-        "name of --eval_tasks, or another in evals.jsonl. The checkpoint with the best is never deleted by "
-        "--save_total_limit. Absent: eval_loss, where --load_best_model_at_end or --early_stopping_patience is given.",
-    )
-    greater_is_better: bool | None = _eval_free(
-        None, "Whether the best is the largest. Absent: unless the name is of a loss."
-    )
-    load_best_model_at_end: bool = _eval_free(
-        False, "Export the model of the checkpoint with the best evaluation, in place of the last step's."
-    )
-    early_stopping_patience: Count | None = _eval_free(
-        None, "End the run after so many evaluations in a row without a better one. Absent: never."
-    )
-    early_stopping_threshold: Rate = _eval_free(
-        0.0, "By how much an evaluation has to be better than the best so far, to count for --early_stopping_patience."
     )
     logging_steps: Count = _logging(1, "Steps between readings of the loss.", resume="rewind")
     report_to: str | None = _logging_free(

@@ -2,7 +2,8 @@
 # n tiles of one image or video, R pooled features made of up to K others
 """Collation of encoded samples and their uint8 tiles, laid end to end, to a Batch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -21,18 +22,16 @@ class LoadedSample:
 
     media: per image or video in reading order, its tiles (n, 3, S, S) uint8, (n, 3, T * S, S) where a tile has T
     frames, or what will decode them, and their layout. Samples that share an image hold the same object, which is
-    computed once. source: the number of the data source of the sample; reference: the log-probability of its targets
-    under the reference model, None without one; margin: of a chosen answer, by which it shall be ahead of the rejected
-    one; weights (length,) float32: of each token's loss, None where all are 1.
+    computed once. source: the number of the data source of the sample; weights (length,) float32: of each token's loss,
+    None where all are 1; extra: further numbers of the sample, by the names that they have in Batch.extra.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     media: list[tuple[torch.Tensor, MediaLayout]]
     source: int = 0
-    reference: float | None = None
-    margin: float = 0.0
     weights: torch.Tensor | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
@@ -56,17 +55,6 @@ class LoadedPair:
     def samples(self) -> tuple[LoadedSample, ...]:
         """Both, the chosen one first."""
         return self.chosen, self.rejected
-
-
-class Preferences(NamedTuple):
-    """Numbers of samples that come in pairs, first the chosen answer, then the rejected one, over the same images.
-
-    reference (samples,) float64: the log-probability of each one's targets under the reference model, or None; margins
-    (samples,) float64: by which the chosen answer shall be ahead, at its place, or None where all are zero.
-    """
-
-    reference: torch.Tensor | None = None
-    margins: torch.Tensor | None = None
 
 
 class ItemCounts(NamedTuple):
@@ -145,7 +133,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
         lengths=tuple(lengths.tolist()),
         tower=_tower_inputs(list(layouts.values()), options),
         trunk=_image_blocks(is_image, cu_seqlens, options),
-        extra=_preferences(samples),
+        extra=_extra(samples),
     )
 
 
@@ -207,14 +195,11 @@ def blank_tile(size: int) -> torch.Tensor:
     return torch.zeros(1, 3, size, size, dtype=torch.uint8)
 
 
-def _preferences(samples: list[LoadedSample]) -> Inputs:
-    """The reference of samples that all have one, and margins that are not all zero."""
-    reference = [sample.reference for sample in samples if sample.reference is not None]
-    margins = [sample.margin for sample in samples]
-    if len(reference) < len(samples) and not any(margins):
-        return {}
-    found = reference if len(reference) == len(samples) else None, margins if any(margins) else None
-    return {"preferences": Preferences(*(each and torch.tensor(each, dtype=torch.float64) for each in found))}
+def _extra(samples: list[LoadedSample]) -> Inputs:
+    """Numbers of samples by their names, (samples,) float64 each; 0 for a sample without."""
+    names = dict.fromkeys(name for sample in samples for name in sample.extra)
+    numbers = {name: [sample.extra.get(name, 0.0) for sample in samples] for name in names}
+    return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
 
 
 def _weights(samples: list[LoadedSample], supervised: torch.Tensor) -> torch.Tensor | None:

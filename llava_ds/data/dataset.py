@@ -52,7 +52,6 @@ from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
 from llava_ds.files.places import real_path
-from llava_ds.files.urls import configure
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 from llava_ds.tokenizer import rows_noted
@@ -114,8 +113,8 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; index:
     their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person;
-    are_pairs: True for preferences; has_boxes: True if boxes or points are on its images; reference (records, 2)
-    float64: log-probabilities of their answers under the reference model, NaN where there is none, which the run sets.
+    are_pairs: True for preferences; has_boxes: True if boxes or points are on its images; of_answers: numbers of each
+    record's answers by their names in Batch.extra, (records, 2) float64, NaN where there is none, which a run adds.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         self.fingerprint = fingerprint
         self.are_pairs = "chosen_length" in self.table.column_names
         self.has_boxes = index.has_boxes
-        self.reference: np.ndarray | None = None
+        self.of_answers: dict[str, np.ndarray] = {}
 
     @property
     def rows(self) -> np.ndarray:
@@ -191,19 +190,28 @@ class EncodedDataset(torch.utils.data.Dataset):
         sample = LoadedSample(ids, labels, loaded, row.column("source")[0].as_py(), weights=weights)
         if not self.are_pairs:
             return sample
-        reference = None if self.reference is None else self.reference[self.rows[index]].tolist()
-        if reference is not None and math.isnan(sum(reference)):
-            return broken(row, "its images could not be read when the reference model answered")
+        numbers = {name: each[self.rows[index]].tolist() for name, each in self.of_answers.items()}
+        for name, both in numbers.items():
+            if math.isnan(sum(both)):
+                return broken(row, f"its images could not be read when the {name} of its answers was computed")
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
-        return _pair(sample, chosen_length, reference, margin)
+        return _pair(sample, chosen_length, numbers | ({"margin": [margin, 0.0]} if margin else {}))
+
+    # The order of samples that are shuffled, and the number of shards that are shuffled together.
+    drawn: tuple[str, int] = ("random", 1)
 
     @property
-    def is_streamed(self) -> bool:
-        """True if records may still have to be encoded (StreamedDataset)."""
-        return False
+    def is_whole(self) -> bool:
+        """True if all records are checked and encoded, and their lengths known."""
+        return True
 
     def wait_for(self, samples: Sequence[int]) -> None:
         """Return when these samples are encoded, and their lengths known: at once."""
+
+    def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
+        """The longest samples whose lengths are known, of a data set that is not whole: so many, or as make up a number
+        of tokens."""
+        raise NotImplementedError
 
     @property
     def order_folder(self) -> Path:
@@ -373,7 +381,8 @@ def data_spec(
 ) -> "DataSpec":
     """The data that the flags name, as open_data takes them."""
     model, data = args.model, args.data
-    configure(f"{data.object_cache_dir or data.cache_dir}/objects", int(data.object_cache_gb * 10**9), data.allow_http)
+    for flags in args.own.values():
+        flags.prepare(args)
     encoding = EncodingOptions(
         template=resolve_template(model.version),
         max_length=data.model_max_length,
@@ -709,15 +718,15 @@ def broken(row: pa.Table, reason: str) -> BrokenSample:
     return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
 
 
-def _pair(both: LoadedSample, chosen_length: int, reference: list[float] | None, margin: float) -> LoadedPair:
-    """Split the ids and labels of two answers, which lie one after the other."""
-    parts = (slice(chosen_length), slice(chosen_length, None)), reference or (None, None), (margin, 0.0)
-    return LoadedPair(
-        *(
-            LoadedSample(both.input_ids[part], both.labels[part], both.media, both.source, value, ahead)
-            for part, value, ahead in zip(*parts)
-        )
-    )
+def _pair(both: LoadedSample, chosen_length: int, numbers: dict[str, list[float]]) -> LoadedPair:
+    """Split the ids and labels of two answers, which lie one after the other. numbers: of each answer, by name."""
+    parts = slice(chosen_length), slice(chosen_length, None)
+    extra = [{name: values[i] for name, values in numbers.items()} for i in range(len(parts))]
+    cut = [
+        LoadedSample(both.input_ids[part], both.labels[part], both.media, both.source, extra=own)
+        for part, own in zip(parts, extra)
+    ]
+    return LoadedPair(*cut)
 
 
 def _ids_and_labels(row: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
+from llava_ds.extensions.active import store_of
 from llava_ds.files.reading import open_without_waiting
 from llava_ds.files.sized_file import SizedFile
 from llava_ds.files.urls import is_remote
@@ -102,9 +103,8 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
     Decoders get no path, as some would map the file, which may shrink.
     """
     if is_remote(ref.path):
-        from llava_ds.files.object_store import RemoteFile
-
-        return io.BufferedReader(BoundedFile(RemoteFile(ref.path, ref.offset, ref.num_bytes), max_bytes))
+        file = store_of(ref.path).RemoteFile(ref.path, ref.offset, ref.num_bytes)
+        return io.BufferedReader(BoundedFile(file, max_bytes))
     file = io.FileIO(ref.path, opener=open_without_waiting)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -3,7 +3,7 @@
 They meet in a work folder of the cache. One of them reads the sources and writes records-N.arrow; whoever is free turns
 a shard into rows-N-HASH.arrow. Both appear in one rename, so a kill loses no more than the shards in work. When all are
 there the folder becomes a generation of the cache. A claim tells the others what is in work. It saves work and protects
-nothing: a shard that two processes encode is encoded alike. A shard may be read as soon as it is there (--stream).
+nothing: a shard that two processes encode is encoded alike. A shard may be read as soon as it is there.
 """
 
 import atexit

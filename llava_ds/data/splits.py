@@ -1,4 +1,4 @@
-"""The samples that a run trains on, evaluates on, and takes sample questions from."""
+"""The samples that a run trains on, evaluates on, and has other uses for."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,8 +14,9 @@ def split_datasets(
     tokenizer: PreTrainedTokenizerBase,
     image_options: ImageOptions,
     ranks: Ranks,
-) -> tuple[EncodedDataset, EncodedDataset | None, EncodedDataset | None]:
-    """The data sets to train on, to evaluate on, and to take questions from; None where no flag asks for one.
+) -> tuple[EncodedDataset, EncodedDataset | None, dict[str, EncodedDataset]]:
+    """The data sets to train on, to evaluate on (None where no flag asks for that), and those of which extensions take
+    samples, by their names.
 
     All ranks call it together.
     """
@@ -30,6 +31,8 @@ def split_datasets(
         dataset, evals = dataset.without_part(data.eval_fraction, seed)
     elif data.eval_data_path is not None:
         evals = opened(data.eval_data_path, data.eval_data_split)
-    if not training.sample_steps:
-        return dataset, evals, None
-    return dataset, evals, opened(data.sample_data_path, None) if data.sample_data_path else evals or dataset
+    own = {name: flags for name, flags in args.own.items() if flags.takes_samples}
+    others = {
+        name: opened(flags.data_path, None) if flags.data_path else evals or dataset for name, flags in own.items()
+    }
+    return dataset, evals, others

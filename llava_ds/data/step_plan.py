@@ -183,8 +183,11 @@ class StepPlan:
         While the data are being encoded, it is made up of the shards that the next step needs.
         """
         packing, lengths = self.packing, self.dataset.lengths
-        if self.dataset.is_streamed:
-            return self._heaviest_so_far(done)
+        if not self.dataset.is_whole:
+            if done >= self.num_steps:
+                return []
+            self.step(done + 1)  # whose lengths are known then
+            return self.dataset.heaviest_known(packing.micro_batch_size, packing.tokens_per_micro_batch)
         left = (self.num_steps - done) * self.batch_size
         if packing.tokens_per_micro_batch is not None:
             if left > PLANNED_SAMPLES:
@@ -196,19 +199,6 @@ class StepPlan:
         elif not packing.ends_epochs_within_steps(len(lengths)):
             return self._heaviest_of(itertools.islice(self.after(self._heaviest_step(done)), min(1, left)))
         return self._heaviest_of(self.after(done))
-
-    def _heaviest_so_far(self, done: int) -> list[int]:
-        """The longest samples whose lengths are known with the next step: as many as a micro-batch has by count, or as
-        make up --tokens_per_micro_batch."""
-        if done >= self.num_steps:
-            return []
-        self.step(done + 1)
-        known = np.flatnonzero(self.dataset.lengths)
-        lengths, size = self.dataset.lengths[known], self.packing.micro_batch_size
-        if self.packing.tokens_per_micro_batch is not None:
-            tokens = max(int(lengths.max()), self.packing.tokens_per_micro_batch)
-            return known[pack_of(lengths, tokens)].tolist()
-        return np.resize(known[np.argsort(-lengths, kind="stable")[:size]], size).tolist()
 
     def _heaviest_of(self, layouts: Iterable[StepLayout]) -> list[int]:
         micro_batches = (micro for layout in layouts for rank in layout.of_ranks for micro in rank)
@@ -271,11 +261,7 @@ def pack_of(lengths: np.ndarray, num_tokens: int) -> list[int]:
 def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrder:
     """The order of the samples that the flags ask for."""
     data, training = args.data, args.training
-    drawn, together = "random", 1
-    if data.stream:
-        from llava_ds.data.shards import SHARD_RECORDS
-
-        drawn, together = "shards", math.ceil(data.shuffle_buffer_size / SHARD_RECORDS)
+    drawn, together = dataset.drawn
     how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), drawn if data.shuffle else "file")
     return SampleOrder(
         num_samples=len(dataset),

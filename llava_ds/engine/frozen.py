@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
+from llava_ds.config.arguments import (
+    Arguments,
+    DataArguments,
+    ModelArguments,
+    TrainingArguments,
+    every_objective,
+)
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.templates import resolve_template
@@ -44,7 +50,10 @@ def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, 
     of the model that the folder does not stand for. Raises ConfigError and DataError for a folder that can't be used.
     """
     if value_head and value_head_file(path) is None:
-        raise ConfigError(f"{flag} {path} has no {FILE}: give the --output_dir of a run with --objective reward")
+        learned = [name for name, traits in every_objective().items() if traits.scores]
+        raise ConfigError(
+            f"{flag} {path} has no {FILE}: give the --output_dir of a run with --objective {' or '.join(learned)}"
+        )
     model = ModelArguments(model_name_or_path=path, **given)
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(given))
     try:

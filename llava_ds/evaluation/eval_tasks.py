@@ -28,7 +28,7 @@ from llava_ds.evaluation.tasks import TASKS, read_questions
 from llava_ds.infer.generate import decode_media, media_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank
-from llava_ds.train.evals import Asks
+from llava_ds.train.evals import Asked
 from llava_ds.train.plan import Plan
 from llava_ds.train.sampling import DrawRules, draw_answers
 
@@ -135,14 +135,14 @@ def _entries(path: str) -> dict[str, Any]:
     return entries
 
 
-def open_tasks(plan: Plan, ranks: Ranks) -> tuple[Asks, tuple[str, ...]]:
+def open_tasks(plan: Plan, ranks: Ranks) -> Asked:
     """Read the questions of --eval_tasks: what asks them of a model, and the names of the tasks.
 
     All ranks call it together. Raises ConfigError or DataError on each.
     """
     args = plan.args
     tasks = on_every_rank(ranks, partial(read_eval_tasks, args.training.eval_tasks, args.data.cache_dir))
-    return partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks), tuple(task.name for task in tasks)
+    return Asked(partial(EvalTasks, tasks=tasks, plan=plan, ranks=ranks), tuple(task.name for task in tasks))
 
 
 def refuse_without_rows(tasks: Sequence[EvalTask], encoder: Encoder) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
+from llava_ds.extensions.active import report_parts
 from llava_ds.files.model_files import own_file
 from llava_ds.files.reading import read_bytes
 from llava_ds.files.writing import write_whole
@@ -156,14 +157,10 @@ def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
         ("held_out_loss", "- loss on eval samples: {:.4f}"),
     )
     epochs = f", {numbers['epoch']:.2f} epochs" if "epoch" in numbers else ""
-    best = []
-    if run.best is not None:
-        rule, row = run.best
-        best = [f"- best {rule.metric}: {rule.value(row):.4f}, at step {row['step']:,}"]
     return [
         f"- optimizer steps: {numbers['steps']:,} of {record['num_steps']:,}{epochs}",
         *(form.format(numbers[name]) for name, form in shown if name in numbers),
-        *best,
+        *(line for part in report_parts(run) for line in part.card()),
     ]
 
 

@@ -30,7 +30,6 @@ from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.heads import Logits
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.tf32 import exact_fp32
-from llava_ds.tracking.best_rule import BestCheckpoint
 from llava_ds.tracking.run_record import read_run_record
 from llava_ds.tracking.trainer_state import write_trainer_state
 
@@ -41,11 +40,11 @@ def export_model(
     args: Arguments,
     dataset: EncodedDataset,
     ranks: Ranks,
-    best: BestCheckpoint | None = None,
+    step: int | None = None,
 ) -> None:
     """Export the finished model into --output_dir; all ranks call it together.
 
-    best: the checkpoint with the best evaluation, whose model this is with --load_best_model_at_end.
+    step: the one that the model is of, where that is not the last.
     Raises RuntimeError where the reloaded folder does not compute the logits of the trained model, DataError where the
     disk does not take it.
     """
@@ -54,11 +53,9 @@ def export_model(
     # Compiled layers would be compiled anew for a single forward without gradients.
     with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance("force_eager"):
         if ranks.is_first:
-            write_trainer_state(
-                output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs, best
-            )
+            write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
         if export.is_whole_model or export.form == "adapter":
-            _export_folder(runner, export, args, dataset, ranks, best)
+            _export_folder(runner, export, args, dataset, ranks, step)
             return
         written = write_live_folder(export, runner.engine.module, output_dir, ranks)
         if ranks.is_first:
@@ -131,7 +128,7 @@ def _export_folder(
     args: Arguments,
     dataset: EncodedDataset,
     ranks: Ranks,
-    best: BestCheckpoint | None,
+    step: int | None,
 ) -> None:
     """Write the folder of a model or an adapter. The library that opens it has to compute the same logits from it, for
     one sample."""
@@ -145,7 +142,6 @@ def _export_folder(
     if not ranks.is_first:
         return
     if export.is_whole_model:
-        step = best.step if best is not None and args.training.load_best_model_at_end else None
         write_card(output_dir, export.form, args, output_dir, read_run_record(output_dir)[1], step)
     tower, layouts = runner.engine.module.vision_tower, [layout for _, layout in sample.media]
     what, form, library = "model", "", "transformers"

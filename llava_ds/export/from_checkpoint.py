@@ -63,7 +63,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
         )
     if average > 1:
         weights = _averaged([trained_weights(each / ENGINE)[0] for each in several], several)
-    trained = [Entry(*weight) for weight in weights if not weight.name.startswith(formats.CRITIC)]
+    trained = [Entry(*weight) for weight in weights if not formats.is_of_child(weight.name)]
     if _holds_projector(trained, run):
         run = run.replaced(pretrain_mm_mlp_adapter=None)
     _check_bases(run, read_trainer(checkpoint)["identity"]["flags"])

@@ -39,7 +39,7 @@ class Entry:
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """List the parameters of the whole model, whichever ranks have them; a tied one once, a critic's not.
+    """List the parameters of the whole model, whichever ranks have them; a tied one once, those of a child not.
 
     Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
     whole at a time.
@@ -48,7 +48,7 @@ def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
     return [
         Entry(share.name, share.shape, partial(placement.read, share, parameter, ranks))
         for share, parameter in placement.shares(model)
-        if not share.name.startswith(formats.CRITIC)
+        if not formats.is_of_child(share.name)
     ]
 
 

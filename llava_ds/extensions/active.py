@@ -1,9 +1,11 @@
 """Loading of extensions: an extension's flags when the command line names one of them, its code when a run has it."""
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from llava_ds.extensions.base import (
     ExtensionFlags,
     Hook,
     Phase,
+    ReportPart,
     SessionPart,
     StatePart,
     Wrap,
@@ -22,12 +25,14 @@ from llava_ds.extensions.base import (
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
+    from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
+    from llava_ds.tracking.run_files import RunFiles
     from llava_ds.train.objectives.objective import Objective
     from llava_ds.train.plan import Plan, PlanDraft
     from llava_ds.train.start import Start
@@ -41,12 +46,17 @@ class Active:
 
     @property
     def hooks(self) -> list[tuple[Phase, type[Hook]]]:
-        """What acts between steps."""
+        """The hooks of all extensions."""
         return [hook for each in self.extensions.values() for hook in each.hooks]
 
     @property
+    def open_data(self) -> Callable[..., "EncodedDataset"] | None:
+        """The function that opens the training data; None without an extension that does."""
+        return next((each.open_data for each in self.extensions.values() if each.open_data is not None), None)
+
+    @property
     def wraps(self) -> list[Wrap]:
-        """What changes models and their engine."""
+        """The wraps of all extensions."""
         return [each.wrap for each in self.extensions.values() if each.wrap is not None]
 
     @property
@@ -110,17 +120,45 @@ def flags_class(name: str) -> type[ExtensionFlags]:
     return kind
 
 
+def report_parts(run: "RunFiles") -> list[ReportPart]:
+    """The parts of a report, of extensions whose flags a run had, or whose files it left."""
+
+    def has_part(name: str) -> bool:
+        there = [leaf for leaf in EXTENSIONS[name].leaves.split() if (run.output_dir / leaf).exists()]
+        return bool(there or name in owners(run.flags)) and (Path(__file__).parent / name / "report.py").is_file()
+
+    parts = []
+    for name in filter(has_part, EXTENSIONS):
+        kind = _part(name, "report", "Report")
+        _refuse_unknown(vars(kind), ReportPart, f"llava_ds/extensions/{name}/report.py: Report")
+        parts.append(kind(run))
+    return parts
+
+
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
 
 
 def choice(flag: str, value: object) -> Callable:
-    """What an extension does for a value of a core's flag. Raises ConfigError where none has it."""
+    """The function of an extension for a value of a core's flag. Raises ConfigError where none has it."""
     for name, trigger in EXTENSIONS.items():
         if value in trigger.values.get(flag, ()):
             return _extension(name).choices[flag]
     raise ConfigError(f"--{flag} {value} needs an extension that is not in llava_ds/extensions: give another value")
+
+
+def store_of(url: str) -> ModuleType:
+    """Find the module that reads a URL. Raises ConfigError where no extension does."""
+    return _store(url.partition("://")[0].lower())
+
+
+@functools.cache
+def _store(scheme: str) -> ModuleType:
+    for name, trigger in EXTENSIONS.items():
+        if trigger.schemes == "*" or scheme in trigger.schemes.split():
+            return _extension(name).store()
+    raise ConfigError(f"no extension in llava_ds/extensions reads {scheme}:// URLs: give a path of this machine")
 
 
 def _extension(name: str) -> Extension:

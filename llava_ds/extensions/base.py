@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from llava_ds.batch import Batch
     from llava_ds.config.arguments import Arguments
     from llava_ds.config.model_flags import ModelArguments
+    from llava_ds.data.dataset import EncodedDataset
     from llava_ds.data.loader import Window
     from llava_ds.engine.construct import Build
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from llava_ds.model.ready import ReadyModel
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
+    from llava_ds.tracking.run_files import RunFiles
     from llava_ds.train.objectives.objective import Objective
     from llava_ds.train.plan import Plan, PlanDraft
     from llava_ds.train.session import Session
@@ -49,6 +52,7 @@ PROPERTIES = {
     "routerless_mlps": "MLPs without routers",
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
+    "known_samples": "all samples before the first step",
     "given_answers": "answers from records",
     "composed": "a model that flags compose",
     "one_model": "a single model that trains",
@@ -73,21 +77,39 @@ class ObjectiveTraits(NamedTuple):
     needs: Mapping[str, str] = {}
 
 
+class Number(NamedTuple):
+    """A number in the log. title: of its chart in the report; bar: its text in the progress bar, "" for none."""
+
+    title: str
+    bar: str = ""
+
+
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
     needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
-    property where values decide, of either); moments: numbers that the optimizer keeps for
-    each trained weight beside its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to;
-    compiles: layers may be compiled; fuses: kernels of layers are fused, which the flag of this text asks for;
-    of_model: the flags say what the model is, and are ModelArguments.own, too; elsewhere: what other trainers call what
-    these flags are, by a flag as it would be written.
+    property where values decide, of either); moments: numbers that the optimizer keeps for each trained weight beside
+    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; numbers: those that it logs
+    and that have a chart, by their names; compiles: layers may be compiled; fuses: kernels of layers are fused, which
+    the flag of this text asks for; needs_text: it has no use for a model that gives no text; of_model: the flags say
+    what the model is, and are ModelArguments.own, too; elsewhere: what other trainers call what these flags are, by a
+    flag as it would be written.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
     breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
+    numbers: ClassVar[Mapping[str, Number]] = {}
+    needs_text: ClassVar[bool] = False
+    data_path: ClassVar[str | None] = None
+
+    @property
+    def takes_samples(self) -> bool:
+        """True if the extension reads samples: of data_path, or else of the eval set, or else those that are trained
+        on."""
+        return False
+
     compiles: ClassVar[bool] = False
     fuses: ClassVar[str] = ""
     of_model: ClassVar[bool] = False
@@ -138,6 +160,9 @@ class ExtensionFlags:
     def rewinds(self) -> bool:
         """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
         return False
+
+    def prepare(self, args: "Arguments") -> None:
+        """Act before data are opened, in every script that does."""
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
         """The traits of one of the extension's objectives, by its name; None without objectives."""
@@ -231,8 +256,31 @@ class Hook:
     def close(self) -> None:
         """Act after the last step, if training ended as it should. Hooks are closed in the reverse of their order."""
 
+    def before_export(self) -> int | None:
+        """Change the model to the one that is exported; returns the step that it is of, where that is not the last."""
+
     def after_export(self) -> None:
         """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
+
+
+class ReportPart:
+    """The part of an extension in report.html and the model card, from the files of a run that had its flags.
+
+    extensions/<name>/report.py has a subclass named Report, where there is anything to say.
+    """
+
+    is_over = False  # True if the extension ended the run before its last planned step
+
+    def __init__(self, run: "RunFiles") -> None:
+        """Files may be missing or damaged."""
+
+    def sections(self) -> dict[str, list[dict[str, object]]]:
+        """Blocks by the title of a section; those of a section of the core stand at its beginning."""
+        return {}
+
+    def card(self) -> list[str]:
+        """Lines of the model card."""
+        return []
 
 
 class SessionPart:
@@ -333,21 +381,17 @@ class StatePart(NamedTuple):
 
 @dataclass(frozen=True)
 class Extension:
-    """What an extension adds beside its flags; every slot is optional.
+    """What an extension adds beside its flags; every slot is optional."""
 
-    check: lines on what the resolved DeepSpeed JSON makes impossible, or the device that it is resolved for; plan:
-    reads and checks what the run will need, and returns its Plan.own[name]; choices: what its values of the core's
-    flags do, by the flag; wrap: what changes the model and its engine; adapter: how it is exported; state: what a
-    checkpoint has of it; objective: makes what the run minimises, in place of the one given, or around it; part: what
-    it keeps while the session lives; hooks: what acts between steps, by phase.
-    """
-
-    check: Callable[["ResolvedConfig"], Iterator[str]] | None = None
-    plan: Callable[["PlanDraft"], object] | None = None
-    choices: Mapping[str, Callable] = field(default_factory=dict)
-    wrap: Wrap | None = None
-    adapter: Adapter | None = None
-    state: StatePart | None = None
-    objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None
-    part: type[SessionPart] | None = None
-    hooks: tuple[tuple[Phase, type[Hook]], ...] = ()
+    check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on what JSON or device makes impossible
+    plan: Callable[["PlanDraft"], object] | None = None  # reads and checks what the run will need: its Plan.own[name]
+    choices: Mapping[str, Callable] = field(default_factory=dict)  # what its values of the core's flags do, by flag
+    store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
+    open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, as open_together does
+    complete: Callable[["Plan", "Ranks"], object] | None = None  # the same as plan, once all else is planned
+    wrap: Wrap | None = None  # changes the model and its engine
+    adapter: Adapter | None = None  # how a model is exported that is no whole one
+    state: StatePart | None = None  # what a checkpoint has beside the engine's files
+    objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
+    part: type[SessionPart] | None = None  # lives as long as the session
+    hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps

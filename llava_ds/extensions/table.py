@@ -9,9 +9,9 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values of the core's flags that ask for it; adds: values, with their help, that it adds to a flag of the
-    core. One of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded
-    together, and may have flags of the same name.
+    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all; adds: values, with
+    their help, that it adds to a flag of the core. One of these loads it, and its own flags don't; extensions that add
+    values to the same flag are never loaded together, and may have flags of the same name.
     """
 
     title: str
@@ -19,6 +19,7 @@ class Trigger(NamedTuple):
     always: bool = False
     leaves: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
+    schemes: str = ""
     adds: Mapping[str, Mapping[str, str]] = {}
 
     def asked_for(self, given: Mapping[str, object]) -> bool:
@@ -65,6 +66,23 @@ EXTENSIONS: dict[str, Trigger] = {
         "the memory and the speed of a run before it starts, and what fits",
         "",
         values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
+    ),
+    "object_store": Trigger(
+        "data by URLs, in object stores and on web servers",
+        "allow_http object_cache_dir object_cache_gb",
+        always=True,
+        schemes="*",
+    ),
+    "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
+    "best": Trigger(
+        "the checkpoint with the best evaluation is kept, or becomes the model",
+        "metric_for_best_model greater_is_better load_best_model_at_end "
+        "early_stopping_patience early_stopping_threshold",
+    ),
+    "samples": Trigger(
+        "a few questions are answered while the run trains",
+        "sample_steps num_sample_questions sample_max_new_tokens sample_data_path",
+        leaves="samples.jsonl",
     ),
     "liger": Trigger("Liger's fused kernels in the language model", "use_liger_kernel"),
     "mlp_tiles": Trigger("MLPs on some tokens at a time, for long samples", "mlp_tile_tokens"),

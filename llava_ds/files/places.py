@@ -5,38 +5,31 @@ import io
 import os
 import urllib.parse
 from pathlib import Path
-from types import ModuleType
 from typing import BinaryIO
 
+from llava_ds.extensions.active import store_of
 from llava_ds.files.urls import HTTP, is_remote
 
 READ_BYTES = 1 << 20
 
 
-def _store() -> ModuleType:
-    """What reads stores, once there is a URL."""
-    from llava_ds.files import object_store
-
-    return object_store
-
-
 def open_data(path: str) -> BinaryIO:
     """Open a file for reading. Raises OSError."""
     if is_remote(path):
-        return io.BufferedReader(_store().RemoteFile(path), READ_BYTES)
+        return io.BufferedReader(store_of(path).RemoteFile(path), READ_BYTES)
     return open(path, "rb")
 
 
 def size_of(path: str) -> int:
     """Bytes of a file. Raises OSError."""
-    return _store().known_identity(path).num_bytes if is_remote(path) else os.stat(path).st_size
+    return store_of(path).known_identity(path).num_bytes if is_remote(path) else os.stat(path).st_size
 
 
 def is_file(path: str) -> bool:
     """True for a file, links followed."""
     if not is_remote(path):
         return os.path.isfile(path)
-    return bool(_store().found_in(path, lambda fs, inner: fs.isfile(inner)))
+    return bool(store_of(path).found_in(path, lambda fs, inner: fs.isfile(inner)))
 
 
 def is_folder(path: str) -> bool:
@@ -45,7 +38,7 @@ def is_folder(path: str) -> bool:
         return os.path.isdir(path)
     if path.lower().startswith(HTTP):
         return False
-    return bool(_store().found_in(path, lambda fs, inner: fs.isdir(inner)))
+    return bool(store_of(path).found_in(path, lambda fs, inner: fs.isdir(inner)))
 
 
 def exists(path: str) -> bool:
@@ -79,7 +72,7 @@ def join(folder: str, path: str) -> str:
 def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
     """The files of a folder and its folders whose names end so, sorted. Hidden ones and __folders__ are left out."""
     if is_remote(folder):
-        store = _store()
+        store = store_of(folder)
         found = [store.full_url(folder, name) for name in store.found_in(folder, lambda fs, inner: fs.find(inner))]
         return sorted(file for file in found if file.lower().endswith(endings) and not _is_hidden(file, folder))
     found = []
@@ -107,14 +100,14 @@ def names_in(folder: str) -> list[str]:
     """What a folder has, sorted."""
     if not is_remote(folder):
         return sorted(os.listdir(folder))
-    return sorted(_store().found_in(folder, lambda fs, inner: fs.ls(inner, detail=False)))
+    return sorted(store_of(folder).found_in(folder, lambda fs, inner: fs.ls(inner, detail=False)))
 
 
 def matching(pattern: str) -> list[str]:
     """What matches a pattern, sorted."""
     if not is_remote(pattern):
         return sorted(glob.glob(pattern, recursive=True))
-    store = _store()
+    store = store_of(pattern)
     return sorted(store.full_url(pattern, name) for name in store.found_in(pattern, lambda fs, inner: fs.glob(inner)))
 
 

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from llava_ds.constants import DataError
+from llava_ds.extensions.active import store_of
 from llava_ds.files.urls import is_remote
 
 MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; nested lists take twenty times their text in memory
@@ -159,9 +160,7 @@ class Stamp(NamedTuple):
 def stamp_of(path: str | Path) -> Stamp:
     """The stamp of a file, links followed; of an object its size and the store's mark. Raises OSError."""
     if is_remote(path):
-        from llava_ds.files.object_store import identity_of
-
-        size, mark = identity_of(path)
+        size, mark = store_of(path).identity_of(path)
         return Stamp(size, int(mark[:15], 16), 0, 0)
     stat = os.stat(path)
     return Stamp(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino & (2**63 - 1))
@@ -182,9 +181,7 @@ def state_of(path: str | Path) -> FileState:
     stamp = list(stamp_of(path))
     if not is_remote(path):
         return {"stamp": stamp, "blocks": blocks_digest(path)}
-    from llava_ds.files.object_store import known_identity
-
-    return {"stamp": stamp, "blocks": known_identity(path).mark}
+    return {"stamp": stamp, "blocks": store_of(path).known_identity(path).mark}
 
 
 def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
@@ -194,9 +191,7 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_
     32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
     """
     if is_remote(path):
-        from llava_ds.files.object_store import RemoteFile
-
-        with RemoteFile(path, offset, num_bytes) as file:
+        with store_of(path).RemoteFile(path, offset, num_bytes) as file:
             return _digest(file.read_at, file.num_bytes, whole_bytes)
     with open_regular(path, buffering=0) as file:
         handle = file.fileno()

@@ -4,34 +4,9 @@ import math
 
 from llava_ds.tracking.blocks import Block, charts, note
 from llava_ds.tracking.chart import Series, line_chart
-from llava_ds.tracking.objective_numbers import objective_numbers
+from llava_ds.tracking.objective_numbers import known_numbers, objective_numbers
 from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import is_number, running_mean
-
-TITLES = {
-    "reward": "Reward of answers",
-    "reward_std": "Spread of rewards among the answers to a prompt",
-    "frac_reward_zero_std": "Share of prompts whose answers are all rewarded alike",
-    "completions/mean_length": "Length of answers, tokens",
-    "completions/clipped_ratio": "Share of answers that came to no end",
-    "entropy": "Entropy of answers, per token",
-    "kl": "Distance from the reference model (KL), per token",
-    "objective/kl": "Distance from the reference model (KL), per answer",
-    "clip_ratio/region_mean": "Share of tokens whose ratio is clipped",
-    "policy/clipfrac_avg": "Share of tokens whose ratio is clipped",
-    "loss/value_avg": "Loss of the critic",
-    "val/explained_variance": "Share of the returns' variance that the critic explains",
-    "sampling_gap": "Log-probabilities when drawn and when trained: mean difference",
-    "rewards/accuracies": "Share of pairs whose chosen answer is ahead",
-    "rewards/margins": "How far the chosen answer is ahead",
-    "rewards/chosen": "Reward of chosen answers",
-    "rewards/rejected": "Reward of rejected answers",
-    "logps/chosen": "Log-probability of chosen answers",
-    "logps/rejected": "Log-probability of rejected answers",
-    "experts/max_over_mean": "Tokens of the busiest expert, by the mean over experts",
-    "experts/entropy": "Entropy of the experts' load, 1 is even",
-    "experts/aux_loss": "Load-balancing loss of the routers",
-}
 
 
 def learning_curves(run: RunFiles) -> list[Block]:
@@ -59,10 +34,12 @@ def machine_curves(run: RunFiles) -> list[Block]:
 
 
 def objective_curves(run: RunFiles) -> list[Block]:
-    """A chart of every number that has a title, and of several rewards each; nothing for supervised training."""
+    """A chart of every number that has a title, and of several means of a kind; nothing for supervised training."""
     found = dict.fromkeys(name for row in run.metrics for name in objective_numbers(row))
-    rewards = [name for name in found if name.startswith("rewards/") and name.endswith("/mean")]
-    titles = TITLES | ({name: f"Reward: {name.split('/')[1]}" for name in rewards} if len(rewards) > 1 else {})
+    titles = {name: number.title for name, number in known_numbers().items()} if found else {}
+    each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # of several of a kind
+    kinds = {name: name.removesuffix("/mean").split("/") for name in each if len(each) > 1}
+    titles |= {name: f"{kind.capitalize().removesuffix('s')}: {which}" for name, (kind, which) in kinds.items()}
     curves = [smoothed(run, title, name, log=False) for name, title in titles.items() if name in found]
     return [charts(curves)] if curves else []
 

@@ -13,7 +13,7 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.data.encoded_rows import place_of
 from llava_ds.runtime.ranks import printable
 from llava_ds.tracking.blocks import note, pre, render, table
-from llava_ds.tracking.sampled import data_uri
+from llava_ds.tracking.shown_images import data_uri
 
 THUMBNAIL = 224  # pixels of the longer side of an image on the page
 BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # of the boxes on an image, in turn

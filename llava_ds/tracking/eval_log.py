@@ -1,4 +1,4 @@
-"""evals.jsonl and samples.jsonl: the loss on eval samples, and answers to a few questions, as training goes on."""
+"""evals.jsonl: the loss on eval samples as training goes on."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,8 +7,7 @@ from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.tracking.trackers import Trackers
 
-EVALS, SAMPLES = "evals.jsonl", "samples.jsonl"
-MOST_SHOWN = 100  # characters of an answer that are printed
+FILE = "evals.jsonl"
 
 
 class EvalLoss(NamedTuple):
@@ -23,8 +22,7 @@ class EvalLoss(NamedTuple):
 
 
 class Evals:
-    """Writes and prints eval losses and sample answers, on rank 0. A resumed run drops those after its checkpoint, as
-    in metrics.jsonl.
+    """Writes and prints eval losses, on rank 0. A resumed run drops those after its checkpoint, as in metrics.jsonl.
 
     losses: the rows of evals.jsonl so far, on rank 0; on the others none.
     """
@@ -33,11 +31,10 @@ class Evals:
         self.trackers, self.is_first = trackers, ranks.is_first
         self.losses: list[dict] = []
         if self.is_first:
-            paths = output_dir / EVALS, output_dir / SAMPLES
-            kept = [[row for row in rows_of(path) if row["step"] <= resume_step] for path in paths]
-            self.evals, self.samples = map(RowLog, paths, kept)
-            self._steps = {row["step"] for rows in kept for row in rows}
-            self.losses += kept[0]
+            path = output_dir / FILE
+            self.losses += [row for row in rows_of(path) if row["step"] <= resume_step]
+            self.evals = RowLog(path, self.losses)
+            self._steps = {row["step"] for row in self.losses}
 
     def has(self, step: int) -> bool:
         """True if an earlier start evaluated after this step. For rank 0."""
@@ -72,13 +69,3 @@ class Evals:
         self.losses.append({**row, **scores, "seconds": round(sum(seconds), 3)})
         self.evals.write(self.losses[-1:])
         self.trackers.log({f"eval/{name}": value for name, value in (curves | scores).items()}, step)
-
-    def add_answers(self, step: int, rows: list[dict[str, object]], *, seconds: float) -> None:
-        """rows: id, question, images, reference and answer of each; seconds: that all of them took together."""
-        if not self.is_first:
-            return
-        self.samples.write([{"step": step, **row, "seconds": round(seconds, 3)} for row in rows])
-        print_first(f"step {step:,}: {len(rows)} sample questions are answered ({seconds:.1f} s)")
-        for row in rows:
-            answer, reference = (str(row[name])[:MOST_SHOWN] for name in ("answer", "reference"))
-            print_first(f"step {step:,}: {row['id']}: {answer!r}, where the data say {reference!r}")

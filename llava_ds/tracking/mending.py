@@ -37,7 +37,6 @@ class _Skipped(TypedDict):
 ROWS = {
     "metrics.jsonl": _Metrics,
     "evals.jsonl": _Step,
-    "samples.jsonl": _Step,
     "rollouts.jsonl": _Step,
     "skipped_steps.jsonl": _Step,
     "skipped.jsonl": _Skipped,

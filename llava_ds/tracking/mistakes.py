@@ -8,8 +8,8 @@ from pathlib import Path
 
 from llava_ds.tracking.blocks import Block, heading, note
 from llava_ds.tracking.run_files import RunFiles
-from llava_ds.tracking.sampled import shown_image
 from llava_ds.tracking.series import is_number
+from llava_ds.tracking.shown_images import shown_image
 
 MOST_SHOWN = 12  # on the page
 MOST_IMAGES = 4  # of one question

@@ -1,9 +1,12 @@
 """The numbers that an objective logs beside the loss: in the bar and the trackers' curves.
 
-A new metric of an objective is logged and tracked by itself; a line in BAR gives it a place behind the bar, and one in
-TITLES of curves.py a chart in the report.
+A new metric of an objective is logged and tracked by itself; a Number of its name gives it a place behind the bar and a
+chart in the report.
 """
 
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.base import Number
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.tracking.series import is_number
 
 # Of every row of metrics.jsonl, whatever the objective.
@@ -15,18 +18,17 @@ COLUMNS = frozenset(
     }
 )  # fmt: skip
 
-BAR = {
-    "reward": "reward {:.3f}",
-    "rewards/accuracies": "accuracy {:.1%}",
-    "frac_reward_zero_std": "no signal {:.0%}",
-    "completions/mean_length": "length {:.1f}",
-    "entropy": "entropy {:.2g}",
-    "kl": "KL {:.2g}",
-    "objective/kl": "KL {:.2g}",
-    "clip_ratio/region_mean": "clipped {:.1%}",
-    "policy/clipfrac_avg": "clipped {:.1%}",
-    "experts/max_over_mean": "busiest expert {:.1f}x",
+# Of the core; those of an extension are its ExtensionFlags.numbers.
+NUMBERS = {
+    "experts/max_over_mean": Number("Tokens of the busiest expert, by the mean over experts", "busiest expert {:.1f}x"),
+    "experts/entropy": Number("Entropy of the experts' load, 1 is even"),
+    "experts/aux_loss": Number("Load-balancing loss of the routers"),
 }
+
+
+def known_numbers() -> dict[str, Number]:
+    """The numbers that have a chart, by their names."""
+    return {name: number for flags in map(flags_class, EXTENSIONS) for name, number in flags.numbers.items()} | NUMBERS
 
 
 def objective_numbers(row: dict) -> dict[str, float]:
@@ -37,4 +39,5 @@ def objective_numbers(row: dict) -> dict[str, float]:
 def bar_parts(row: dict) -> list[str]:
     """Words for the bar."""
     numbers = objective_numbers(row)
-    return [shown.format(numbers[name]) for name, shown in BAR.items() if name in numbers]
+    known = known_numbers() if numbers else {}
+    return [number.bar.format(numbers[name]) for name, number in known.items() if number.bar and name in numbers]

@@ -8,6 +8,7 @@ from pathlib import Path
 from llava_ds.config.arguments import flag_default
 from llava_ds.data.encoded_rows import reasons_in_short
 from llava_ds.engine.ds_config.draft import value_at
+from llava_ds.extensions.active import report_parts
 from llava_ds.files.writing import write_output, write_whole
 from llava_ds.tracking.blocks import Block, charts, details, heading, note, pre, render, styled, table, tiles
 from llava_ds.tracking.chart import bar_chart
@@ -16,7 +17,6 @@ from llava_ds.tracking.mistakes import mistakes_part
 from llava_ds.tracking.result import evaluation_part, result_card
 from llava_ds.tracking.rewarded import rewarded_answers
 from llava_ds.tracking.run_files import RunFiles, read_run
-from llava_ds.tracking.sampled import sampled_answers
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import NUMBERS, model_of, num_bytes
 
@@ -54,8 +54,7 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 def report_page(run: RunFiles) -> str:
     """The page, as HTML: the result of the run first, then how it learnt, then what the machine did."""
     sections = {
-        "Answers while training": _answers(run),
-        "Rewarded answers": _rewarded(run),
+        "Rewarded answers": run.blocks_of("rollouts.jsonl", rewarded_answers),
         "Mistakes": mistakes_part(run),
         "Learning": learning_curves(run),
         "Objective": objective_curves(run),
@@ -66,9 +65,13 @@ def report_page(run: RunFiles) -> str:
         "Checkpoints": _checkpoints(run),
         "To repeat it": _command(run),
     }
+    parts = report_parts(run)
+    added = {title: blocks for part in parts for title, blocks in part.sections().items()}
+    sections = {**added, **{title: [*added.get(title, ()), *blocks] for title, blocks in sections.items()}}
+    is_over = any(part.is_over for part in parts)
     left_out = [(f"{len(run.skipped):,}", "records left out")] if run.skipped and run.numbers else []
     planned, steps = run.record.get("num_steps"), int(run.numbers.get("steps", 0))
-    done = (is_number(planned) and steps >= planned) or run.is_over
+    done = (is_number(planned) and steps >= planned) or is_over
     when = (
         f"started {run.record['started']}" if run.record.get("started") else "",
         f"on {run.record['world_size']} × {run.record.get('device')}" if run.record.get("world_size") else "",
@@ -79,7 +82,7 @@ def report_page(run: RunFiles) -> str:
         name=run.name,
         lead=model_of(run) if run.flags else "",
         done=done,
-        state=_state(run, steps, planned, done),
+        state=_state(steps, planned, done, is_over),
         when=" · ".join(filter(None, when)),
         problems=[note(run.problems[name], "warn") for name in ("run.json", "metrics.jsonl") if name in run.problems],
         first=[result_card(run), tiles([*_figures(run, LEARNING), *left_out])],
@@ -89,8 +92,8 @@ def report_page(run: RunFiles) -> str:
     )
 
 
-def _state(run: RunFiles, steps: int, planned: object, done: bool) -> str:
-    if done and not run.is_over:
+def _state(steps: int, planned: object, done: bool, is_over: bool) -> str:
+    if done and not is_over:
         return "finished"
     of = f" of {planned:,}" if is_number(planned) else ""
     return f"{'finished ' if done else ''}at step {steps:,}{of}"
@@ -107,18 +110,6 @@ def _figures(run: RunFiles, wanted: tuple[str, ...]) -> list[tuple[str, str]]:
     numbers, problems = run.numbers, ("skipped_steps", "broken_samples")
     found = [name for name in wanted if name in numbers and (numbers[name] or name not in problems)]
     return [(NUMBERS[name].form(numbers[name]), NUMBERS[name].label) for name in found]
-
-
-def _answers(run: RunFiles) -> list[Block]:
-    if "samples.jsonl" in run.problems:
-        return [note(run.problems["samples.jsonl"], "warn")]
-    return sampled_answers(run.samples, run.output_dir) if run.samples else []
-
-
-def _rewarded(run: RunFiles) -> list[Block]:
-    if "rollouts.jsonl" in run.problems:
-        return [note(run.problems["rollouts.jsonl"], "warn")]
-    return rewarded_answers(run.rollouts, run.output_dir) if run.rollouts else []
 
 
 def _data(run: RunFiles) -> list[Block]:

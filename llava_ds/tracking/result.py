@@ -55,9 +55,6 @@ def result_card(run: RunFiles) -> Block:
 def evaluation_part(run: RunFiles) -> list[Block]:
     """All scores of all evaluations; nothing if the run was not evaluated."""
     blocks: list[Block] = []
-    if run.best is not None:
-        rule, row = run.best
-        blocks.append(note(f"The best {rule.metric} is {rule.value(row):.4f}, at step {row['step']:,}.", "note"))
     for name, content in run.evaluations.items():
         if name in run.problems:
             blocks.append(note(run.problems[name], "warn"))

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from llava_ds.tracking.blocks import Block, note, styled
-from llava_ds.tracking.sampled import shown_image, spread
 from llava_ds.tracking.series import is_number
+from llava_ds.tracking.shown_images import shown_image, spread
 
 MOST_STEPS, MOST_ANSWERS = 8, 6
 

@@ -4,11 +4,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json, read_rows
-from llava_ds.tracking.best_rule import BestRule, best_rule
+from llava_ds.tracking.blocks import note
 from llava_ds.tracking.series import is_number, running_mean
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -29,7 +30,7 @@ class Checkpoint:
 class RunFiles:
     """All that a report shows of a run.
 
-    record: run.json; metrics, evals, samples, rollouts, skipped, skipped_steps: the rows of these .jsonl; evaluations:
+    record: run.json; metrics, evals, skipped, skipped_steps: the rows of these .jsonl; evaluations:
     what run/evaluate.py wrote, by file name; problems: by file name, why it is not here.
     """
 
@@ -38,8 +39,6 @@ class RunFiles:
     ds_config: dict
     metrics: list[dict]
     evals: list[dict]
-    samples: list[dict]
-    rollouts: list[dict]
     skipped: list[dict]
     skipped_steps: list[dict]
     evaluations: dict[str, dict]
@@ -56,23 +55,6 @@ class RunFiles:
         """--run_name, or the folder's."""
         return str(self.flags.get("run_name") or self.output_dir.resolve().name)
 
-    @property
-    def best(self) -> tuple[BestRule, dict] | None:
-        """The rule by which the best evaluation was looked for, and its row; None where none was."""
-        try:
-            rule = best_rule(self.flags)
-            row = None if rule is None else rule.best(self.evals)
-        except (AttributeError, DataError, KeyError, TypeError):
-            return None
-        return None if row is None else (rule, row)
-
-    @property
-    def is_over(self) -> bool:
-        """True if the evaluations ended the run before its last planned step (--early_stopping_patience)."""
-        if self.best is None or self.best[0].patience is None:
-            return False
-        return self.best[0].evaluations_without(self.evals) >= self.best[0].patience
-
     def column(self, name: str, rows: list[dict] | None = None) -> tuple[list[int], list[float]]:
         """Steps and values of one number, of all rows that have it; of a list of numbers, its first."""
         steps, values = [], []
@@ -83,6 +65,14 @@ class RunFiles:
                 steps.append(row["step"])
                 values.append(float(value))
         return steps, values
+
+    def blocks_of(self, name: str, shown: Callable[[list[dict], Path], list]) -> list:
+        """Show the rows of a .jsonl that have a step, or a sentence about what is wrong with it."""
+        problems: dict[str, str] = {}
+        rows = [row for row in _rows(self.output_dir, name, problems) if is_number(row.get("step"))]
+        if problems:
+            return [note(problems[name], "warn")]
+        return shown(rows, self.output_dir) if rows else []
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -115,15 +105,10 @@ def read_run(output_dir: Path) -> RunFiles:
     """Whatever of it is there. Raises nothing for files that are missing or broken."""
     problems: dict[str, str] = {}
 
-    def rows(name: str, required: bool = False) -> list[dict]:
-        found, damaged = _read(output_dir / name, read_rows, ([], []), problems, required)
-        if damaged:
-            lines = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
-            problems[name] = f"{name} can't be read in some lines ({lines})."
-        return found
+    rows = partial(_rows, output_dir, problems=problems)
 
     def stepped(name: str, required: bool = False) -> list[dict]:
-        found = [row for row in rows(name, required) if is_number(row.get("step"))]
+        found = [row for row in rows(name, required=required) if is_number(row.get("step"))]
         if required and not found and name not in problems:
             problems[name] = f"{name} has no steps yet."
         return found
@@ -137,8 +122,6 @@ def read_run(output_dir: Path) -> RunFiles:
         ds_config=whole("ds_config.json"),
         metrics=stepped("metrics.jsonl", required=True),
         evals=stepped("evals.jsonl"),
-        samples=stepped("samples.jsonl"),
-        rollouts=stepped("rollouts.jsonl"),
         skipped=rows("skipped.jsonl"),
         skipped_steps=stepped("skipped_steps.jsonl"),
         evaluations={path.name: whole(path.name) for path in sorted(output_dir.glob("evaluation*.json"))},
@@ -150,6 +133,15 @@ def read_run(output_dir: Path) -> RunFiles:
 def is_run(folder: Path) -> bool:
     """True if a folder has files of a run."""
     return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
+
+
+def _rows(folder: Path, name: str, problems: dict[str, str], required: bool = False) -> list[dict]:
+    """Rows of a .jsonl in a folder; what is wrong with it goes to problems."""
+    found, damaged = _read(folder / name, read_rows, ([], []), problems, required)
+    if damaged:
+        lines = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
+        problems[name] = f"{name} can't be read in some lines ({lines})."
+    return found
 
 
 def _read(path: Path, read: Callable[[Path], object], nothing: object, problems: dict[str, str], required: bool):

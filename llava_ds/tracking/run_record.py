@@ -58,7 +58,7 @@ def write_run_record(
         },
         "git_revision": _git_revision(),
         "ds_config_reasons": resolved.reasons,
-        "data": {"summary": dataset.summary()} if dataset.is_streamed else data_record(args, dataset, held_out),
+        "data": data_record(args, dataset, held_out) if dataset.is_whole else {"summary": dataset.summary()},
     }
     for name, content in (("run.json", record), ("ds_config.json", resolved.config)):
         write_whole(output_dir / name, json.dumps(redact(content), indent=2) + "\n")
@@ -75,7 +75,7 @@ def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDatas
 
 
 def complete_run_record(output_dir: Path, data: dict[str, object]) -> None:
-    """Write the data into run.json, of which it did not know all at the start (--stream)."""
+    """Write the data into run.json, of which it did not know all at the start."""
     path = output_dir / "run.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     write_whole(path, json.dumps({**record, "data": redact(data)}, indent=2) + "\n")

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.files.writing import write_whole
-from llava_ds.tracking.best_rule import BestCheckpoint
+
+TRAINER_STATE = "trainer_state.json"
 
 
-def write_trainer_state(
-    output_dir: Path, batch_size: int, num_epochs: float, best: BestCheckpoint | None = None
-) -> None:
-    """Write it from metrics.jsonl. best: the checkpoint with the best evaluation.
+def write_trainer_state(output_dir: Path, batch_size: int, num_epochs: float) -> None:
+    """Write it from metrics.jsonl.
 
     Source: transformers' TrainerState, which LLaVA's scripts save at their end.
     """
@@ -34,8 +33,8 @@ def write_trainer_state(
         "num_train_epochs": num_epochs,
         "train_batch_size": batch_size,
         "num_input_tokens_seen": sum(row["tokens"] for row in rows),
-        "best_metric": None if best is None else best.value,
-        "best_model_checkpoint": None if best is None else str(best.path),
+        "best_metric": None,
+        "best_model_checkpoint": None,
         "is_hyper_param_search": False,
         "is_local_process_zero": True,
         "is_world_process_zero": True,
@@ -43,4 +42,4 @@ def write_trainer_state(
         "trial_name": None,
         "trial_params": None,
     }
-    write_whole(output_dir / "trainer_state.json", json.dumps(state, indent=2) + "\n")
+    write_whole(output_dir / TRAINER_STATE, json.dumps(state, indent=2) + "\n")

@@ -1,5 +1,4 @@
-# B questions, V vocabulary
-"""Evaluation while training: the loss on samples that are not trained on, and answers to sample questions.
+"""Evaluation while training: the loss on samples that are not trained on, and what extensions measure.
 
 Nothing here draws random numbers or leaves anything in the engine: the steps after it are those of a run without it.
 """
@@ -8,47 +7,23 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from llava_ds.batch import Batch
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
-from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.dataset import BrokenSample, EncodedDataset
-from llava_ds.data.end_markers import end_markers
+from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import Packing, steps_between
-from llava_ds.data.templates import TEMPLATES
 from llava_ds.engine.runner import Runner
-from llava_ds.geometry import ImageOptions
-from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh, sum_over
-from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
+from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.waiting import queuing, waiting
-from llava_ds.tracking.best_rule import best_rule
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.series import means_by_source
 from llava_ds.tracking.trackers import Trackers
-from llava_ds.train.best import Best
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 from llava_ds.train.plan import Plan
-
-
-@dataclass(frozen=True)
-class SampleQuestion:
-    """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
-    images: where they lie, for a person to look at (EncodedDataset.images_of)."""
-
-    index: int
-    id: str
-    question: str
-    images: list[str | dict[str, object]]
-    reference: str
-    sample: LoadedSample
 
 
 @torch.no_grad()
@@ -89,110 +64,6 @@ def eval_loss(
     return EvalLoss(sum(losses) / number, int(targets), int(samples), means, metrics)
 
 
-def prompts_of(
-    dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
-) -> list[SampleQuestion]:
-    """Take the first samples of a data set that have an answer and whose images can be shown, at most `number`.
-
-    Those with images come first: they tell more about a model that sees.
-    """
-    found: list[SampleQuestion] = []
-    for index in itertools.chain(dataset.positions(images=True), dataset.positions(images=False)):
-        if len(found) == number:
-            break
-        sample = dataset[index]
-        if isinstance(sample, BrokenSample):
-            continue
-        sample = sample.samples[0]
-        supervised = (sample.labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
-        if not supervised or supervised[0] == 0:
-            continue
-        begin = supervised[0]
-        after = (sample.labels[begin:] == IGNORE_INDEX).nonzero()[:, 0].tolist()
-        end = begin + after[0] if after else len(sample.labels)
-        shown = _shown_before(sample, begin)
-        row = dataset.row(int(dataset.rows[index]))
-        ids = sample.input_ids[:begin]
-        question = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
-        found.append(
-            SampleQuestion(
-                index=index,
-                id=str(row["id"]),
-                question=question.replace(TEMPLATES[template].system, "", 1).strip(),
-                images=dataset.images_of(index)[: len(shown)],
-                reference=tokenizer.decode(sample.input_ids[begin:end], skip_special_tokens=True).strip(),
-                sample=LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), shown),
-            )
-        )
-    return found
-
-
-def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
-    """Return the images of a sample whose places all lie before a position."""
-    room, shown = int((sample.input_ids[:position] == IMAGE_TOKEN_INDEX).sum()), []
-    for tiles, layout in sample.media:
-        room -= layout.num_tokens
-        if room < 0:
-            break
-        shown.append((tiles, layout))
-    return shown
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Greedy decoding. images: the layout of images; max_length: the length at which training cuts samples, beyond
-    which a language model may have no positions."""
-
-    tokenizer: PreTrainedTokenizerBase
-    template: str
-    images: ImageOptions
-    max_new_tokens: int
-    max_length: int
-
-
-@torch.no_grad()
-def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ranks) -> list[str]:
-    """Return the greedy answer to each prompt, by the engine as it trains, at any ZeRO stage.
-
-    All ranks call it together and compute all of it, for at ZeRO-3 no rank can compute alone. The whole sequence is
-    computed again for every token, which a few short answers can afford: no cache has to fit the language model.
-    """
-    engine = runner.engine
-    engine.eval()
-    ends = set(end_markers(decoding.template, decoding.tokenizer))
-    decoded: list[list[int]] = [[] for _ in prompts]
-    going = list(range(len(prompts)))
-    while going:
-        batch = collate([_continued(prompts[i].sample, decoded[i]) for i in going], decoding.images)
-        with waiting("the questions on their way to the device"):
-            batch = batch.to(ranks.device)
-        with queuing():
-            logits = runner.forward(engine, batch, _next_logits)  # (B, V)
-        chosen = batch.cu_seqlens[1:].long() if logits is None else logits.argmax(-1)
-        if ranks.world_size > 1:  # the same on every rank, on whatever hardware
-            torch.distributed.broadcast(chosen, src=ranks.world_size - 1)
-        with waiting("the next token"):
-            tokens = chosen.tolist()
-        for i, token in zip(list(going), tokens):
-            if token in ends:
-                going.remove(i)
-                continue
-            decoded[i].append(token)
-            if len(decoded[i]) == min(decoding.max_new_tokens, decoding.max_length - len(prompts[i].sample.input_ids)):
-                going.remove(i)
-    engine.train()
-    return [decoding.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in decoded]
-
-
-def _next_logits(engine, batch: Batch) -> torch.Tensor:
-    return engine(batch, Logits(batch.cu_seqlens[1:].long() - 1))
-
-
-def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
-    ids = torch.cat([sample.input_ids, torch.tensor(decoded, dtype=torch.int64)])
-    return dataclasses.replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX))
-
-
 class Tasks(Protocol):
     """Benchmarks whose questions a model is asked while it trains."""
 
@@ -207,8 +78,45 @@ class Tasks(Protocol):
 Asks = Callable[[LlavaModel], Tasks]
 
 
+def numbers_of(plan: Plan) -> list[str]:
+    """Names of the numbers of a run's evaluations."""
+    eval_set, known = plan.evals.eval_set, [name for own in plan.own.values() for name in getattr(own, "numbers", ())]
+    if eval_set is not None:
+        known += ["loss", *plan.args.traits.metrics]
+        known += [f"loss/{name}" for name in eval_set.sources] if len(eval_set.sources) > 1 else []
+    return known
+
+
+class Measure:
+    """The part of an extension in evaluations (Evaluation.measures). All ranks call is_due and run together."""
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """True if there is something to do at a step beside the eval loss. last: the run ends with it."""
+        return False
+
+    def was_done(self, step: int) -> bool:
+        """True if an earlier start did it at this step; on rank 0."""
+        return False
+
+    def run(self, step: int) -> None:
+        """Do it, after the eval loss was measured."""
+
+    def why_over(self) -> str | None:
+        """The reason to end the run, by the evaluations so far; on rank 0."""
+
+
+class Asked(NamedTuple):
+    """The benchmarks of a run. numbers: names of their scores."""
+
+    asks: Asks
+    numbers: tuple[str, ...]
+
+
 class Evaluation:
-    """Measures the eval loss and asks sample questions when that is due, and logs both (evals.jsonl, samples.jsonl)."""
+    """Measures the eval loss (evals.jsonl) and does what extensions add when that is due.
+
+    measures: of extensions; log: evals.jsonl.
+    """
 
     def __init__(
         self,
@@ -223,31 +131,26 @@ class Evaluation:
         """All ranks call it together."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
-        self._sample_steps = steps_between(training.sample_steps, num_steps)
         self._runner, self._ranks, self._mesh, self._packing = runner, ranks, mesh, plan.steps.packing
         self._objective, self._tasks = objective, tasks
         autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
         self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
-        self._log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
+        self.log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
-        rule = best_rule(args.as_dict())
-        self.best = None if rule is None else Best(rule, plan.output_dir, self._log.losses)
-        tokenizer, template, questions = plan.model.tokenizer, args.model.version, plan.evals.questions
-        length = args.data.model_max_length
-        self._decoding = Decoding(tokenizer, template, plan.images, training.sample_max_new_tokens, length)
-        prompts = prompts_of(questions, training.num_sample_questions, tokenizer, template) if questions else []
-        # An image may be missing on one machine only.
-        shown = set.intersection(*(set(part) for part in gather([prompt.index for prompt in prompts], ranks)))
-        self._prompts = [prompt for prompt in prompts if prompt.index in shown]
+        self.measures: list[Measure] = []
 
     def is_due(self, step: int, last: bool) -> bool:
         """True if there is something to do at a step. last: the run ends with it."""
-        return self._measures(step, last) or self._asks(step, last)
+        return self._measures(step, last) or any(each.is_due(step, last) for each in self.measures)
 
     def was_missed(self, step: int, last: bool) -> bool:
         """True if it was due at the step that a run resumes from, whose stop left no time for it. All ranks call it."""
-        return self.is_due(step, last) and not broadcast_from_first(self._ranks, lambda: self._log.has(step))
+
+        def was_done() -> bool:
+            return self.log.has(step) or any(each.was_done(step) for each in self.measures)
+
+        return self.is_due(step, last) and not broadcast_from_first(self._ranks, was_done)
 
     def ahead_s(self, step: int) -> float:
         """Seconds of an evaluation that comes before the next chance to stop, judged by the last one."""
@@ -255,10 +158,12 @@ class Evaluation:
         return self._last_s if due else 0.0
 
     def is_over(self) -> bool:
-        """True if the evaluations so far end the run (--early_stopping_patience). All ranks call it together."""
-        why = None if self.best is None else broadcast_from_first(self._ranks, self.best.why_over)
-        print_first(*filter(None, [why]))
-        return why is not None
+        """True if the evaluations so far end the run. All ranks call it together."""
+        if not self.measures:
+            return False
+        why = broadcast_from_first(self._ranks, lambda: [each.why_over() for each in self.measures])
+        print_first(*filter(None, why))
+        return any(why)
 
     def run(self, step: int, last: bool) -> bool:
         """Do what is due. Returns whether the run ends with this step, as it does where `last` is true. All ranks call
@@ -267,12 +172,9 @@ class Evaluation:
         if self._measures(step, last):
             self._measure(step)
             last = self.is_over() or last
-        if self._asks(step, last):
-            started = time.perf_counter()
-            decoded = answers(self._runner, self._prompts, self._decoding, self._ranks)
-            shown = ("id", "question", "images", "reference")
-            rows = [{**{name: getattr(p, name) for name in shown}, "answer": a} for p, a in zip(self._prompts, decoded)]
-            self._log.add_answers(step, rows, seconds=time.perf_counter() - started)
+        for each in self.measures:
+            if each.is_due(step, last):
+                each.run(step)
         self._last_s = time.perf_counter() - began
         return last
 
@@ -288,16 +190,13 @@ class Evaluation:
             scores = self._tasks.scores(self._precision)
         broken = 0 if loss is None else len(self._eval_set) - loss.samples
         seconds = measured - began, time.perf_counter() - measured
-        self._log.add(step, loss, scores, broken=broken, seconds=seconds)
+        self.log.add(step, loss, scores, broken=broken, seconds=seconds)
 
     def _measures(self, step: int, last: bool) -> bool:
         has_any = self._eval_set is not None or self._tasks is not None
-        return has_any and (last or _is_multiple(step, self._eval_steps))
-
-    def _asks(self, step: int, last: bool) -> bool:
-        every = self._sample_steps
-        return bool(self._prompts) and every is not None and (last or _is_multiple(step, every))
+        return has_any and is_at(step, self._eval_steps, last)
 
 
-def _is_multiple(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
+def is_at(step: int, every: int | None, last: bool) -> bool:
+    """True for every so many steps (None: none before the last), and for the last."""
+    return last or (every is not None and step % every == 0)

@@ -93,10 +93,6 @@ class Health(Hook):
         if self.session.ranks.is_first:
             for watch in (self.skipped, self.skipped_steps):
                 watch.log.write([])  # what waits for room on the disk
-        if self.session.plan.steps.dataset.is_streamed and not self.session.state.stops:
-            from llava_ds.train.data_books import write_data_books
-
-            write_data_books(self.session.plan, self.skipped, self.session.ranks)
 
 
 class Evaluate(Hook):

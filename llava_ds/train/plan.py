@@ -19,7 +19,6 @@ from llava_ds.data.step_plan import (
     Packing,
     StepPlan,
     sample_order,
-    steps_between,
     steps_per_epoch,
     total_steps,
     with_steps_of_epochs,
@@ -47,17 +46,16 @@ from llava_ds.runtime.ranks import (
     print_first,
 )
 from llava_ds.tiny import default as tiny
-from llava_ds.train.best import check_best
 from llava_ds.train.start import Start
 
 
 @dataclass(frozen=True)
 class EvalSets:
-    """Data beside the training data. eval_set: the eval loss is measured on it; questions: samples whose first
-    questions are answered; None of what no flag asks for."""
+    """Data beside the training data. eval_set: the eval loss is measured on it, None where no flag asks for that; own:
+    what extensions take samples of, by their names."""
 
     eval_set: EncodedDataset | None
-    questions: EncodedDataset | None
+    own: Mapping[str, EncodedDataset]
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,17 @@ class Plan:
     def active(self) -> Active:
         """The extensions of the run."""
         return active(self.args.own)
+
+    def completed(self, ranks: Ranks) -> "Plan":
+        """The plan with what extensions open once it is known. All ranks call it together.
+
+        Raises ConfigError and DataError on every rank.
+        """
+        plan = self
+        for name, extension in self.active.extensions.items():
+            if extension.complete is not None:
+                plan = dataclasses.replace(plan, own={**plan.own, name: extension.complete(plan, ranks)})
+        return plan
 
     @property
     def output_dir(self) -> Path:
@@ -213,13 +222,9 @@ def _plan_steps(
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
     active(args.own).check(known)
-    if args.data.stream:
-        from llava_ds.data.stream import open_streamed
-
-        dataset = open_streamed(known.args, model.tokenizer, images, ranks)
-    else:
-        dataset = open_together(known.args, model.tokenizer, images, ranks)
-    dataset, eval_set, questions = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
+    open_data = active(args.own).open_data or open_together
+    dataset = open_data(known.args, model.tokenizer, images, ranks)
+    dataset, eval_set, own = split_datasets(known.args, dataset, model.tokenizer, images, ranks)
     order = sample_order(known.args, dataset, dp)
     tokens = known.args.training.tokens_per_micro_batch
     if tokens == "auto":
@@ -232,8 +237,7 @@ def _plan_steps(
     resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
     resolved = dataclasses.replace(resolved, args=final)
-    on_every_rank(ranks, partial(check_best, final, steps_between(final.training.eval_steps, num_steps)))
-    return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(eval_set, questions)
+    return resolved, StepPlan(dataset, order, packing, num_steps), EvalSets(eval_set, own)
 
 
 def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[ResumePlan, list[str]]:

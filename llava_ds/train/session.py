@@ -11,9 +11,7 @@ from transformers import PreTrainedConfig
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
-from llava_ds.checkpoint.trainer_file import checkpoint_problem
-from llava_ds.checkpoint.training_state import restore, rewind
-from llava_ds.constants import DataError
+from llava_ds.checkpoint.training_state import restore
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
@@ -36,12 +34,10 @@ from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.tracking.best_rule import BestCheckpoint
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.best import protected_checkpoint
-from llava_ds.train.evals import Asks, Evaluation, Tasks
+from llava_ds.train.evals import Evaluation, Tasks
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
@@ -86,10 +82,9 @@ class Session:
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
 
-def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: Asks | None = None) -> Session:
+def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Session:
     """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
 
-    asks: makes of the model what asks --eval_tasks; None without them.
     Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
     largest micro-batch runs out of memory.
     """
@@ -98,7 +93,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     parts = plan.active.parts(plan, started)
-    model, engine, checkpointed, tasks = _build_engine(plan, started, parts, asks)
+    model, engine, checkpointed, tasks = _build_engine(plan, started, parts)
     plain = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
     objective = plan.active.objective(plan, mesh, plain)
     runner = _runner(engine, mesh)
@@ -117,7 +112,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
         from llava_ds.train.objectives.routed import Routed
 
         objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
-    saver = _saver(plan, engine, evaluation, ranks)
+    saver = _saver(plan, engine, ranks)
     return Session(
         plan,
         ranks,
@@ -138,7 +133,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping, asks: 
 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
-    """What runs micro-batches over this mesh."""
+    """Choose what runs micro-batches over this mesh."""
     if mesh.pp == 1:
         return Direct(engine)
     from llava_ds.engine.pipeline import Pipelined
@@ -165,36 +160,13 @@ def finish(session: Session, hooks: Sequence[Hook]) -> int:
         deepspeed.comm.log_summary()
     from llava_ds.export.final_export import export_model
 
-    best = _take_best(session)
-    export_model(session.runner, plan.export, plan.args, plan.steps.dataset, ranks, best)
+    steps = [hook.before_export() for hook in hooks]
+    step = next((step for step in steps if step is not None), None)
+    export_model(session.runner, plan.export, plan.args, plan.steps.dataset, ranks, step)
     for hook in hooks:
         hook.after_export()
     session.trackers.close()
     return 0
-
-
-def _take_best(session: Session) -> BestCheckpoint | None:
-    """Bring the model to the checkpoint with the best evaluation, where --load_best_model_at_end asks for it, and
-    return that one.
-
-    Raises DataError where that checkpoint is damaged.
-    """
-    best, ranks = session.evaluation.best, session.ranks
-    if best is None:
-        return None
-    found: BestCheckpoint | None = broadcast_from_first(ranks, best.checkpoint)
-    if found is None or not session.plan.args.training.load_best_model_at_end:
-        return found
-    if found.step != session.state.step:
-        problem = broadcast_from_first(ranks, partial(checkpoint_problem, found.path))
-        if problem is not None:
-            raise DataError(
-                f"{found.path}, the checkpoint with the best {found.metric}, can't be used: {problem}. Without "
-                f"--load_best_model_at_end the same command exports the model of step {session.state.step:,}"
-            )
-        rewind(session.engine, found.path, ranks)
-    print_first(f"{found.path.name} has the best {found.metric}, {found.value:.4f}: its model is exported")
-    return found
 
 
 def _prepare_output(plan: Plan, ranks: Ranks) -> None:
@@ -214,7 +186,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
                 plan.evals.eval_set,
                 ranks,
             )
-            if not plan.steps.dataset.is_streamed:
+            if plan.steps.dataset.is_whole:
                 write_data_files(output_dir, plan.steps.dataset.table)
 
     broadcast_from_first(ranks, record)
@@ -225,7 +197,7 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
 
 def _build_engine(
-    plan: Plan, started: Start, parts: Sequence[SessionPart], asks: Asks | None
+    plan: Plan, started: Start, parts: Sequence[SessionPart]
 ) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Tasks | None]:
     """Build the model and the engine over it. Returns them, the parts of the model whose layers may be checkpointed,
     and what asks --eval_tasks."""
@@ -241,7 +213,8 @@ def _build_engine(
     _share_tokens(model, mesh)
     share_experts(model, mesh)
     choose_trainable(model, args)
-    tasks = None if asks is None else asks(model)
+    asked = plan.own.get("eval_tasks")
+    tasks = None if asked is None else asked.asks(model)
     for part in parts:
         part.built(model)
     models = all_models(model).values()
@@ -299,12 +272,12 @@ def _warm_up(
     new.warm_up()
 
 
-def _saver(plan: Plan, engine, evaluation: Evaluation, ranks: Ranks) -> Saver:
+def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:
     training, model_writer = plan.args.training, None
     if training.save_only_model:
         from llava_ds.export.final_export import write_model
 
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
-    saver = Saver(engine, training, plan.resume, ranks, model_writer, protected_checkpoint(evaluation.best))
+    saver = Saver(engine, training, plan.resume, ranks, model_writer)
     saver.states = plan.active.states
     return saver

@@ -38,18 +38,6 @@ class SkippedSamples:
             self.log.write(rows)
         print_first(*(f"step {row['step']}: left out {row['id']}: {row['reason']}" for row in rows))
 
-    def settle(self, rejections: Iterable[dict]) -> None:
-        """Put all rejected records first, as they are when they are known before training (--stream).
-
-        Those that training met have a line with a step, which gives way.
-        """
-        if self.ranks.is_first:
-            rejections = list(rejections)
-            rejected = {(row["file"], row["index"]) for row in rejections}
-            self.log.write([])
-            broken = [row for row in rows_of(self.path) if (row["file"], row["index"]) not in rejected]
-            self.log = RowLog(self.path, [*rejections, *broken])
-
     @property
     def problem(self) -> str | None:
         """The reason to end the run, the same on every rank, or None."""

@@ -13,7 +13,7 @@ class TrainState:
 
     step: int = 0
     stops: bool = False  # the run was asked to stop, and ends at this boundary
-    is_over: bool = False  # no step comes after this one, though some were planned (--early_stopping_patience)
+    is_over: bool = False  # no step comes after this one, though some were planned
 
 
 @dataclass(frozen=True)

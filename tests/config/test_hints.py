@@ -27,7 +27,7 @@ def known():
         # The same last words, another meaning
         ("--ring_attention 2", NONE),
         ("--eval_batch_size 4", NONE),
-        ("--early_stop 3", "did you mean --early_stopping_patience?"),
+        ("--max_run 3", "did you mean --max_run_time?"),
         ("--unfreeze_backbone True", NONE),
         ("--adam_beta3 0.9", NONE),
         ("--top_q 1", NONE),

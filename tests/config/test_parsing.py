@@ -15,6 +15,7 @@ from llava_ds.config.arguments import (
     ModelArguments,
     declared_by,
     every_flag,
+    every_objective,
     every_section,
     flags_free_on_resume,
     trained_parts,
@@ -262,10 +263,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("eval_steps", 5, "give --eval_data_path or --eval_fraction, too"),
         ("eval_strategy", "epoch", "give --eval_data_path or --eval_fraction, too"),
         ("eval_strategy", "steps", "give --eval_data_path or --eval_fraction, too"),
-        *(
-            (name, 1.5, "give a whole number of steps, or a part of all steps below 1")
-            for name in ("eval_steps", "sample_steps")
-        ),
+        ("eval_steps", 1.5, "give a whole number of steps, or a part of all steps below 1"),
         ("max_run_time", "3 hours", "write it like 3h50m"),
         ("model_max_length", 1, "give 2 or more"),
         ("dataloader_num_workers", -1, "give 0 or more"),
@@ -351,10 +349,6 @@ def test_a_flag_out_of_bounds_is_said_once():
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
-        (["--stream", "--group_by_length", "True"], "--group_by_length needs all samples before the first step, and"),
-        (["--stream", "--tokens_per_micro_batch", "auto"], "--stream begins with some: give a number"),
-        (["--stream", "--dry_run"], "--dry_run needs all samples before the first step"),
-        (["--shuffle_buffer_size", "9"], "--shuffle_buffer_size belongs to --stream True"),
         (["--activation_memory_gb", "4"], "give one of them, or leave it out"),
         (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give a value above 0"),
         (
@@ -460,11 +454,10 @@ def test_every_recipe_in_the_package_parses():
     recipes = sorted((Path(__file__).parents[2] / "run" / "recipes").glob("*.yaml"))
     assert recipes
     for path in recipes:
+        if read_recipe(path).get("objective", "sft") not in ("sft", *every_objective()):
+            continue  # of an extension that was deleted
         pairs = ["--data_path", path] if path.stem in ("tiny-dpo", "tiny-reward") else []
-        training = parse("--recipe", path, *pairs).training
-        without = training.objective == "reward" or path.stem.startswith("real-small")  # minutes on a CPU
-        answers = (None, 4) if without else (0.1, 4)
-        assert (training.sample_steps, training.num_sample_questions) == answers, path
+        parse("--recipe", path, *pairs)
 
 
 def test_eval_samples_named_on_the_command_line_take_the_place_of_a_recipes_fraction(tmp_path):
@@ -724,7 +717,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--dataset_name", ": did you mean --data_path?"),
         ("--dataset_train_split", ": did you mean --data_split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
-        ("--streaming", ": did you mean --stream?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
         ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
         ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),

@@ -54,7 +54,7 @@ BYTES = os.fsdecode(b"/nowhere/caf\xe9")
 NO_UTF8 = "a name in it is no UTF-8, which safetensors, tokenizers and pyarrow don't open: rename it"
 
 
-@pytest.mark.parametrize("name", ["output_dir", "cache_dir", "object_cache_dir", "model_name_or_path", "vision_tower"])
+@pytest.mark.parametrize("name", ["output_dir", "cache_dir", "model_name_or_path", "vision_tower"])
 def test_names_that_libraries_do_not_open_are_refused_at_the_flag(name):
     flags = ["--model_name_or_path", "/"] if name == "vision_tower" else []
     assert f"--{name} {in_short(BYTES)}: {NO_UTF8}" in refusal(*flags, f"--{name}", BYTES).splitlines()

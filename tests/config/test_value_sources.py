@@ -30,9 +30,9 @@ def test_a_recipes_values_are_named_as_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "name", "value"),
     [
-        (["--eval_data_path", "x.json", "--stream", "True", "--train_batch_size", "0"], None, None),
+        (["--eval_data_path", "x.json", "--train_batch_size", "0"], None, None),
         (["--eval_strategy", "epoch", "--eval_steps", "0"], None, None),
-        (["--loss_reduction", "micro_batch", "--tokens_per_micro_batch", "9", "--sample_steps", "1.5"], None, None),
+        (["--loss_reduction", "micro_batch", "--tokens_per_micro_batch", "9", "--eval_data_split", "x"], None, None),
         (["--image_grid_pinpoints", "[[2, 2]]"], "image_aspect_ratio", "pad"),
     ],
 )

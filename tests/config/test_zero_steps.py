@@ -22,10 +22,9 @@ def test_a_zero_that_means_nothing_is_refused_with_what_switches_off(name, inste
     assert f"--{name} is 0: give 1 or more; {instead}" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["logging_steps", "num_sample_questions"])
-def test_what_is_never_off_takes_no_zero(name):
-    with pytest.raises(ConfigError, match=f"--{name} is 0: give 1 or more$"):
-        parse_arguments([*PLAIN, f"--{name}", "0"])
+def test_what_is_never_off_takes_no_zero():
+    with pytest.raises(ConfigError, match=r"--logging_steps is 0: give 1 or more$"):
+        parse_arguments([*PLAIN, "--logging_steps", "0"])
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])

@@ -1,5 +1,6 @@
 """The loop, eval and sample answers over fake CUDA tensors: the host waits only where the code says so."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,12 @@ from llava_ds.data.collate import LoadedPair
 from llava_ds.data.loader import Window
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.runner import Direct
-from llava_ds.extensions.preference.dpo import DPO, PairLoss
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 from llava_ds.tracking.progress import NumbersFromDevice
-from llava_ds.train.evals import Decoding, SampleQuestion, answers, eval_loss
+from llava_ds.train.evals import eval_loss
 from llava_ds.train.loop import run_steps
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.state import TrainState
@@ -31,14 +32,19 @@ MESH = Mesh(dp=1, dp_rank=0)
 RANKS = Ranks(0, 0, 1, CUDA)
 SAMPLES = [sample(OPTIONS, 9, [IMAGE]), sample(OPTIONS, 30), sample(OPTIONS, 14, [IMAGE] * 2, source=1)]
 PAIRS = [
-    LoadedPair(*(replace(sample(OPTIONS, n, media), reference=-1.5) for n in lengths))
+    LoadedPair(*(replace(sample(OPTIONS, n, media), extra={"reference": -1.5}) for n in lengths))
     for lengths, media in (((8, 12), [IMAGE]), ((5, 3), []))
 ]
 OBJECTIVES = {
     "sft": SFT(num_sources=2, grad_ranks=1),
     "sft by micro-batch": SFT("micro_batch", 2, grad_ranks=1),
-    **{f"dpo {kind}": DPO(PairLoss(kind, rpo_alpha=1.0), 2, 1) for kind in ("sigmoid", "hinge", "ipo", "simpo")},
 }
+if "preference" in EXTENSIONS:
+    dpo = importlib.import_module("llava_ds.extensions.preference.dpo")
+    KINDS = ("sigmoid", "hinge", "ipo", "simpo")
+    OBJECTIVES |= {f"dpo {kind}": dpo.DPO(dpo.PairLoss(kind, rpo_alpha=1.0), 2, 1) for kind in KINDS}
+
+SOME = [name for name in ("sft", "dpo sigmoid") if name in OBJECTIVES]
 
 
 def engine_on(rules, **flags) -> Engine:
@@ -47,7 +53,7 @@ def engine_on(rules, **flags) -> Engine:
         return Engine(built(toys.language_model_config(), tower_plan("clip", args), args, short=True))
 
 
-@pytest.mark.parametrize("name", few(OBJECTIVES, ("sft", "dpo sigmoid")))
+@pytest.mark.parametrize("name", few(OBJECTIVES, SOME))
 def test_steps_wait_for_nothing_and_their_numbers_are_read_where_it_says_so(name):
     objective, items = OBJECTIVES[name], PAIRS if "dpo" in name else SAMPLES
     results = []
@@ -74,7 +80,7 @@ def test_steps_wait_for_nothing_and_their_numbers_are_read_where_it_says_so(name
         assert rules.waits == ["the numbers of a step"]
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo sigmoid"])
+@pytest.mark.parametrize("name", SOME)
 def test_eval_waits_for_its_sums(name):
     items = PAIRS if "dpo" in name else SAMPLES
     data = Samples(items, OPTIONS)
@@ -86,10 +92,11 @@ def test_eval_waits_for_its_sums(name):
 
 
 def test_sample_answers_wait_for_their_tokens(tokenizer):
-    prompts = [SampleQuestion(i, str(i), "?", [], "", one) for i, one in enumerate(SAMPLES)]
+    own = pytest.importorskip("llava_ds.extensions.samples.sampled_answers")
+    prompts = [own.SampleQuestion(i, str(i), "?", [], "", one) for i, one in enumerate(SAMPLES)]
     with gpu() as rules:
         engine = engine_on(rules)
-        answers(Direct(engine), prompts, Decoding(tokenizer, "plain", OPTIONS, 4, 512), RANKS)
+        own.answers(Direct(engine), prompts, own.Decoding(tokenizer, "plain", OPTIONS, 4, 512), RANKS)
         assert set(rules.waits) == {"the questions on their way to the device", "the next token"}
 
 

@@ -242,10 +242,10 @@ def test_float16():
 
 
 def test_pairs_of_answers_come_to_the_device_as_one_batch():
-    pair = LoadedPair(*(replace(sample(OPTIONS, n, [IMAGE]), reference=-1.5) for n in (8, 12)))
+    pair = LoadedPair(*(replace(sample(OPTIONS, n, [IMAGE]), extra={"reference": -1.5}) for n in (8, 12)))
     with gpu():
         (micro,) = on_gpu([pair], OPTIONS)
-        reference = micro.batch.extra["preferences"].reference
+        reference = micro.batch.extra["reference"]
         assert micro.num_samples == 1 and reference.is_cuda and reference.dtype == torch.float64
 
 

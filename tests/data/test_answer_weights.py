@@ -9,17 +9,14 @@ import packed_step
 import pytest
 import torch
 import toys
+from extension_there import needs_extension
 from launching import ROOT
 from PIL import Image
 from ready_models import write_ready
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, DataError
-from llava_ds.data import shards
 from llava_ds.data.collate import collate
-from llava_ds.data.dataset import ALONE, DataSpec, PreflightOptions
-from llava_ds.data.sources import SourceOptions, open_sources
-from llava_ds.data.stream import StreamedDataset
 from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.projector import build_projector
@@ -119,20 +116,6 @@ def test_only_what_is_learned_is_weighed(opened):
         assert len(set(data[i].weights[data[i].labels != IGNORE_INDEX].tolist())) == 1
 
 
-def test_a_streamed_data_set_has_them_too(opened, tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_RECORDS", 4)
-    data = write(tmp_path / "data")
-    sources = open_sources(data["data_path"], SourceOptions(image_folder=data["image_folder"], cache_dir=str(tmp_path)))
-    options = PreflightOptions(cache_dir=str(tmp_path / "streamed"), num_workers=1)
-    spec = DataSpec.of(sources, tokenizer, toys.encoding_options(), toys.image_options(), options)
-    spec.encode(1)
-    streamed, whole = StreamedDataset(spec, 1, len(KINDS)), spec.open(ALONE)
-    found = [streamed[i].weights for i in range(len(KINDS))]
-    assert [weights is None for weights in found] == [whole[i].weights is None for i in range(len(KINDS))]
-    assert all(w is None or torch.equal(w, whole[i].weights) for i, w in enumerate(found))
-    assert any(weights is not None for weights in found)
-
-
 @pytest.fixture(scope="module")
 def inspect_data():
     spec = importlib.util.spec_from_file_location("inspect_data", ROOT / "run" / "inspect_data.py")
@@ -157,6 +140,7 @@ def test_people_see_the_weights(inspect_data, tmp_path, toy_base, capsys):
         assert {w for w, label in zip(row["weights"], row["labels"]) if label != IGNORE_INDEX} == {0.5}
 
 
+@needs_extension("rl")
 @pytest.mark.parametrize("objective", ["grpo", "ppo"])
 def test_objectives_that_draw_answers_refuse_them(inspect_data, tmp_path, toy_base, objective):
     data = write(tmp_path / "d", (1, 1, 0.5), "tt", plain=True)
@@ -172,6 +156,7 @@ def test_objectives_that_draw_answers_refuse_them(inspect_data, tmp_path, toy_ba
         inspected(inspect_data, tmp_path, {**toy_base, **data}, "--objective", objective, "--reward_funcs", "accuracy")
 
 
+@needs_extension("preference")
 @pytest.mark.parametrize("objective", ["dpo", "reward"])
 @pytest.mark.parametrize("which", ["chosen", "rejected"])
 def test_preferences_refuse_them(inspect_data, tmp_path, toy_base, objective, which):

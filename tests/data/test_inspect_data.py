@@ -14,6 +14,7 @@ import llavas
 import numpy as np
 import pytest
 import toys
+from extension_there import needs_extension
 from launching import ROOT
 from PIL import Image, ImageDraw
 from ready_models import write_ready
@@ -140,6 +141,7 @@ def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, t
     assert "--model_max_length is 513, but the language model was made for 512" in capsys.readouterr().out
 
 
+@needs_extension("preference")
 def test_a_ready_model_that_training_would_refuse_has_one_reason(inspect_data, tmp_path, capsys):
     flags = write_ready(tmp_path / "model", "smolvlm")
     (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "What?", "chosen": "A cat.", "rejected": "A dog."}]))
@@ -230,6 +232,7 @@ OPEN = "{%- if add_generation_prompt -%}{{ '[OPEN]' }}{%- endif -%}"
 TURNS = "{%- for m in messages -%}{{ m['content'] + eos_token }}{%- endfor -%}"
 
 
+@needs_extension("rl")
 @pytest.mark.parametrize("objective", ["grpo", "ppo"])
 @pytest.mark.parametrize("place", ["question", "answer", "prompt"])
 def test_a_prompt_to_draw_answers_for_has_no_token_without_a_row(inspect_data, tmp_path, capsys, objective, place):

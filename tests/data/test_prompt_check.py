@@ -415,6 +415,7 @@ def test_a_language_models_own_template_is_checked_too(inspected, tmp_path):
     with pytest.raises(ConfigError, match="--version v1 is one of LLaVA's own templates"):
         inspected(folder, PLAIN, *flags, "--chat_template_kwargs", json.dumps(OFF))
     # Answers to compare with are no part of what is drawn, so that a policy may think before them.
+    pytest.importorskip("llava_ds.extensions.rl")
     drawing = ("--objective", "grpo", "--reward_funcs", "exact")
     [row, *_], _ = inspected(folder, PLAIN, *own, *drawing)
     assert row["supervised_text"] == "A cat."

@@ -10,7 +10,6 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-import stores
 from datasets.data_files import DataFilesDict, get_data_patterns
 
 from llava_ds.constants import ConfigError
@@ -264,16 +263,6 @@ def test_a_readme_of_other_files_or_of_nonsense(tmp_path):
     for configs in ("- config_name: a\n  data_files: 3\n", "3\n", "- config_name: a\n  data_files: '**.csv'\n"):
         readme.write_text(f"---\nconfigs:\n{configs}---\n")
         assert "README.md" in refused(tmp_path / "d") and "can't be read" in refused(tmp_path / "d")
-
-
-def test_folders_in_an_object_store_have_splits(tmp_path, monkeypatch):
-    folder = stores.prepare(tmp_path, monkeypatch) / "d"
-    for split in ("train", "testmini"):
-        write(folder / "data" / f"{split}.jsonl")
-    url = stores.url_of(folder)
-    assert "'train' (data/train.jsonl) and 'testmini' (data/testmini.jsonl)" in refused(url)
-    [source] = open_sources(url, SourceOptions(split="testmini", cache_dir=str(tmp_path / "c")))
-    assert read(source) == ["testmini.jsonl"]
 
 
 def test_a_mixture_names_splits(tmp_path):

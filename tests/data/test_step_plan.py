@@ -23,7 +23,7 @@ def some_plan(draw: random.Random, by_tokens: bool) -> StepPlan:
     across = not by_tokens and draw.random() < 0.5
     packing = Packing(dp, micro, nm, bound, across, pair_cost=draw.choice([0, 1e-3, 0.02]))
     order = SampleOrder(number, packing.batch_size, draw.randint(0, 9), how, signed, micro, nm)
-    dataset = SimpleNamespace(lengths=lengths, is_streamed=False, wait_for=lambda samples: None)
+    dataset = SimpleNamespace(lengths=lengths, is_whole=True, wait_for=lambda samples: None)
     return StepPlan(dataset, order, packing, num_steps=draw.randint(1, 12))
 
 
@@ -65,7 +65,7 @@ def test_finding_the_heaviest_of_large_data_lays_out_no_epoch(monkeypatch):
     one = Packing.lay_out
     monkeypatch.setattr(Packing, "lay_out", lambda self, *args: laid_out.append(1) or one(self, *args))
     lengths = np.random.default_rng(0).integers(10, 2000, 2_100_000).astype(np.int32)
-    dataset = SimpleNamespace(lengths=lengths, is_streamed=False, wait_for=lambda samples: None)
+    dataset = SimpleNamespace(lengths=lengths, is_whole=True, wait_for=lambda samples: None)
     for bound in (8192, None):
         packing = Packing(64, 16, 1, bound)
         order = SampleOrder(len(lengths), packing.batch_size, 0, "random", lengths, 16)
@@ -97,7 +97,7 @@ def test_the_largest_share_is_that_of_the_largest_step(how):
 
 def test_ranks_that_share_samples_have_the_same_micro_batches():
     order = SampleOrder(8, 8, seed=1)
-    dataset = SimpleNamespace(lengths=np.full(8, 10), is_streamed=False, wait_for=lambda samples: None)
+    dataset = SimpleNamespace(lengths=np.full(8, 10), is_whole=True, wait_for=lambda samples: None)
     plan = StepPlan(dataset, order, Packing(2, 2, 2, None, sp=2), num_steps=1)
     of_dp = plan.step(1).of_ranks
     assert [plan.of_rank(1, rank) for rank in range(4)] == [of_dp[0], of_dp[0], of_dp[1], of_dp[1]]

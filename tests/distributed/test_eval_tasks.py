@@ -7,6 +7,7 @@ import pytest
 import ready_models
 import toys
 import yaml
+from extension_there import if_there, needs_extension
 from known_flags import known_cases
 from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 
@@ -17,13 +18,13 @@ pytestmark = pytest.mark.full
 
 STEPS, EVERY = 12, 4
 LORA = {"lora_enable": True, "lora_r": 16, "lora_alpha": 64, "lora_dropout": 0.0, "learning_rate": 2e-2}
-GRPO = {"objective": "grpo", "reward_funcs": "exact", "num_generations": 2, "max_completion_length": 4}
+GRPO = if_there("rl", objective="grpo", reward_funcs="exact", num_generations=2, max_completion_length=4)
 RUNS = {
     "zero0": (0, {}),
     "zero3": (3, {}),
     "zero2-bf16": (2, {"bf16": True}),
     "zero3-lora": (3, LORA),
-    "zero2-grpo": (2, GRPO),
+    **({"zero2-grpo": (2, GRPO)} if GRPO else {}),
 }
 RUNS = known_cases(RUNS)
 READY = ("smolvlm", "qwen3_vl")
@@ -37,7 +38,8 @@ def folder(tmp_path_factory) -> Path:
     tasks = {"answers": {**entry, "metric": "exact"}, "turns": {**entry, "turns": "each", "limit": 7}}
     (folder / "tasks.yaml").write_text(yaml.safe_dump(tasks))
     asks = {"eval_tasks": folder / "tasks.yaml", "eval_steps": EVERY, "save_strategy": "steps", "save_steps": EVERY}
-    asks |= {"metric_for_best_model": "answers", "save_total_limit": 1, "load_best_model_at_end": True}
+    best = if_there("best", metric_for_best_model="answers", load_best_model_at_end=True)
+    asks |= {**best, "save_total_limit": 1}
     common = {"max_steps": STEPS, "learning_rate": 1e-2, "check_export": "off"}
     runs = []
     for name, (stage, more) in RUNS.items():
@@ -63,6 +65,7 @@ def evaluated(folder: Path, name: str, *flags: str) -> float:
     return total / asked
 
 
+@needs_extension("best")
 @pytest.mark.parametrize("name", [*RUNS, *(f"zero3-{family}" for family in READY)])
 def test_the_best_score_is_that_of_the_exported_model(folder, name):
     rows = read_metrics(folder / name / "evals.jsonl")

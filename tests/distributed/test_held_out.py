@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import toys
 from checkpoints import differences
+from extension_there import if_there, needs_extension
 from launching import ds_config, run_many, tight_config, toy_run
 
 from llava_ds.data.sample import Message
@@ -20,7 +21,9 @@ pytestmark = pytest.mark.full
 STEPS, SAVED = 6, 4
 STAGES = range(4)
 LAYOUTS = {"count": {}, "tokens": {"tokens_per_micro_batch": 300}}
-WATCH = {"eval_steps": 2, "sample_steps": 2, "num_sample_questions": 3, "sample_max_new_tokens": 5}
+WATCH = if_there("samples", sample_steps=2, num_sample_questions=3, sample_max_new_tokens=5)
+LOGS = ("evals.jsonl", *(["samples.jsonl"] if WATCH else []))
+WATCH |= {"eval_steps": 2}
 PARTS = ("first", "second")  # of what is held out
 CASES = list(itertools.product(STAGES, LAYOUTS))
 
@@ -58,7 +61,7 @@ def as_if_stopped(whole: Path, out: Path) -> None:
     """The output of a run that is stopped at the step of a checkpoint: it saves, and evaluates no more."""
     shutil.copytree(whole, out)
     shutil.rmtree(out / f"checkpoint-{STEPS}")
-    for name in ("evals.jsonl", "samples.jsonl"):
+    for name in LOGS:
         rows = [row for row in read_metrics(out / name) if row["step"] < SAVED]
         assert rows
         (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -78,14 +81,14 @@ def test_the_run_is_the_one_that_does_not_look(folder, stage, layout):
         by_source = row["source_losses"]
         assert list(by_source) == list(PARTS)
         assert min(by_source.values()) < row["loss"] < max(by_source.values())
-    asked = read_metrics(watched / "samples.jsonl")
-    assert [row["step"] for row in asked] == [2] * 3 + [4] * 3 + [6] * 3
+    for path in [watched / name for name in LOGS if name != "evals.jsonl"]:
+        assert [row["step"] for row in read_metrics(path)] == [2] * 3 + [4] * 3 + [6] * 3
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_stop_leaves_no_time_for_is_done_when_the_run_goes_on(folder, stage):
     watched, stopped = (folder / f"{stage}-count" / name for name in ("watched", "stopped"))
-    for name in ("evals.jsonl", "samples.jsonl"):
+    for name in LOGS:
         whole, again = ([{**row, "seconds": 0} for row in read_metrics(side / name)] for side in (watched, stopped))
         assert again == whole
     assert differences(watched / f"checkpoint-{STEPS}", stopped / f"checkpoint-{STEPS}") == []
@@ -99,6 +102,7 @@ def test_all_stages_measure_the_same(folder, layout):
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in rows[0]], rel=2e-6)
 
 
+@needs_extension("samples")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_last_answers_are_those_of_the_finished_model(folder, stage, layout):

@@ -16,6 +16,8 @@ import toys
 from launching import ROOT, command_line, ds_config, losses, run_many, toy_run
 from PIL import Image
 
+from llava_ds.extensions.table import EXTENSIONS
+
 NUMBER = 4  # records of each, one of which a step takes
 ANSWERS = ("yes", "two", "It is a red cat.", "no dog")  # of the toy tokenizer's words
 
@@ -205,7 +207,7 @@ LAYOUTS = {
     each.__name__: each
     for each in (
         *(cauldron, finevision, trl, h4_vsft, alpaca, ms_swift, csv_table, vqa, json_text, object_of_lists),
-        *(image_folder, webdataset, preferences),
+        *(image_folder, webdataset, *((preferences,) if "preference" in EXTENSIONS else ())),
     )
 }
 EARLIER = {"cauldron": "no</s>", "alpaca": "no</s>"}  # answers of earlier turns, which are learned

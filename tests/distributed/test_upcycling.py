@@ -64,9 +64,10 @@ def a_run(given: dict[str, str], out: Path, stage: int, more: dict) -> dict[str,
         "save_strategy": "steps",
         "save_steps": SAVED,
         **if_there("replicas", check_divergence_steps=1),
+        **if_there("samples", sample_steps=STEPS),
         "export_format": "llava",
     }
-    return toy_run(given, out, ds_config(stage), **{**RATES, **saving, "sample_steps": STEPS, **more})
+    return toy_run(given, out, ds_config(stage), **{**RATES, **saving, **more})
 
 
 def toy(folder: Path) -> dict[str, str]:

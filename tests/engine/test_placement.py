@@ -26,7 +26,12 @@ SHAPES = {
 # Files that read, write or compare parameters, whoever has them.
 NEUTRAL = [f"engine/{name}" for name in ("pieces", "checkpoint_files", "checkpoint_writer", "reshard")]
 NEUTRAL += ["engine/non_finite", "extensions/ema/averages", "engine/placement", "export/tensors", "model/loading"]
-NEUTRAL += ["extensions/replicas/replicas", "train/reference", "checkpoint/training_state", "checkpoint/base_weights"]
+NEUTRAL += [
+    "extensions/replicas/replicas",
+    "extensions/preference/reference",
+    "checkpoint/training_state",
+    "checkpoint/base_weights",
+]
 AXES = r"engine\.(tensor_parallel|expert_parallel|pipeline)|model\.(stages|upcycling|mixture|families\.upcycled)"
 
 
@@ -109,5 +114,8 @@ def test_a_model_is_whole_until_it_is_placed_and_an_engine_is_asked_for_its_mode
 
 @pytest.mark.parametrize("file", NEUTRAL)
 def test_what_reads_and_writes_parameters_knows_no_axis(file):
-    source = (ROOT / "llava_ds" / f"{file}.py").read_text(encoding="utf-8")
+    path = ROOT / "llava_ds" / f"{file}.py"
+    if file.startswith("extensions/") and not path.exists():
+        pytest.skip("there is no such extension")
+    source = path.read_text(encoding="utf-8")
     assert not re.findall(rf"^\s*(?:from|import) llava_ds\.(?:{AXES})\b.*", source, re.MULTILINE)

@@ -4,6 +4,7 @@ import re
 import shutil
 
 import pytest
+from extension_there import if_there
 from gpu_lane import OUTPUT, REHEARSED, ROOT, train
 from launching import ds_config
 
@@ -16,7 +17,7 @@ RECIPE = ROOT / "run" / "recipes" / "tiny-finetune.yaml"
 
 def flags_of(name: str, **more: object) -> dict[str, object]:
     shutil.rmtree(OUTPUT / name, ignore_errors=True)
-    short = {"max_steps": 20, "sample_steps": 0, "eval_fraction": 0, "save_strategy": "no"}
+    short = {"max_steps": 20, **if_there("samples", sample_steps=0), "eval_fraction": 0, "save_strategy": "no"}
     return {"deepspeed_config": ds_config(0), "recipe": RECIPE, "output_dir": OUTPUT / name, **short, **more}
 
 

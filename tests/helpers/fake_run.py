@@ -36,7 +36,7 @@ class FakeSession:
         self.done: list[str] = []
         training = SimpleNamespace(save_strategy=save_strategy, save_steps=4, logging_steps=1)
         args = SimpleNamespace(training=training, rewinds=False)
-        dataset = SimpleNamespace(is_streamed=False)
+        dataset = SimpleNamespace(is_whole=True)
         self.plan = SimpleNamespace(args=args, steps=SimpleNamespace(num_steps=10, dataset=dataset))
         self.ranks, self.state, self.engine, self.model = Ranks(0, 0, 1, torch.device("cpu")), TrainState(), None, None
         self.runner = SimpleNamespace(engine=None)

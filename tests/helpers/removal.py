@@ -3,9 +3,9 @@
     python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
 
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
-table, recipes with its flags, the scripts of run/ that import it, and of other pages the lines that link to its page
-and the paragraphs that name such a script. Without names, each is deleted alone, one after the other; a+b deletes two
-together.
+table, the scripts of run/ that import it, the lines of recipes with its flags, and of other pages the lines that link
+to its page and the paragraphs that name such a script. Without names, each is deleted alone, one after the other; a+b
+deletes two together.
 """
 
 import argparse
@@ -18,10 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-from llava_ds.extensions.table import EXTENSIONS  # noqa: E402
+from llava_ds.extensions.table import EXTENSIONS
 
+ROOT = Path(__file__).parents[2]
 SUITE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]  # as make test
 QUICK = [
     "tests/extensions",
@@ -49,12 +48,12 @@ def delete(folder: Path, name: str) -> None:
     shutil.rmtree(folder / "llava_ds" / "extensions" / name)
     shutil.rmtree(folder / "tests" / "extensions" / name, ignore_errors=True)
     (folder / "docs" / f"{name}.md").unlink(missing_ok=True)
+    flag = re.compile(rf"^({'|'.join(EXTENSIONS[name].flags.split())}):")
+    for recipe in folder.glob("run/recipes/*.yaml"):
+        lines = recipe.read_text().splitlines(keepends=True)
+        recipe.write_text("".join(line for line in lines if not flag.match(line)))
     table = folder / "llava_ds" / "extensions" / "table.py"
     table.write_text(without_entry(table.read_text(), name))
-    flags = set(EXTENSIONS[name].flags.split())
-    for path in folder.glob("run/recipes/*.yaml"):
-        if any(line.partition(":")[0] in flags for line in path.read_text().splitlines()):
-            path.unlink()
     scripts = [path for path in folder.glob("run/*.py") if f"llava_ds.extensions.{name}." in path.read_text()]
     for path in scripts:
         path.unlink()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import toys
+from extension_there import if_there
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
@@ -16,7 +17,7 @@ STEPS, BATCH, RATE, TOLERANCE = 5, 8, 0.1, 1e-6
 LONG = 3000  # tokens of one sample, at least
 # With torn images. At a rate of 0.1 this loss falls so steeply that one rank alone, with other micro-batches, is 1.6e-6
 # away from itself after five steps; at 0.02 every layout stays within 2e-7.
-TORN = {"eval_fraction": 0.2, "sample_steps": STEPS, "learning_rate": 0.02, "mm_projector_lr": 0.02}
+TORN = {"eval_fraction": 0.2, **if_there("samples", sample_steps=STEPS), "learning_rate": 0.02, "mm_projector_lr": 0.02}
 TRAINED_TOWER = {"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter,mm_language_model"}
 # More of the DeepSpeed JSON, in the place of a stage.
 OFFLOAD = {

@@ -1,52 +1,16 @@
-"""What a report says of samples that are not trained on: which they are, how many broke, and their pictures."""
+"""What a report says of samples that are not trained on: which they are, and how many broke."""
 
-import io
-import json
-import tarfile
-from pathlib import Path
-
-import pytest
 import toys
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.data.splits import split_datasets
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.tracking.blocks import show
 from llava_ds.tracking.eval_log import EvalLoss, Evals
 from llava_ds.tracking.run_record import eval_summary
-from llava_ds.tracking.sampled import sampled_answers
 from llava_ds.tracking.trackers import Trackers
 
 ALONE = Ranks(0, 0, 1, None)
-
-
-def in_tar(folder: Path) -> Path:
-    """The same records as a WebDataset shard: each one's JSON and picture."""
-    path = folder / "data.tar"
-    with tarfile.open(path, "w") as tar:
-        for record in json.loads((folder / "data.json").read_text()):
-            picture = folder / "images" / record.pop("image")
-            for suffix, content in (("png", picture.read_bytes()), ("json", json.dumps(record).encode())):
-                member = tarfile.TarInfo(f"{record['id']}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return path
-
-
-def test_pictures_within_a_tar_are_shown(tmp_path, tokenizer):
-    toys.write_data(tmp_path / "data", "ii")
-    dataset = toys.encoded(str(in_tar(tmp_path / "data")), None, tokenizer=tokenizer, cache_dir=tmp_path / "cache")
-    rows = [{"step": 1, "id": str(i), "question": "?", "images": dataset.images_of(i), "answer": ""} for i in range(2)]
-    page = show(sampled_answers(json.loads(json.dumps(rows)), tmp_path / "run"))
-    assert page.count("<img") == 2 and "can't be shown" not in page
-    assert len({part.split('"')[0] for part in page.split('src="')[1:]}) == 2  # each its own
-
-
-@pytest.mark.parametrize("place", [{"path": "a"}, {"offset": 1}, {"path": 1, "offset": 0}, 7])
-def test_a_picture_that_is_nowhere_has_a_sentence(tmp_path, place):
-    page = show(sampled_answers([{"step": 1, "id": "a", "images": [place], "answer": "x"}], tmp_path))
-    assert "<img" not in page and "The image can" in page
 
 
 def test_the_record_says_how_many_samples_are_held_out_and_from_where(tmp_path, tokenizer):

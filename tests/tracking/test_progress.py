@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from extension_there import needs_extension
 
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan
@@ -68,6 +69,7 @@ def progress(tmp_path, monkeypatch) -> Progress:
     return make_progress(tmp_path)
 
 
+@needs_extension("rl")
 def test_the_bar_says_what_an_objective_is_about(progress, monkeypatch):
     shown = []
     monkeypatch.setattr(

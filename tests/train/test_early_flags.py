@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from extension_there import if_there, needs_extension
 from ready_models import write_ready
 
 from llava_ds.constants import ConfigError
@@ -33,10 +34,19 @@ def refusal(argv: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "begins", "end"),
     [
+<<<<<<< HEAD
         ("--objective grpo", "--objective grpo: ", "which trains on answers alone so far: give sft"),
         ("--objective ppo --num_generations 1", "--objective ppo: ", "which trains on answers alone so far: give sft"),
+=======
+        pytest.param(
+            *("--objective ppo --num_generations 1", "--objective ppo: ", "trains on answers alone so far: give sft"),
+            marks=needs_extension("rl"),
+        ),
+        ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
+        ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
+>>>>>>> next
         (
-            "--tensor_parallel_size 2 --sample_data_path x.json",
+            "--tensor_parallel_size 2 --eval_data_split x",
             "--tensor_parallel_size 2: ",
             "can't share so far: give 1",
         ),
@@ -48,20 +58,29 @@ def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
     assert line.startswith(begins) and line.endswith(end)
 
 
+@needs_extension("rl")
 def test_every_reason_that_can_not_be_helped_is_given(ready):
     lines = refusal([*ready, "--objective", "grpo", "--version", "v1"])
     assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--version"]
 
 
 def test_a_families_axes_come_before_missing_flags(composed):
+<<<<<<< HEAD
     *heads, asked = refusal([*composed, "--tensor_parallel_size", "3", "--sample_data_path", __file__])
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 2
     assert asked.startswith("--sample_data_path ")
     layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
+=======
+    *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
+    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
+    assert bits.startswith("--bits 4 needs --lora_enable True")
+    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--eval_data_split", "x"])
+>>>>>>> next
     assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
-    assert asked.startswith("--sample_data_path ")
+    assert asked.startswith("--eval_data_split ")
 
 
+@needs_extension("rl")
 def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
     lines = refusal(["--model_name_or_path", str(tmp_path), "--objective", "grpo"])
@@ -69,4 +88,10 @@ def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
 
 
 def test_flags_that_a_model_can_have_are_asked_for(composed):
+<<<<<<< HEAD
     assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
+=======
+    if if_there("rl", objective="grpo"):
+        assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
+    assert "needs --lora_enable True" in "\n".join(refusal([*composed, "--bits", "4"]))
+>>>>>>> next

@@ -123,7 +123,7 @@ def test_the_report_is_left_after_the_files_that_it_shows(tmp_path, capsys):
     session.stop.training = lambda limit, ranks: nullcontext()
     session.plan.output_dir, session.plan.args.data = tmp_path, SimpleNamespace(dataloader_num_workers=0)
     session.plan.args.training.max_run_time = session.objective = None
-    session.plan.steps.dataset = SimpleNamespace(is_streamed=False)
+    session.plan.steps.dataset = SimpleNamespace(is_whole=True)
 
     def write(rows: list) -> None:
         order.append((tmp_path / "report.html").exists())

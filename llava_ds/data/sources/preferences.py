@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+from llava_ds.config.arguments import every_objective
 from llava_ds.constants import DataError
 from llava_ds.data.sources.fields import field_of, keys_of
 from llava_ds.data.sources.options import EMPTY, QUESTIONS, REJECTED_IMAGES, Columns, short
@@ -77,9 +78,15 @@ def pair_problem(record: dict, columns: Columns) -> str | None:
     name = names[0] if names else "text"
     instead = f", or name it with --data_columns answer={name} (conversations={name}, if it has the question)"
     return (
-        f"has {short(record[name])} under {name!r}, of a pair of answers, which --objective dpo or reward learns; here "
-        "it would not be learned as an answer: put it at the end of the conversation" + (instead if names else "")
+        f"has {short(record[name])} under {name!r}, of a pair of answers, which {_learned_by()}; here it would not be "
+        "learned as an answer: put it at the end of the conversation" + (instead if names else "")
     )
+
+
+def _learned_by() -> str:
+    """The objectives that learn pairs, with their verb."""
+    names = [name for name, traits in every_objective().items() if traits.pairs]
+    return f"--objective {' or '.join(names)} learns" if names else "no objective learns"
 
 
 def margin_of(record: dict, columns: Columns) -> float:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
-from llava_ds.data.collate import Preferences
 from llava_ds.extensions.preference.flags import METRICS
 from llava_ds.extensions.preference.pairs import PairObjective
 from llava_ds.model.heads import LogProbs, sum_by_sample
@@ -82,7 +81,7 @@ class DPO(PairObjective):
         answers, lengths = map(self.mesh.complete, sum_by_sample(rows, batch))  # (A,) each
         pairs = len(answers) // 2  # a rank without pairs has one sample that counts for nothing
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
-        reference = batch.extra.get("preferences", Preferences()).reference
+        reference = batch.extra.get("reference")
         reference = torch.zeros_like(log_probs) if reference is None else reference.view(pairs, 2)
         losses = self.loss(log_probs, reference, lengths)  # (pairs,)
         counted = torch.ones_like(losses).detach()

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from llava_ds.config.arguments import trains_projector_only
 from llava_ds.config.bounds import Bounds, Rate
 from llava_ds.config.flags import flags_of
-from llava_ds.extensions.base import ExtensionFlags, ObjectiveTraits
+from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
@@ -39,6 +39,15 @@ METRICS = {
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
     """Flags of preferences."""
+
+    numbers: ClassVar = {
+        "rewards/accuracies": Number("Share of pairs whose chosen answer is ahead", "accuracy {:.1%}"),
+        "rewards/margins": Number("How far the chosen answer is ahead"),
+        "rewards/chosen": Number("Reward of chosen answers"),
+        "rewards/rejected": Number("Reward of rejected answers"),
+        "logps/chosen": Number("Log-probability of chosen answers"),
+        "logps/rejected": Number("Log-probability of rejected answers"),
+    }
 
     beta: Rate = _dpo(0.1, "dpo: how strongly the model is held to the reference model, which it begins as.")
     loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = _dpo(
@@ -72,7 +81,14 @@ class Flags(ExtensionFlags):
         """Both learn pairs of answers; a reward model scores answers and gives none."""
         if objective not in METRICS:
             return None
-        scores, needs = objective == "reward", {"whole_layers": "", "dense_mlps": "it is not tried with these experts"}
+        scores, needs = (
+            objective == "reward",
+            {
+                "whole_layers": "",
+                "known_samples": "pairs are encoded before",
+                "dense_mlps": "it is not tried with these experts",
+            },
+        )
         if scores:
             needs["whole_sample"] = "its answers are scored there"
         return ObjectiveTraits(one_answer=True, pairs=True, scores=scores, metrics=METRICS[objective], needs=needs)

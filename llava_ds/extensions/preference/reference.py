@@ -56,17 +56,21 @@ class Reference:
 def add_reference(
     reference: Reference, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks, mesh: Mesh
 ) -> str:
-    """Set dataset.reference, from the cache or computed now, and return a line about it. All ranks call it together."""
+    """Set the reference of the dataset's answers, from the cache or computed now, and return a line about it.
+
+    All ranks call it together.
+    """
     weights = weights_digest(getattr(reference.model, "module", reference.model), mesh)
     path = dataset.folder / cache_name(dataset.fingerprint, weights, reference, ranks.device)
     if all(gather(path.is_file(), ranks)):
-        dataset.reference = _read(path, dataset.num_records)
+        dataset.of_answers["reference"] = _read(path, dataset.num_records)
         return f"reference log-probabilities of {len(dataset):,} pairs: {path}"
     began = time.perf_counter()
-    dataset.reference = log_probs(reference.model, dataset, packing, num_workers, ranks.device, mesh)
+    found = log_probs(reference.model, dataset, packing, num_workers, ranks.device, mesh)
+    dataset.of_answers["reference"] = found
     if ranks.local_rank == 0:
         with write_errors(dataset.folder, "the reference log-probabilities"):
-            write_whole(path, partial(_write, dataset.reference), shared=True)
+            write_whole(path, partial(_write, found), shared=True)
     seconds = time.perf_counter() - began
     return f"reference log-probabilities of {len(dataset):,} pairs: computed in {seconds:.0f} s ({path})"
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from llava_ds.batch import Batch
-from llava_ds.data.collate import Preferences
 from llava_ds.extensions.preference.flags import METRICS
 from llava_ds.extensions.preference.pairs import PairObjective
 from llava_ds.model.value_head import Values, answer_ends, answer_lengths, last_targets
@@ -63,7 +62,7 @@ class Reward(PairObjective):
             scores = rows.double().view(pairs, 2)
             gaps = scores[:, :1] - scores[:, 1:]
             counted = torch.ones_like(gaps, dtype=torch.bool)
-        margins = batch.extra.get("preferences", Preferences()).margins
+        margins = batch.extra.get("margin")
         if margins is not None:
             gaps = gaps - margins[: 2 * pairs : 2, None]
         losses = self.loss(scores, gaps, counted)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from llava_ds.config.arguments import adapted_parts, trains_projector_only
 from llava_ds.config.bounds import Bounds, Count, NotNegative, Part, PartBelowOne, Positive, Rate
 from llava_ds.config.flags import flags_of
-from llava_ds.extensions.base import ExtensionFlags, ObjectiveTraits
+from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
@@ -111,13 +111,32 @@ class Flags(ExtensionFlags):
     vf_coef: Rate = _ppo(0.1, "ppo: weight of the critic's loss beside the actor's.")
     clip_reward_value: Positive = _ppo(5.0, "ppo: most that the reward of an answer counts, either way.")
 
+    numbers: ClassVar = {
+        "reward": Number("Reward of answers", "reward {:.3f}"),
+        "reward_std": Number("Spread of rewards among the answers to a prompt"),
+        "frac_reward_zero_std": Number("Share of prompts whose answers are all rewarded alike", "no signal {:.0%}"),
+        "completions/mean_length": Number("Length of answers, tokens", "length {:.1f}"),
+        "completions/clipped_ratio": Number("Share of answers that came to no end"),
+        "entropy": Number("Entropy of answers, per token", "entropy {:.2g}"),
+        "kl": Number("Distance from the reference model (KL), per token", "KL {:.2g}"),
+        "objective/kl": Number("Distance from the reference model (KL), per answer", "KL {:.2g}"),
+        "clip_ratio/region_mean": Number("Share of tokens whose ratio is clipped", "clipped {:.1%}"),
+        "policy/clipfrac_avg": Number("Share of tokens whose ratio is clipped", "clipped {:.1%}"),
+        "loss/value_avg": Number("Loss of the critic"),
+        "val/explained_variance": Number("Share of the returns' variance that the critic explains"),
+        "sampling_gap": Number("Log-probabilities when drawn and when trained: mean difference"),
+    }
     zeros: ClassVar = {"max_resample_times": "--dynamic_sample False tries no other prompt"}
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
         """Both draw their answers."""
         if objective not in ("grpo", "ppo"):
             return None
-        needs = {"whole_layers": "", "whole_sample": "its answers are scored there"}
+        needs = {
+            "whole_layers": "",
+            "known_samples": "prompts are encoded before",
+            "whole_sample": "its answers are scored there",
+        }
         needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
         needs["dense_mlps"] = "it is not tried with these experts"
         return ObjectiveTraits(one_answer=True, draws=True, second_model=objective == "ppo", needs=needs)
@@ -143,7 +162,6 @@ class Flags(ExtensionFlags):
         others = {
             "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
             "--steps_across_epochs": bool(training.steps_across_epochs),
-            "--stream": data.stream,
         }
         for flag, is_set in others.items():
             if is_set:

@@ -21,7 +21,12 @@ LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
 VALUE_HEAD = "value_head."  # in a file of its own, without this
 LLAVA_NEWLINE = "model.image_newline"
-CRITIC = "critic."  # of PPO, which no file of a model has
+PARTS = ("vision_tower", "projector", "newline", "language_model", "value_head")
+
+
+def is_of_child(name: str) -> bool:
+    """True for a parameter of a model that trains as another one's child, which no file of a model has."""
+    return name.partition(".")[0] not in PARTS
 
 
 def projector_to_llava(name: str, kind: str) -> str:

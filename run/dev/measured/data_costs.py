@@ -21,7 +21,6 @@ from llava_ds.data.encode import EncodingOptions
 from llava_ds.data.sample_order import SampleOrder, shards_in_order
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing
-from llava_ds.data.stream import streamed
 from llava_ds.geometry import ImageOptions
 from llava_ds.tiny import WEIGHTS_PATH
 from llava_ds.tokenizer import open_tokenizer
@@ -62,6 +61,8 @@ def preflight(num_records: int = 100_000, workers: int = 1, tokenizer: str = "",
         )
         started = time.perf_counter()
         if stream:
+            from llava_ds.extensions.streaming.streamed_dataset import streamed
+
             encoded = streamed(DataSpec.of(*given), partial(shards_in_order, seed=0, epoch=0), ALONE)
             marks = [time.perf_counter()]
             order = SampleOrder(len(encoded), 128, 0, "shards", encoded.lengths_for("shards"), shuffled_together=4)

@@ -317,7 +317,7 @@ def plan_as_rank(folder: Path, num_samples: int, packing: Packing, how: str, hea
     by = arrays["words" if how.startswith("modality") else "lengths"]
     order = SampleOrder(num_samples, packing.batch_size, 0, how, by, packing.micro_batch_size, 1, folder=folder)
     own = {name: arrays[name] for name in ("lengths", "num_targets")}
-    dataset = SimpleNamespace(**own, wait_for=lambda _: None, is_streamed=False)
+    dataset = SimpleNamespace(**own, wait_for=lambda _: None, is_whole=True)
     plan = StepPlan(dataset, order, packing, order.steps_per_epoch)
     with largest_anonymous() as largest:
         steps = plan.after(0)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.data.collate import Preferences
 from llava_ds.extensions.preference.dpo import DPO, PairLoss, sum_by_sample
 
 LOG_PROBS = torch.tensor([[-4.0, -6.0], [-9.0, -3.0]], dtype=torch.float64)
@@ -50,7 +49,7 @@ def batch(reference: torch.Tensor | None, samples: int) -> SimpleNamespace:
         cu_seqlens=torch.zeros(samples + 1),
         target_samples=torch.arange(samples).repeat_interleave(torch.arange(1, samples + 1)),
         sources=torch.arange(samples) // 2 % 2,
-        extra={} if reference is None else {"preferences": Preferences(reference)},
+        extra={} if reference is None else {"reference": reference},
     )
 
 
@@ -59,12 +58,12 @@ def test_a_micro_batch_gives_the_sum_over_its_pairs_and_trls_metrics():
     rows = torch.linspace(-2, -0.1, 10, dtype=torch.float64).requires_grad_()
     sums = torch.stack([part.sum() for part in rows.split([1, 2, 3, 4])]).view(2, 2)
     loss = PairLoss(beta=0.5)
-    wanted = loss(sums, made.extra["preferences"].reference.view(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    wanted = loss(sums, made.extra["reference"].view(2, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     found = DPO(loss, 2, 1).forward(lambda _, head: rows, made)
     assert found.loss_sum.item() == pytest.approx(wanted.sum().item(), rel=1e-12)
     assert found.by_source[0].tolist() == pytest.approx(wanted.tolist(), rel=1e-12)
     assert found.by_source[1].tolist() == [1.0, 1.0]
-    rewards = 0.5 * (sums - made.extra["preferences"].reference.view(2, 2))
+    rewards = 0.5 * (sums - made.extra["reference"].view(2, 2))
     assert found.metrics["rewards/chosen"].item() == pytest.approx(rewards[:, 0].sum().item(), rel=1e-12)
     assert found.metrics["rewards/accuracies"].item() == (rewards[:, 0] > rewards[:, 1]).sum().item()
     assert found.metrics["logps/rejected"].item() == pytest.approx(sums[:, 1].sum().item(), rel=1e-12)

@@ -145,14 +145,14 @@ def test_both_answers_share_the_tiles(tmp_path, tokenizer):
     batch = collate(list(pair.samples), dataset.image_options)
     assert len(batch.pixel_values) == 1 and len(batch.cu_seqlens) == 3
     assert dataset.lengths == [sum(len(sample.input_ids) for sample in pair.samples)]
-    assert "preferences" not in batch.extra
-    dataset.reference = np.array([[-1.5, -2.5]])
-    assert collate(list(dataset[0].samples), dataset.image_options).extra["preferences"].reference.tolist() == [
+    assert batch.extra == {}
+    dataset.of_answers["reference"] = np.array([[-1.5, -2.5]])
+    assert collate(list(dataset[0].samples), dataset.image_options).extra["reference"].tolist() == [
         -1.5,
         -2.5,
     ]
-    dataset.reference = np.array([[np.nan, np.nan]])
-    assert "reference model" in dataset[0].reason
+    dataset.of_answers["reference"] = np.array([[np.nan, np.nan]])
+    assert "the reference of its answers" in dataset[0].reason
 
 
 def test_only_the_last_answer_is_supervised(tmp_path, tokenizer):
@@ -188,7 +188,7 @@ def test_a_bad_record_is_left_out_with_the_reason(tmp_path, tokenizer, name):
 def test_a_margin_goes_with_the_chosen_answer(tmp_path, tokenizer):
     dataset = opened(tmp_path, [GOOD, {**GOOD, "margin": 2}], tokenizer)
     first, second = (collate(list(dataset[i].samples), dataset.image_options).extra for i in (0, 1))
-    assert first == {} and second["preferences"].margins.tolist() == [2.0, 0.0]
+    assert first == {} and second["margin"].tolist() == [2.0, 0.0]
 
 
 def test_conversations_are_no_preferences(tmp_path, tokenizer):

@@ -18,7 +18,6 @@ def refusal(*flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--stream", "--objective", "dpo"], "--objective dpo needs all samples before the first step"),
         (
             ["--loss_reduction", "micro_batch", "--objective", "dpo"],
             "is for --objective sft, which is dpo: leave",
@@ -27,9 +26,7 @@ def refusal(*flags: str) -> str:
         (["--objective", "reward", "--rpo_alpha", "1"], "--rpo_alpha belongs to --objective dpo, which is reward"),
         (["--objective", "reward"], "--objective reward needs --data_path with preferences"),
         (["--reward_loss", "tokens"], "--reward_loss belongs to --objective reward, which is sft"),
-        (["--objective", "reward", "--sample_steps", "1"], "--sample_steps can't be used with --objective reward"),
         (["--objective", "reward", "--tune_mm_mlp_adapter", "True"], "let the language model train, too"),
-        (["--objective", "reward", "--stream"], "--objective reward needs all samples before the first step"),
         (["--objective", "dpo", "--simpo_gamma", "1"], "--simpo_gamma has no effect with --loss_type sigmoid"),
         (
             ["--objective", "dpo", "--loss_type", "dapo"],

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.data.collate import Preferences
 from llava_ds.extensions.preference.reward import Reward, RewardLoss
 
 # Supervised tokens of two pairs; the answers of the first begin alike, the last two are equal.
@@ -23,7 +22,7 @@ def made(margins: torch.Tensor | None = None) -> SimpleNamespace:
         targets=torch.tensor([token for own in ANSWERS for token in own]),
         target_samples=torch.arange(4).repeat_interleave(torch.tensor([len(own) for own in ANSWERS])),
         sources=torch.tensor([0, 0, 1, 1]),
-        extra={"preferences": Preferences(margins=margins)},
+        extra={} if margins is None else {"margin": margins},
     )
 
 

@@ -120,7 +120,7 @@ def loop(folder: Path, pairs: list, coefficient: float = 0.0, kind: str = "last"
                 chosen, rejected = ([row[min(k, len(row) - 1)] for k in range(first, longest)] for row in rows)
             else:
                 chosen, rejected = [rows[0][-1]], [rows[1][-1]]
-            margin = pairs[indices[i]].chosen.margin
+            margin = pairs[indices[i]].chosen.extra.get("margin", 0.0)
             gaps = torch.stack(chosen) - torch.stack(rejected) - margin
             each.append(-F.logsigmoid(gaps).mean() + coefficient * (scores[-1][0] + scores[-1][1]) ** 2)
         loss = torch.stack(each).mean()

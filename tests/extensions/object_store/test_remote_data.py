@@ -14,8 +14,9 @@ import yaml
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.dataset import BrokenSample
-from llava_ds.data.sources import SourceOptions, open_sources, read_samples
-from llava_ds.files import object_store, urls
+from llava_ds.data.sources import SourceOptions, open_sources, read_samples, to_sample
+from llava_ds.extensions.object_store import store as object_store
+from llava_ds.extensions.object_store.flags import configure
 
 KINDS = "titti"
 
@@ -116,13 +117,13 @@ def test_a_replaced_image_is_other_data(given, tmp_path, tokenizer):
 
 def test_a_store_that_fails_in_training_costs_a_sample(given, tmp_path, tokenizer, monkeypatch):
     data = toys.encoded(**remote(given), tokenizer=tokenizer, cache_dir=tmp_path / "c")
-    urls.configure(tmp_path / "other", 10**9, allow_http=False)
+    configure(tmp_path / "other", 10**9, allow_http=False)
     stores.state("failures").write_text(str(object_store.TRIES))
     broken = data[1]
     assert isinstance(broken, BrokenSample) and "the store failed 6 times" in broken.reason
     assert not isinstance(data[1], BrokenSample), "the store works again"
     (Path(given["image_folder"]) / "4.png").unlink()
-    urls.configure(tmp_path / "third", 10**9, allow_http=False)
+    configure(tmp_path / "third", 10**9, allow_http=False)
     assert isinstance(data[4], BrokenSample) and "there is no such object" in data[4].reason
 
 
@@ -146,3 +147,16 @@ def test_sources_that_can_t_be_read_are_named(given, tmp_path, monkeypatch):
         DataError, match=r"the store failed 6 times, the last time with TimeoutError: 503.*the store has"
     ):
         open_sources(remote(given)["data_path"], options)
+
+
+def test_folders_have_splits(tmp_path, monkeypatch):
+    folder = stores.prepare(tmp_path, monkeypatch) / "d"
+    (folder / "data").mkdir(parents=True)
+    for split in ("train", "testmini"):
+        record = {"question": "Which file?", "answer": split}
+        (folder / "data" / f"{split}.jsonl").write_text(json.dumps(record) + "\n")
+    url = stores.url_of(folder)
+    with pytest.raises(ConfigError, match=r"'train' \(data/train.jsonl\) and 'testmini' \(data/testmini.jsonl\)"):
+        open_sources(url, SourceOptions(cache_dir=str(tmp_path / "c")))
+    [source] = open_sources(url, SourceOptions(split="testmini", cache_dir=str(tmp_path / "c")))
+    assert [to_sample(record.text, source, 0).messages[1].text for record in source.read()] == ["testmini"]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import DEEPSPEED, ROOT, losses
+from launching import DEEPSPEED, losses
 from signalled import Started
 
 from llava_ds.runtime.launchers import free_port
 
 pytestmark = pytest.mark.faults
 
-SPEC = importlib.util.spec_from_file_location("stream_runs", ROOT / "tests" / "distributed" / "test_stream.py")
+SPEC = importlib.util.spec_from_file_location("stream_runs", Path(__file__).parent / "test_stream_on_ranks.py")
 runs = sys.modules.setdefault(SPEC.name, importlib.util.module_from_spec(SPEC))
 SPEC.loader.exec_module(runs)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import toys
-from launching import ROOT, command_line, ds_config, environment, launch, losses, toy_run
+from launching import command_line, ds_config, environment, launch, losses, toy_run
 
 from llava_ds.runtime.launchers import free_port
 
-WORKER = ROOT / "tests" / "workers" / "streaming.py"
+WORKER = Path(__file__).parent / "streaming_worker.py"
 SHARD = 16  # records
 
 

@@ -11,10 +11,13 @@ import time
 from pathlib import Path
 
 import torch
-from run_many import leave_no_model, load_train
 
 from llava_ds.data import shards
 from llava_ds.runtime.command import exit_with
+
+sys.path.append(str(Path(__file__).parents[2] / "workers"))
+
+from run_many import leave_no_model, load_train
 
 
 def hold_up(gate: Path) -> None:

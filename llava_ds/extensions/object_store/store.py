@@ -18,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, FileChanged
-from llava_ds.files.object_cache import ObjectCache
+from llava_ds.extensions.object_store.flags import ALLOW_HTTP, FOLDER, MAX_BYTES
+from llava_ds.extensions.object_store.object_cache import ObjectCache
 from llava_ds.files.sized_file import SizedFile
-from llava_ds.files.urls import ALLOW_HTTP, FOLDER, HTTP, MAX_BYTES, URL, is_remote
+from llava_ds.files.urls import HTTP, URL, is_remote
 
 BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block
 TRIES, FIRST_WAIT_S, MOST_WAIT_S = 6, 0.5, 8.0  # some 16 s in all
@@ -39,6 +41,11 @@ class Identity(NamedTuple):
 
     num_bytes: int
     mark: str
+
+
+def problem_with(url: str, args: Arguments) -> str | None:
+    """The reason why a URL of a flag can't be read from, to follow it in a message."""
+    return url_problem(url, args.own["object_store"].allow_http)
 
 
 def url_problem(url: str, allow_http: bool) -> str | None:

@@ -5,19 +5,8 @@ Source: transformers' Trainer and its EarlyStoppingCallback.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 from llava_ds.constants import DataError
-
-
-class BestCheckpoint(NamedTuple):
-    """The checkpoint with the best evaluation. metric: by the name that the flag gave."""
-
-    path: Path
-    step: int
-    metric: str
-    value: float
 
 
 @dataclass(frozen=True)

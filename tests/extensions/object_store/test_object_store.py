@@ -8,9 +8,9 @@ import pytest
 import stores
 
 from llava_ds.constants import ConfigError, FileChanged
-from llava_ds.files import object_store
-from llava_ds.files.object_cache import PAGE, ObjectCache
-from llava_ds.files.object_store import RemoteFile, identity_of, url_problem
+from llava_ds.extensions.object_store import store as object_store
+from llava_ds.extensions.object_store.object_cache import PAGE, ObjectCache
+from llava_ds.extensions.object_store.store import RemoteFile, identity_of, url_problem
 from llava_ds.files.places import files_in, inside, is_file, is_folder, join, matching, open_data, relative_to
 from llava_ds.files.reading import blocks_digest, stamp_of
 

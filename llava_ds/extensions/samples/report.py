@@ -1,23 +1,29 @@
 """The sample questions of a run, with their images and how the answers changed."""
 
-import base64
-import dataclasses
-import io
 import itertools
 import re
 from pathlib import Path
 
-from PIL import Image
-
-from llava_ds.constants import IMAGE_TOKEN, DataError
-from llava_ds.data.images.decode import load_image
-from llava_ds.data.sample import FileRef
+from llava_ds.constants import IMAGE_TOKEN
+from llava_ds.extensions.base import ReportPart
 from llava_ds.tracking.blocks import Block, note, styled
+from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import is_number
+from llava_ds.tracking.shown_images import shown_image, spread
 from llava_ds.tracking.wording import duration
 
 MOST_QUESTIONS, MOST_ANSWERS = 24, 12
-IMAGE_SIDE = 320  # pixels of the longer side
+
+
+class Report(ReportPart):
+    """The answers to the sample questions."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self.blocks = run.blocks_of("samples.jsonl", sampled_answers)
+
+    def sections(self) -> dict[str, list[Block]]:
+        """Cards of the questions."""
+        return {"Answers while training": self.blocks}
 
 
 def sampled_answers(rows: list[dict], output_dir: Path) -> list[Block]:
@@ -63,16 +69,6 @@ def _answer_line(first: int, last: int, answer: str, reference: object) -> tuple
     return steps, styled(answer, "same") if same else answer
 
 
-def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
-    """An image as an address that holds it, or the problem of reading it. place: of EncodedDataset.images_of."""
-    try:
-        ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
-        image = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))
-        return {"uri": data_uri(image, IMAGE_SIDE, "JPEG"), "problem": None}
-    except (DataError, TypeError) as error:
-        return {"uri": None, "problem": str(error)}
-
-
 def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
     """Join equal neighbours: (first step, last step, answer)."""
     found = []
@@ -80,19 +76,3 @@ def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
         steps = [row["step"] for row in same]
         found.append((steps[0], steps[-1], answer))
     return found
-
-
-def spread(rows: list, most: int) -> list:
-    """Choose at most so many rows, evenly, the first and the last included."""
-    if len(rows) <= most:
-        return rows
-    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
-
-
-def data_uri(image: Image.Image, side: int, form: str = "PNG") -> str:
-    """An image as an address that holds it, no side longer than so many pixels."""
-    image = image.copy()
-    image.thumbnail((side, side))
-    stream = io.BytesIO()
-    image.save(stream, form)
-    return f"data:image/{form.lower()};base64," + base64.b64encode(stream.getvalue()).decode()

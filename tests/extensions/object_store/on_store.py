@@ -1,10 +1,10 @@
-"""Runs that leave no model and whose data are in the store of tests/helpers/stores.py; the argument lists them."""
+"""Runs that leave no model and whose data are in the store of stores.py; the argument lists them."""
 
 import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path += [str(Path(__file__).parents[2] / name) for name in ("helpers", "workers")]
 
 import stores
 import torch

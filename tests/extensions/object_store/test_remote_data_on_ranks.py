@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import stores
 import toys
-from launching import ROOT, command_line, ds_config, launch, losses, toy_run
+from launching import command_line, ds_config, launch, losses, toy_run
 
 # The store's cases are tested in one process in tests/files and tests/data; here it meets ranks and loader workers.
 pytestmark = pytest.mark.full
 
-WORKER = ROOT / "tests" / "workers" / "on_store.py"
+WORKER = Path(__file__).parent / "on_store.py"
 STEPS = 6
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import toys
 from ready_models import write_ready
 
@@ -20,7 +21,7 @@ from llava_ds.data.dataset import ALONE, BrokenSample, DataSpec, PreflightOption
 from llava_ds.data.sample_order import SampleOrder, by_shards, shards_in_order
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing, StepPlan
-from llava_ds.data.stream import StreamedDataset, streamed
+from llava_ds.extensions.streaming.streamed_dataset import StreamedDataset, streamed
 from llava_ds.model.plan import read_parts
 
 SIZE, NUMBER, BAD = 8, 44, (3, 17, 40)  # records of a shard, all records, and those that are rejected
@@ -229,3 +230,22 @@ def test_videos_of_a_ready_model_are_streamed(tmp_path):
         assert [layout.is_video for _, layout in one.media] == [layout.is_video for _, layout in other.media]
         assert all(mine.equal(theirs) for (mine, _), (theirs, _) in zip(one.media, other.media))
     assert [layout.is_video for _, layout in data[1].media] == [True]
+
+
+def test_answers_of_several_weights_are_weighed_as_in_the_whole_data_set(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_RECORDS", 4)
+    files = toys.write_data(tmp_path / "data", "tttttt")
+    path = Path(files["data_path"])
+    records = json.loads(path.read_text())
+    for record in records[::2]:
+        record["conversations"][-1]["weight"] = 0.5
+    path.write_text(json.dumps(records))
+    sources = open_sources(str(path), SourceOptions(image_folder=files["image_folder"], cache_dir=str(tmp_path)))
+    options = PreflightOptions(cache_dir=str(tmp_path / "streamed"), num_workers=1)
+    spec = DataSpec.of(sources, tokenizer, toys.encoding_options(), toys.image_options(), options)
+    spec.encode(1)
+    found, whole = StreamedDataset(spec, 1, len(records)), spec.open(ALONE)
+    weights = [found[i].weights for i in range(len(records))]
+    assert [each is None for each in weights] == [whole[i].weights is None for i in range(len(records))]
+    assert all(each is None or torch.equal(each, whole[i].weights) for i, each in enumerate(weights))
+    assert any(each is not None for each in weights)

@@ -7,6 +7,7 @@ is whole from the start.
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ from llava_ds.data.encoded_rows import media_of_text
 from llava_ds.data.fingerprint import box_parts, digest_of, options_part, options_that_matter, video_parts
 from llava_ds.data.sample_order import shards_in_order
 from llava_ds.data.seen_files import changed_files
+from llava_ds.data.step_plan import pack_of
 from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_first, printable
 from llava_ds.runtime.waiting import note_progress
 
@@ -57,7 +59,8 @@ class StreamedDataset(EncodedDataset):
     ) -> None:
         self._spec, self._number, self._num_records, self._beside = spec, number, num_records, beside
         self.sources, self.descriptions, self.image_options = spec.names, spec.descriptions, spec.image_options
-        self.are_pairs, self.reference = False, None
+        self.are_pairs, self.of_answers = False, {}
+        self.drawn = "shards", 1
         # Of a generation that was made anew, because images had changed, a run can't be resumed.
         used = options_that_matter(spec.image_options, videos=True)
         parts = ["stream", str(number), *spec.common, options_part(used), *box_parts(used), *video_parts(used)]
@@ -73,8 +76,8 @@ class StreamedDataset(EncodedDataset):
         self._known: set[int] = set()  # shards whose lengths are in it
 
     @property
-    def is_streamed(self) -> bool:
-        return True
+    def is_whole(self) -> bool:
+        return False
 
     @property
     def rows(self) -> Sequence[int]:
@@ -148,6 +151,13 @@ class StreamedDataset(EncodedDataset):
             return part
 
         return part(slice(held_out, None)), part(slice(held_out))
+
+    def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
+        known = np.flatnonzero(self._lengths)
+        lengths = self._lengths[known]
+        if num_tokens is not None:
+            return known[pack_of(lengths, max(int(lengths.max()), num_tokens))].tolist()
+        return np.resize(known[np.argsort(-lengths, kind="stable")[:size]], size).tolist()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -244,6 +254,7 @@ def open_streamed(
     """Open the training data that the flags name, as streamed has it, and compare them. All ranks call it together."""
     spec = data_spec(args, tokenizer, image_options, refuse_bad=False, ranks=ranks)
     dataset = streamed(spec, partial(_order_of_shards, args), ranks)
+    dataset.drawn = "shards", math.ceil(args.own["streaming"].shuffle_buffer_size / shards.SHARD_RECORDS)
     check_same_data(dataset.fingerprint, ranks)
     return dataset
 
@@ -290,8 +301,9 @@ def _order_of_shards(args: Arguments, number: int) -> list[int]:
     data, training = args.data, args.training
     seed = training.seed if training.data_seed is None else training.data_seed
     order = shards_in_order(number, seed, epoch=0).tolist() if data.shuffle else list(range(number))
-    # Sample questions are taken from the first shard before training.
-    first = [0] if training.sample_steps and not (data.sample_data_path or data.eval_data_path) else []
+    # What takes samples of the training data does it before training.
+    takes = any(flags.takes_samples and not flags.data_path for flags in args.own.values())
+    first = [0] if takes and not data.eval_data_path else []
     return list(dict.fromkeys([*first, *order]))
 
 

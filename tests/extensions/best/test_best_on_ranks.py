@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from llava_ds.checkpoint.commit import checkpoints
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.best.rule import BestRule
 from llava_ds.files.jsonl import read_metrics
-from llava_ds.tracking.best_rule import BestRule
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from llava_ds.files import object_store, urls
+from llava_ds.extensions.object_store import flags
+from llava_ds.extensions.object_store import store as object_store
 
 PROTOCOL = "toystore"
 
@@ -51,7 +52,7 @@ def prepare(folder: Path, monkeypatch) -> Path:
     for name in ("CACHE", "CACHE_BYTES", "HTTP"):  # restored at the end
         monkeypatch.setenv(f"LLAVA_DS_OBJECT_{name}", "0")
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
-    urls.configure(folder / "cache" / "objects", 10**9, allow_http=False)
+    flags.configure(folder / "cache" / "objects", 10**9, allow_http=False)
     return folder / "store"
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerControl, Trainer
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.tracking.best_rule import BestRule, best_rule
-from llava_ds.train.best import Best, check_best, check_metric
+from llava_ds.extensions.best.extension import Best, complete
+from llava_ds.extensions.best.rule import BestRule, best_rule
+from llava_ds.train.evals import Asked
 
 
 def rows_of(values: list[float], name: str = "loss") -> list[dict]:
@@ -101,10 +103,8 @@ def test_evaluations_of_an_earlier_start_that_measured_something_else_are_passed
 )
 def test_a_number_that_no_evaluation_has_is_refused_before_the_run(tmp_path, flags, sources, tasks, known):
     args = arguments(tmp_path, eval_fraction=0.3, eval_steps=2, **flags)
-    eval_set = sources and SimpleNamespace(sources=sources)
-    with pytest.raises(ConfigError, match=f"is no number of this run's evaluations: give one of {known}$"):
-        check_metric(args, eval_set, tasks)
-    check_metric(args.replaced(metric_for_best_model=f"eval_{known.split(', ')[-1]}"), eval_set, tasks)
+    assert refused(args, sources, tasks).endswith(f"is no number of this run's evaluations: give one of {known}")
+    assert not refused(args.replaced(metric_for_best_model=f"eval_{known.split(', ')[-1]}"), sources, tasks)
 
 
 @needs_extension("preference")
@@ -112,9 +112,8 @@ def test_a_number_that_no_evaluation_has_is_refused_before_the_run(tmp_path, fla
 def test_every_number_of_pairs_can_be_the_one(tmp_path, objective):
     args = arguments(tmp_path, eval_fraction=0.3, eval_steps=2, objective=objective)
     for name in args.traits.metrics:
-        check_metric(args.replaced(metric_for_best_model=name), SimpleNamespace(sources=["a"]), ())
-    with pytest.raises(ConfigError, match="is no number of this run's evaluations"):
-        check_metric(args.replaced(metric_for_best_model="rewards/all"), SimpleNamespace(sources=["a"]), ())
+        assert not refused(args.replaced(metric_for_best_model=name))
+    assert "is no number of this run's evaluations" in refused(args.replaced(metric_for_best_model="rewards/all"))
 
 
 def test_only_checkpoints_that_are_there_can_be_the_best(tmp_path):
@@ -132,19 +131,26 @@ def arguments(tmp_path, **flags):
     return parse_arguments([token for name, value in wanted.items() for token in (f"--{name}", str(value))])[0]
 
 
+def refused(args, sources=("a",), tasks=()) -> str:
+    """What is said against a run of 100 steps."""
+    evals = SimpleNamespace(eval_set=sources and SimpleNamespace(sources=sources))
+    own = {"benchmarks": Asked(None, tasks)}
+    try:
+        complete(SimpleNamespace(args=args, evals=evals, steps=SimpleNamespace(num_steps=100), own=own), None)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def test_a_checkpoint_without_an_evaluation_could_not_be_the_best(tmp_path):
     evals = {"eval_fraction": 0.3, "load_best_model_at_end": True}
     args = arguments(tmp_path, **evals, save_steps=50, eval_steps=20)
-    with pytest.raises(
-        ConfigError, match=r"the 50 steps between checkpoints are no multiple of the 20 .* give --save_steps 60"
-    ):
-        check_best(args, 20)
-    by_epoch = arguments(tmp_path, **evals, save_strategy="epoch", eval_steps=30).replaced(save_steps=50)
-    with pytest.raises(ConfigError, match="give --eval_strategy epoch"):
-        check_best(by_epoch, 30)
-    with pytest.raises(ConfigError, match="there is one alone, at the end: give --eval_steps"):
-        check_best(args, None)
-    check_best(args, 25)
+    needed = r"the 50 steps between checkpoints are no multiple of the 20 .* give --save_steps 60"
+    assert re.search(needed, refused(args))
+    by_epoch = args.replaced(save_strategy="epoch", eval_steps=30)
+    assert "give --eval_strategy epoch" in refused(by_epoch)
+    assert "there is one alone, at the end: give --eval_steps" in refused(args.replaced(eval_steps=None))
+    assert not refused(args.replaced(eval_steps=25))
 
 
 @pytest.mark.parametrize(

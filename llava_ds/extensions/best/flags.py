@@ -1,0 +1,64 @@
+"""The flags of the best evaluation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llava_ds.config.bounds import Count, Rate
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_, _best = flags_of("best")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flags of the best evaluation."""
+
+    zeros: ClassVar = {"early_stopping_patience": "leave it out to train to the end"}
+
+    metric_for_best_model: str | None = _best(
+        None,
+        "The number of an evaluation by which the best one is found: eval_loss, eval_loss/NAME of one data source, a "
+        "name of --eval_tasks, or another in evals.jsonl. The checkpoint with the best is never deleted by "
+        "--save_total_limit. Absent: eval_loss, where --load_best_model_at_end or --early_stopping_patience is given.",
+    )
+    greater_is_better: bool | None = _best(
+        None, "Whether the best is the largest. Absent: unless the name is of a loss."
+    )
+    load_best_model_at_end: bool = _best(
+        False, "Export the model of the checkpoint with the best evaluation, in place of the last step's."
+    )
+    early_stopping_patience: Count | None = _best(
+        None, "End the run after so many evaluations in a row without a better one. Absent: never."
+    )
+    early_stopping_threshold: Rate = _best(
+        0.0, "By how much an evaluation has to be better than the best so far, to count for --early_stopping_patience."
+    )
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """The best is one of several evaluations, and going back to it needs its checkpoint."""
+        training = args.training
+        wanted = {
+            "--load_best_model_at_end True": self.load_best_model_at_end,
+            f"--early_stopping_patience {self.early_stopping_patience}": self.early_stopping_patience is not None,
+            f"--metric_for_best_model {self.metric_for_best_model}": self.metric_for_best_model is not None,
+        }
+        given = [flag for flag, is_set in wanted.items() if is_set]
+        if given and not args.evaluates:
+            yield f"{given[0]} needs eval samples: give --eval_data_path, --eval_fraction or --eval_tasks, too"
+        if self.load_best_model_at_end and (training.save_strategy == "no" or training.save_only_model):
+            flag = "--save_only_model True" if training.save_only_model else "--save_strategy no"
+            yield f"--load_best_model_at_end True goes back to a checkpoint, and {flag} saves none to go back to"
+        if self.greater_is_better is not None and not given:
+            yield (
+                "--greater_is_better has no effect without --load_best_model_at_end or --early_stopping_patience: "
+                "leave it out"
+            )
+        if self.early_stopping_threshold and self.early_stopping_patience is None:
+            yield (
+                "--early_stopping_threshold has no effect without --early_stopping_patience: give that, or leave it out"
+            )

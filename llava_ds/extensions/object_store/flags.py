@@ -1,0 +1,60 @@
+"""The flags of object stores."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llava_ds.config.bounds import Positive
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_, _store = flags_of("object_store")
+
+# The settings, which are for every process of a run, started by whichever library: a child inherits its environment.
+FOLDER, MAX_BYTES, ALLOW_HTTP = (f"LLAVA_DS_OBJECT_{name}" for name in ("CACHE", "CACHE_BYTES", "HTTP"))
+
+
+def configure(folder: str | os.PathLike, max_bytes: int, allow_http: bool) -> None:
+    """Set the cache, and whether web servers may be read, for this process and those that it starts."""
+    os.environ[FOLDER] = str(Path(folder).expanduser().absolute())
+    os.environ[MAX_BYTES] = str(max_bytes)
+    os.environ[ALLOW_HTTP] = "1" if allow_http else "0"
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flags of object stores."""
+
+    allow_http: bool = _store(
+        False, "Let --data_path, --image_folder and --video_folder be on web servers (http://, https://)."
+    )
+    object_cache_dir: str | None = _store(
+        None,
+        "Folder in which objects/ has what is fetched from object stores, such as on a local disk of every machine. "
+        "Absent: --cache_dir.",
+        path="output",
+    )
+    object_cache_gb: Positive = _store(
+        100.0,
+        "Bound of objects/ in GB: beyond it what was not used for longest is removed.",
+        per_machine=True,
+    )
+
+    def prepare(self, args: "Arguments") -> None:
+        """Set what reads a URL wherever one is met, also in a mixture's file."""
+        folder = self.object_cache_dir or args.data.cache_dir
+        configure(f"{folder}/objects", int(self.object_cache_gb * 10**9), self.allow_http)
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """There is nothing to fetch without data."""
+        for name in ("allow_http", "object_cache_dir"):
+            if name in args.given and args.data.data_path is None:
+                yield (
+                    f"--{name} {getattr(self, name)} goes with --data_path: the generated scenes need none, give that, "
+                    "or leave it out"
+                )

@@ -1,0 +1,138 @@
+# B questions, V vocabulary
+"""Questions of a model in training, which are what samples are up to their first answer, and greedy answers to them."""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.batch import Batch
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.dataset import BrokenSample, EncodedDataset
+from llava_ds.data.end_markers import end_markers
+from llava_ds.data.templates import TEMPLATES
+from llava_ds.engine.runner import Runner
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.heads import Logits
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.runtime.waiting import queuing, waiting
+
+
+@dataclass(frozen=True)
+class SampleQuestion:
+    """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
+    images: where they lie, for a person to look at (EncodedDataset.images_of)."""
+
+    index: int
+    id: str
+    question: str
+    images: list[str | dict[str, object]]
+    reference: str
+    sample: LoadedSample
+
+
+def prompts_of(
+    dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[SampleQuestion]:
+    """Take the first samples of a data set that have an answer and whose images can be shown, at most `number`.
+
+    Those with images come first: they tell more about a model that sees.
+    """
+    found: list[SampleQuestion] = []
+    for index in itertools.chain(dataset.positions(images=True), dataset.positions(images=False)):
+        if len(found) == number:
+            break
+        sample = dataset[index]
+        if isinstance(sample, BrokenSample):
+            continue
+        sample = sample.samples[0]
+        supervised = (sample.labels != IGNORE_INDEX).nonzero()[:, 0].tolist()
+        if not supervised or supervised[0] == 0:
+            continue
+        begin = supervised[0]
+        after = (sample.labels[begin:] == IGNORE_INDEX).nonzero()[:, 0].tolist()
+        end = begin + after[0] if after else len(sample.labels)
+        shown = _shown_before(sample, begin)
+        row = dataset.row(int(dataset.rows[index]))
+        ids = sample.input_ids[:begin]
+        question = tokenizer.decode(ids[ids != IMAGE_TOKEN_INDEX], skip_special_tokens=True)
+        found.append(
+            SampleQuestion(
+                index=index,
+                id=str(row["id"]),
+                question=question.replace(TEMPLATES[template].system, "", 1).strip(),
+                images=dataset.images_of(index)[: len(shown)],
+                reference=tokenizer.decode(sample.input_ids[begin:end], skip_special_tokens=True).strip(),
+                sample=LoadedSample(ids, torch.full_like(ids, IGNORE_INDEX), shown),
+            )
+        )
+    return found
+
+
+def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
+    """Return the images of a sample whose places all lie before a position."""
+    room, shown = int((sample.input_ids[:position] == IMAGE_TOKEN_INDEX).sum()), []
+    for tiles, layout in sample.media:
+        room -= layout.num_tokens
+        if room < 0:
+            break
+        shown.append((tiles, layout))
+    return shown
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Greedy decoding. images: the layout of images; max_length: the length at which training cuts samples, beyond
+    which a language model may have no positions."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template: str
+    images: ImageOptions
+    max_new_tokens: int
+    max_length: int
+
+
+@torch.no_grad()
+def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ranks) -> list[str]:
+    """Return the greedy answer to each prompt, by the engine as it trains, at any ZeRO stage.
+
+    All ranks call it together and compute all of it, for at ZeRO-3 no rank can compute alone. The whole sequence is
+    computed again for every token, which a few short answers can afford: no cache has to fit the language model.
+    """
+    engine = runner.engine
+    engine.eval()
+    ends = set(end_markers(decoding.template, decoding.tokenizer))
+    decoded: list[list[int]] = [[] for _ in prompts]
+    going = list(range(len(prompts)))
+    while going:
+        batch = collate([_continued(prompts[i].sample, decoded[i]) for i in going], decoding.images)
+        with waiting("the questions on their way to the device"):
+            batch = batch.to(ranks.device)
+        with queuing():
+            logits = runner.forward(engine, batch, _next_logits)  # (B, V)
+        chosen = batch.cu_seqlens[1:].long() if logits is None else logits.argmax(-1)
+        if ranks.world_size > 1:  # the same on every rank, on whatever hardware
+            torch.distributed.broadcast(chosen, src=ranks.world_size - 1)
+        with waiting("the next token"):
+            tokens = chosen.tolist()
+        for i, token in zip(list(going), tokens):
+            if token in ends:
+                going.remove(i)
+                continue
+            decoded[i].append(token)
+            if len(decoded[i]) == min(decoding.max_new_tokens, decoding.max_length - len(prompts[i].sample.input_ids)):
+                going.remove(i)
+    engine.train()
+    return [decoding.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in decoded]
+
+
+def _next_logits(engine, batch: Batch) -> torch.Tensor:
+    return engine(batch, Logits(batch.cu_seqlens[1:].long() - 1))
+
+
+def _continued(sample: LoadedSample, decoded: list[int]) -> LoadedSample:
+    ids = torch.cat([sample.input_ids, torch.tensor(decoded, dtype=torch.int64)])
+    return dataclasses.replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE_INDEX))

@@ -1,0 +1,1 @@
+"""Training while the data are being encoded."""

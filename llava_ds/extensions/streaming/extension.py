@@ -1,0 +1,40 @@
+"""A run that trains while its data are encoded: how they are opened, and the books that it closes at its end."""
+
+from llava_ds.data.file_slices import write_errors
+from llava_ds.data.seen_files import write_data_files
+from llava_ds.extensions.base import Extension, Hook, Phase
+from llava_ds.extensions.streaming.streamed_dataset import StreamedDataset, open_streamed
+from llava_ds.files.jsonl import RowLog, rows_of
+from llava_ds.runtime.ranks import broadcast_from_first, print_first
+from llava_ds.tracking.run_record import complete_run_record, data_record
+
+
+class Books(Hook):
+    """Writes of the data, at the end, what a run does at its start that has checked all of it: skipped.jsonl, the data
+    in run.json, and the list of files."""
+
+    def close(self) -> None:
+        """Wait for the encoding to end, and write; once skipped.jsonl is whole, and before the report."""
+        session, plan = self.session, self.session.plan
+        if session.state.stops:
+            return
+        whole, dataset = plan.steps.dataset.encoded(session.ranks)
+        held_out = plan.evals.eval_set
+        if isinstance(held_out, StreamedDataset):
+            _, held_out = held_out.encoded(session.ranks)
+
+        def write() -> None:
+            rejections, path = list(whole.rejections()), plan.output_dir / "skipped.jsonl"
+            rejected = {(row["file"], row["index"]) for row in rejections}
+            # Those that training met have a line with a step, which gives way.
+            broken = [row for row in rows_of(path) if (row["file"], row["index"]) not in rejected]
+            RowLog(path, [*rejections, *broken])
+            with write_errors(plan.output_dir, "what the run is", "--output_dir"):
+                complete_run_record(plan.output_dir, data_record(plan.args, dataset, held_out))
+                write_data_files(plan.output_dir, whole.table)
+
+        broadcast_from_first(session.ranks, write)
+        print_first(*dataset.summary())
+
+
+extension = Extension(open_data=open_streamed, hooks=((Phase.LOG, Books),))

@@ -1,0 +1,45 @@
+"""The flags of training while the data are encoded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llava_ds.config.bounds import Count
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_streaming, _ = flags_of("streaming")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flags of training while the data are encoded."""
+
+    stream: bool = _streaming(
+        False,
+        "Begin to train when the first records are checked and encoded, and encode the rest meanwhile. The order is "
+        "drawn over records, bad ones included, whose places in a step stay empty: it is the same whether the encoding "
+        "is whole or not, and another one than without --stream.",
+    )
+    shuffle_buffer_size: Count = _streaming(
+        16_384,
+        "With --stream: records that are shuffled together, in whole shards of 4,096 from random places of the data. "
+        "Training begins when so many are encoded.",
+    )
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Training begins when some samples are known."""
+        return ("known_samples",) if self.stream else ()
+
+    def asked_by(self) -> str:
+        """The flag that all of it belongs to."""
+        return "--stream True"
+
+    def problems(self, args: "Arguments") -> Iterator[str]:
+        """--shuffle_buffer_size alone shuffles nothing."""
+        if not self.stream:
+            yield "--shuffle_buffer_size belongs to --stream True: give that, or leave it out"

@@ -1,0 +1,40 @@
+"""Images of questions on a page."""
+
+import base64
+import dataclasses
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from llava_ds.constants import DataError
+from llava_ds.data.images.decode import load_image
+from llava_ds.data.sample import FileRef
+
+IMAGE_SIDE = 320  # pixels of the longer side
+
+
+def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
+    """An image as an address that holds it, or the problem of reading it. place: of EncodedDataset.images_of."""
+    try:
+        ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
+        image = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))
+        return {"uri": data_uri(image, IMAGE_SIDE, "JPEG"), "problem": None}
+    except (DataError, TypeError) as error:
+        return {"uri": None, "problem": str(error)}
+
+
+def spread(rows: list, most: int) -> list:
+    """Choose at most so many rows, evenly, the first and the last included."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
+
+
+def data_uri(image: Image.Image, side: int, form: str = "PNG") -> str:
+    """An image as an address that holds it, no side longer than so many pixels."""
+    image = image.copy()
+    image.thumbnail((side, side))
+    stream = io.BytesIO()
+    image.save(stream, form)
+    return f"data:image/{form.lower()};base64," + base64.b64encode(stream.getvalue()).decode()
