@@ -34,17 +34,10 @@ def refusal(argv: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "begins", "end"),
     [
-<<<<<<< HEAD
-        ("--objective grpo", "--objective grpo: ", "which trains on answers alone so far: give sft"),
-        ("--objective ppo --num_generations 1", "--objective ppo: ", "which trains on answers alone so far: give sft"),
-=======
         pytest.param(
             *("--objective ppo --num_generations 1", "--objective ppo: ", "trains on answers alone so far: give sft"),
             marks=needs_extension("rl"),
         ),
-        ("--bits 4", "--bits 4: ", "whose weights can't be quantized so far: give 16"),
-        ("--bits 8 --quant_type fp4", "--bits 8: ", "whose weights can't be quantized so far: give 16"),
->>>>>>> next
         (
             "--tensor_parallel_size 2 --eval_data_split x",
             "--tensor_parallel_size 2: ",
@@ -65,17 +58,10 @@ def test_every_reason_that_can_not_be_helped_is_given(ready):
 
 
 def test_a_families_axes_come_before_missing_flags(composed):
-<<<<<<< HEAD
-    *heads, asked = refusal([*composed, "--tensor_parallel_size", "3", "--sample_data_path", __file__])
+    *heads, asked = refusal([*composed, "--tensor_parallel_size", "3", "--eval_data_split", "x"])
     assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 2
-    assert asked.startswith("--sample_data_path ")
-    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--sample_data_path", __file__])
-=======
-    *heads, bits = refusal([*composed, "--tensor_parallel_size", "3", "--bits", "4"])
-    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 3
-    assert bits.startswith("--bits 4 needs --lora_enable True")
+    assert asked.startswith("--eval_data_split ")
     layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--eval_data_split", "x"])
->>>>>>> next
     assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
     assert asked.startswith("--eval_data_split ")
 
@@ -88,10 +74,5 @@ def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
 
 
 def test_flags_that_a_model_can_have_are_asked_for(composed):
-<<<<<<< HEAD
-    assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
-=======
     if if_there("rl", objective="grpo"):
         assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
-    assert "needs --lora_enable True" in "\n".join(refusal([*composed, "--bits", "4"]))
->>>>>>> next
