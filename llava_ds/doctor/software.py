@@ -124,7 +124,7 @@ def check_compiler(required: Requirements) -> Iterator[Finding]:
 
 def check_built_operators(required: Requirements) -> Iterator[Finding]:
     """Check the folder of compiled operators, and locks in it on which torch would wait forever."""
-    from llava_ds.engine.native_ops import extensions_folder
+    from llava_ds.engine.ds_config.native_ops import extensions_folder
 
     folder = extensions_folder()
     if not can_be_made(str(folder)):
@@ -188,7 +188,7 @@ def _is_built(op: str) -> bool:
     """True if an earlier run has compiled the operator, or DeepSpeed was installed with it."""
     from deepspeed.git_version_info import installed_ops
 
-    from llava_ds.engine.native_ops import extensions_folder
+    from llava_ds.engine.ds_config.native_ops import extensions_folder
 
     return bool(installed_ops.get(op)) or any((extensions_folder() / op).glob("*.so"))
 

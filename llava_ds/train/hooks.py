@@ -8,10 +8,10 @@ from llava_ds.extensions.base import Hook, Phase, StepEnd
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.tracking.peak import peak_flops
 from llava_ds.tracking.progress import Progress, RunFacts
+from llava_ds.tracking.skipped_samples import SkippedSamples
+from llava_ds.tracking.skipped_steps import SkippedSteps
 from llava_ds.tracking.trackers import called
 from llava_ds.train.session import Session
-from llava_ds.train.skipped_samples import SkippedSamples
-from llava_ds.train.skipped_steps import SkippedSteps
 
 
 def steps_behind(args: Arguments, ranks: Ranks) -> int:

@@ -18,9 +18,9 @@ from llava_ds.data.seen_files import write_data_files
 from llava_ds.engine.activation_checkpointing import mark_checkpointed_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.native_ops import compiling_notes
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
 from llava_ds.engine.expert_parallel import share_experts
-from llava_ds.engine.native_ops import compiling_notes
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine

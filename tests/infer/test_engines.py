@@ -13,7 +13,7 @@ from launching import ROOT, ds_config, launch, run_many, toy_run
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.native_ops import extensions_folder
+from llava_ds.engine.ds_config.native_ops import extensions_folder
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import ImageOptions

@@ -9,10 +9,10 @@ import torch
 
 from llava_ds.constants import did_you_mean
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, is_number, trial_error
+from llava_ds.engine.ds_config.native_ops import compiler, missing_tools
 from llava_ds.engine.ds_config.precision import DTYPES
 from llava_ds.engine.ds_config.scheduler import RATE_KEYS
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
-from llava_ds.engine.native_ops import compiler, missing_tools
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import os
 
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json
-from llava_ds.engine.native_ops import missing_tools
+from llava_ds.engine.ds_config.native_ops import missing_tools
 from llava_ds.files.writing import can_be_made
 
 # Hugging Face's formulas, h the hidden size of the language model (transformers, integrations/deepspeed.py).

@@ -4,7 +4,7 @@ import pytest
 from deepspeed import git_version_info
 from ds_json import refused, resolve
 
-from llava_ds.engine import native_ops as native
+from llava_ds.engine.ds_config import native_ops as native
 from llava_ds.engine.ds_config import optimizer
 
 NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto"}}

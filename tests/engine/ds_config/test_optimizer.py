@@ -4,7 +4,7 @@ import pytest
 import torch
 from ds_json import arguments, refused, resolve
 
-from llava_ds.engine import native_ops as native
+from llava_ds.engine.ds_config import native_ops as native
 from llava_ds.engine.ds_config.draft import Draft
 from llava_ds.engine.ds_config.optimizer import resolve_optimizer
 
