@@ -206,13 +206,11 @@ def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> Nati
         f"--max_pixels {data.max_pixels}": most < 1,
         f"--video_min_pixels {data.video_min_pixels}": data.video_min_pixels is not None,
         f"--video_max_pixels {data.video_max_pixels}": data.video_max_pixels is not None,
-        f"--sequence_parallel_size {args.training.sequence_parallel_size}": args.training.sequence_parallel_size > 1,
-        f"--pipeline_parallel_size {args.training.pipeline_parallel_size}": args.training.pipeline_parallel_size > 1,
     }
     if problems := [flag for flag, is_other in others.items() if is_other]:
         raise ConfigError(
             f"--mm_native_resolution True with {', '.join(problems)}: every image keeps its own shape, with at most "
-            f"--max_pixels, {tiling.side**2} or more, and no ranks share it: leave the others out"
+            f"--max_pixels, {tiling.side**2} or more: leave the others out"
         )
     tiling = dataclasses.replace(tiling, most=most)
     return NativeImageOptions(

@@ -43,6 +43,7 @@ class Flag:
     run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
     the layout.
     per_machine: whether each machine may have another value. A path may be another on each.
+    shares_samples: whether it is a number of ranks with the same samples.
     goes_with: of an extension's flag, the values that read it of those that the extension adds to a flag of the core.
     """
 
@@ -52,6 +53,7 @@ class Flag:
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False
+    shares_samples: bool = False
     goes_with: str = ""
 
 

@@ -57,10 +57,7 @@ ELSEWHERE = {
         "--mm_projector_lr": "--aligner_lr --merger_lr",
         "--vision_tower": "--image_tower --vision_encoder --mm_vision_encoder",
         "--mm_projector_type": "--image_projector_type",
-        "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
-        "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
         "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",
-        "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size --val_split",
         "--model_max_length": "--cutoff_len --max_len --max_length --max_seq_len --max_seq_length --seq_len",
         "--version": "--template --conv_style --conv_type --conversation_template --chat_template",
@@ -151,12 +148,6 @@ NOT_HERE = {
 }
 
 
-def elsewhere() -> dict[str, str]:
-    """What other trainers' flags are here, those of extensions among them."""
-    own = ((ours, names) for kind in map(flags_class, EXTENSIONS) for ours, names in kind.elsewhere.items())
-    return ELSEWHERE | {theirs: ours for ours, names in own for theirs in names.split()}
-
-
 def without_effect(values: object) -> tuple[list[str], list[str]]:
     """Lines for the flags of WITHOUT_EFFECT that were given: problems, and notes. values: by attribute."""
     problems, notes = [], []
@@ -188,9 +179,15 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         value = value if has_value else after
         useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}
         fitting = [name for name, action in useful.items() if action is None or takes(action, value)]
-        nearest = elsewhere().get(flag) or nearest_name(flag, fitting)
+        nearest = {**ELSEWHERE, **_of_extensions()}.get(flag) or nearest_name(flag, fitting)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help all lists all flags"
         yield f"unknown flag {flag}{hint}"
+
+
+def _of_extensions() -> dict[str, str]:
+    """The same of the flags of extensions."""
+    pairs = [pair for name in EXTENSIONS for pair in flags_class(name).other_names.items()]
+    return {theirs: ours for ours, names in pairs for theirs in names.split()}
 
 
 def _is_number(text: str) -> bool:

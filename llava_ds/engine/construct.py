@@ -13,12 +13,10 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.engine.placement import placement_of
 from llava_ds.extensions.active import active
-from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
 from llava_ds.model.open.weights import unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
-from llava_ds.model.stages import is_last, keep_stage
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
 
@@ -76,23 +74,17 @@ def _construct(build: Build, mesh: Mesh) -> LlavaModel:
     plan, args, ds_config, dtype, ranks = build.plan, build.args, build.ds_config, build.dtype, build.ranks
     zero3 = build.is_partitioned
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    # Weights that will be packed are never written: on the CPU they take no memory. Those that will be cut, or that
-    # other ranks' stages and experts have, would take a whole model's on the device.
+    # Weights that will be packed are never written: on the CPU they take no memory. Those that other ranks have would
+    # take a whole model's on the device.
     packs = any(flags.packs for flags in args.own.values())
-    is_whole = not packs and mesh.tp == mesh.pp == mesh.ep == 1
+    is_whole = not packs and not mesh.is_divided
     device = ranks.device if is_whole else torch.device("cpu")
     with construction(ds_config, dtype, device, zero3, mesh.data_group):
         model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
-    if mesh.pp > 1:
-        flops = flops_of_model(model, plan.text_config, plan.tower, args)
-        counts = flops.layers_of_stages(plan.text_config.num_hidden_layers, plan.images.num_tokens, mesh.pp)
-        from llava_ds.engine.pipeline import OwnedByStages
-
-        model.placement = OwnedByStages.of(model, counts, mesh)
-        keep_stage(model, counts, mesh.pp_rank, mesh.pp_group)
-        print_first(f"layers of the pipeline's stages: {', '.join(map(str, counts))}")
-    if plan.whole_last_layer is None and is_last(model):
+    if plan.whole_last_layer is None:
         model.shorten_last_layer()
+    for part in (part for part in mesh.parts if part.build is not None):
+        print_first(*part.build(model, plan, args, mesh))
     assert {p.dtype for p in model.parameters()} == {dtype}, "built in another precision than the configuration's"
     unpartitioned = [name for name, p in model.named_parameters() if zero3 and not hasattr(p, "ds_id")]
     assert not unpartitioned, f"built outside zero.Init: {unpartitioned[:3]}"

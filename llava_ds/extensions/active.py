@@ -16,6 +16,7 @@ from llava_ds.extensions.base import (
     Extension,
     ExtensionFlags,
     Hook,
+    MeshPart,
     Phase,
     ReportPart,
     SessionPart,
@@ -25,6 +26,9 @@ from llava_ds.extensions.base import (
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from llava_ds.config.arguments import Arguments
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
@@ -48,6 +52,16 @@ class Active:
     def hooks(self) -> list[tuple[Phase, type[Hook]]]:
         """The hooks of all extensions."""
         return [hook for each in self.extensions.values() for hook in each.hooks]
+
+    @property
+    def mesh_parts(self) -> tuple[MeshPart, ...]:
+        """The needs of the axes of the mesh."""
+        return tuple(each.mesh for each in self.extensions.values() if each.mesh is not None)
+
+    def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:
+        """Return lines on what can't be done with a language model. config: its configuration."""
+        found = (each.fits for each in self.extensions.values() if each.fits is not None)
+        return [line for fits in found for line in fits(args, config)]
 
     @property
     def open_data(self) -> Callable[..., "EncodedDataset"] | None:
@@ -101,6 +115,16 @@ class Active:
 def owners(flags: Collection[str]) -> list[str]:
     """The extensions that flags, or aliases of flags, belong to."""
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
+
+
+def own_keys() -> list[str]:
+    """The keys at the top of a DeepSpeed JSON that belong to an extension."""
+    return [key for trigger in EXTENSIONS.values() for key in trigger.keys.split()]
+
+
+def reading(keys: Collection[str]) -> list[str]:
+    """The extensions that keys at the top of a DeepSpeed JSON belong to."""
+    return [name for name, trigger in EXTENSIONS.items() if not set(trigger.keys.split()).isdisjoint(keys)]
 
 
 def asked_for(given: Mapping[str, object]) -> list[str]:

@@ -5,7 +5,7 @@ extensions/<name>/extension.py has the value `extension`, and is loaded when a r
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -17,20 +17,22 @@ from llava_ds.constants import DataError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig
 
     from llava_ds.batch import Batch
-    from llava_ds.config.arguments import Arguments
-    from llava_ds.config.model_flags import ModelArguments
+    from llava_ds.config.arguments import Arguments, ModelArguments
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.data.loader import Window
+    from llava_ds.data.shared_loader import Cut
     from llava_ds.engine.construct import Build
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
+    from llava_ds.engine.runner import Runner
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.export.bit_check import Written
     from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
+    from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
     from llava_ds.model.ready import ReadyModel
@@ -52,11 +54,29 @@ PROPERTIES = {
     "routerless_mlps": "MLPs without routers",
     "dense_mlps": "dense MLPs",
     "plain_weights": "weights that are not packed",
+    "sharded_gradients": "gradients that ZeRO shards",
+    "sharded_weights": "weights that ZeRO shards",
+    "offload": "states in CPU memory",
     "known_samples": "all samples before the first step",
     "given_answers": "answers from records",
     "composed": "a model that flags compose",
     "one_model": "a single model that trains",
 }
+
+
+class Axis(NamedTuple):
+    """An axis of the mesh beside that of the data.
+
+    name: in Mesh.places; flag: that of its size; order: of ranks: an axis above 0 has ranks next to each other, one
+    below has those of whole data axes; divides_model: its ranks hold other parameters, or parts of them, for the same
+    tokens; otherwise they share the tokens of every micro-batch.
+    """
+
+    name: str
+    flag: str
+    size: int
+    order: int
+    divides_model: bool
 
 
 class ObjectiveTraits(NamedTuple):
@@ -92,8 +112,9 @@ class ExtensionFlags:
     its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; numbers: those that it logs
     and that have a chart, by their names; compiles: layers may be compiled; fuses: kernels of layers are fused, which
     the flag of this text asks for; needs_text: it has no use for a model that gives no text; of_model: the flags say
-    what the model is, and are ModelArguments.own, too; elsewhere: what other trainers call what these flags are, by a
-    flag as it would be written.
+    what the model is, and are ModelArguments.own, too.
+    keys: dotted keys of the DeepSpeed JSON that say what a flag says; other_keys: other trainers' keys of the same, as
+    engine/ds_config/keys.py has UNSUPPORTED; other_names: other trainers' names of flags, by flag.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -113,7 +134,22 @@ class ExtensionFlags:
     compiles: ClassVar[bool] = False
     fuses: ClassVar[str] = ""
     of_model: ClassVar[bool] = False
-    elsewhere: ClassVar[Mapping[str, str]] = {}
+    keys: ClassVar[Mapping[str, str]] = {}
+    other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
+    other_names: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def axis(self) -> Axis | None:
+        """The axis of the mesh that the flags add."""
+        return None
+
+    @classmethod
+    def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
+        """Return the values of flags that a DeepSpeed JSON gives, each with its key. Adds lines to problems.
+
+        Only of flags of sizes so far: whole numbers from 1, or "auto".
+        """
+        return {flag: (raw[key], key) for key, flag in cls.keys.items() if raw.get(key) is not None}
 
     @property
     def mlp_tokens(self) -> int | None:
@@ -152,8 +188,9 @@ class ExtensionFlags:
         yield from ()
 
     @classmethod
-    def saving_memory(cls, args: "Arguments", tokens: int) -> Iterator[str]:
-        """A line for each flag by which a run needs less memory. tokens: of its largest micro-batch."""
+    def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
+        """A line for each flag by which a run needs less memory. tokens: of a rank's largest micro-batch;
+        is_one_sample: no micro-batch could be smaller."""
         yield from ()
 
     @property
@@ -380,10 +417,36 @@ class StatePart(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MeshPart:
+    """The needs of the axis that an extension's flags add; every slot but its name is optional.
+
+    cut: from the mesh, what cuts this rank's part out of a micro-batch, as data/shared_loader.py has it, to be sent to
+    loader processes; adapt: lets a model with its weights, the one that trains or another, take such parts.
+    owners: from a whole model, its FLOPs, the tokens of an image and the ranks on the axis, how many layers each rank
+    has, and the rank that has each parameter, by name; build: leaves of a model without its weights what this rank has,
+    and returns lines to print.
+    divides: the parameters of a whole model of which each rank holds an equal part once the engine has started; engine:
+    further arguments of deepspeed.initialize, "config" over the resolved JSON; started: acts on the engine that it
+    returns; runner: makes what runs micro-batches, where that is not engine/runner.py's Direct.
+    """
+
+    axis: str
+    cut: Callable[["Mesh"], "Cut"] | None = None
+    adapt: Callable[["LlavaModel", "Mesh"], None] | None = None
+    owners: Callable[["nn.Module", "ModelFlops", int, int], tuple[list[int], dict[str, int]]] | None = None
+    build: Callable[["LlavaModel", "ModelPlan", "ModelArguments", "Mesh"], list[str]] | None = None
+    divides: Callable[["nn.Module"], Collection["nn.Parameter"]] | None = None
+    engine: Callable[["nn.Module", "Mesh"], dict[str, object]] | None = None
+    started: Callable[["DeepSpeedEngine", "Mesh"], None] | None = None
+    runner: Callable[["DeepSpeedEngine"], "Runner"] | None = None
+
+
+@dataclass(frozen=True)
 class Extension:
     """What an extension adds beside its flags; every slot is optional."""
 
     check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on what JSON or device makes impossible
+    fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None  # on a model's configuration
     plan: Callable[["PlanDraft"], object] | None = None  # reads and checks what the run will need: its Plan.own[name]
     choices: Mapping[str, Callable] = field(default_factory=dict)  # what its values of the core's flags do, by flag
     store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
@@ -395,3 +458,4 @@ class Extension:
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps
+    mesh: MeshPart | None = None  # of the axis that its flags add

@@ -8,16 +8,18 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all; adds: values, with
-    their help, that it adds to a flag of the core. One of these loads it, and its own flags don't; extensions that add
-    values to the same flag are never loaded together, and may have flags of the same name.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
+    at the top of the DeepSpeed JSON, that say what a flag says; values: values of the core's flags that ask for it;
+    schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the core. One
+    of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded together,
+    and may have flags of the same name.
     """
 
     title: str
     flags: str
     always: bool = False
     leaves: str = ""
+    keys: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
     adds: Mapping[str, Mapping[str, str]] = {}
@@ -66,6 +68,21 @@ EXTENSIONS: dict[str, Trigger] = {
         "the memory and the speed of a run before it starts, and what fits",
         "",
         values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
+    ),
+    "sequence_parallel": Trigger(
+        "ranks share the tokens of every micro-batch",
+        "sequence_parallel_size sp_size",
+        keys="sequence_parallel_size",
+    ),
+    "tensor_parallel": Trigger(
+        "ranks share the matrices of the layers",
+        "tensor_parallel_size tp_size deepspeed_autotp_size",
+        keys="tensor_parallel",
+    ),
+    "pipeline": Trigger(
+        "ranks have some of the layers each",
+        "pipeline_parallel_size pp_size",
+        keys="pipeline",
     ),
     "object_store": Trigger(
         "data by URLs, in object stores and on web servers",

@@ -28,7 +28,6 @@ from llava_ds.extensions.active import active
 from llava_ds.model.families.language import attention_widths, has_state, is_upcycled, num_attention_layers
 from llava_ds.model.families.upcycled import Mixture, expert_of
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.vision import TowerPlan
 
 if TYPE_CHECKING:
@@ -67,18 +66,12 @@ class ModelFlops:
         return replace(self, **{name: getattr(self, name) / tp for name in shared})
 
     def of_stage(self, layers: float, is_first: bool, is_last: bool) -> "ModelFlops":
-        """What a stage of a pipeline computes. layers: the share of them that it has."""
+        """What a rank computes that has some of the layers alone. layers: their share; is_first: it has the tower, too;
+        is_last: it has the output layer."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
         ends = {name: getattr(self, name) * is_first for name in ("per_tile", "per_tile_pair")}
         ends |= {"per_target": self.per_target * is_last}
         return replace(self, **{name: getattr(self, name) * layers for name in shared}, **ends)
-
-    def layers_of_stages(self, num_layers: int, num_image_tokens: int, pp: int) -> list[int]:
-        """How many layers each stage of a pipeline has, so that a sample with one tile costs them alike."""
-        per_image_token, supervised = SAMPLE
-        tokens = per_image_token * num_image_tokens
-        layer = self.of(tokens, tokens * (tokens + 1) / 2, 0, 0) / num_layers
-        return layers_of_stages(self.per_tile, layer, self.per_target * supervised * tokens, num_layers, pp)
 
     @property
     def pair_cost(self) -> float:

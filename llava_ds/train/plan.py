@@ -10,6 +10,7 @@ from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.properties import clashes, features
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
@@ -24,7 +25,7 @@ from llava_ds.data.step_plan import (
     with_steps_of_epochs,
 )
 from llava_ds.data.templates import resolve_template
-from llava_ds.engine.ds_config.parallel import check_axes
+from llava_ds.engine.ds_config.parallel import check_model
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.schedule import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
@@ -177,11 +178,13 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     model = plan_model(args.model, args.data.model_max_length, args.traits.scores)
     if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
         raise ConfigError("\n".join(shared))
-    check_axes(args, model.text_config)
+    if lines := clashes(features(args)):  # of flags that the JSON or the model's folder gives, too
+        raise ConfigError("\n".join(lines))
+    check_model(args, model.text_config)
     print_first(*model.notes, *_check_experts(args, model))
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
-    if args.training.sequence_parallel_size > 1:
+    if args.ranks_per_token > 1:
         model = dataclasses.replace(model, whole_last_layer="the ranks that share a sample do so evenly")
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)
@@ -229,7 +232,7 @@ def _plan_steps(
     tokens = known.args.training.tokens_per_micro_batch
     if tokens == "auto":
         tokens = choice("tokens_per_micro_batch", tokens)(known, model, dataset, order, ranks)
-    packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
+    packing = Packing.of(known.args, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
     # Resolved again from the flags as given: some keys depend on the number of steps and on the tokens chosen.

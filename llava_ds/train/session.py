@@ -134,19 +134,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
     """Choose what runs micro-batches over this mesh."""
-    if mesh.pp == 1:
-        return Direct(engine)
-    from llava_ds.engine.pipeline import Pipelined
-
-    return Pipelined(engine)
-
-
-def _share_tokens(model: LlavaModel, mesh: Mesh) -> None:
-    """Let the ranks of a mesh that share a micro-batch's tokens do so."""
-    if mesh.sp > 1:
-        from llava_ds.model.shared_tokens import share_tokens
-
-        share_tokens(model)
+    makes = [part.runner for part in mesh.parts if part.runner is not None]
+    return makes[0](engine) if makes else Direct(engine)
 
 
 def finish(session: Session, hooks: Sequence[Hook]) -> int:
@@ -210,7 +199,7 @@ def _build_engine(
     computed = text_config, ranks.device, resolved.compute_dtype
     print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
     print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
-    _share_tokens(model, mesh)
+    mesh.adapt(model)
     share_experts(model, mesh)
     choose_trainable(model, args)
     asked = plan.own.get("eval_tasks")

@@ -555,10 +555,6 @@ def test_verbose_has_llava_nexts_name_too(next_script):
     [
         ("--unfreeze_topk_llm 2", "--unfreeze_topk_llm unfreezes layers of the language model, all of which trains"),
         ("--unfreeze_topk_vision 2 --unfreeze_mm_vision_tower True", "all of which trains: give no"),
-        (
-            "--unfreeze_topk_llm 2 --freeze_backbone True --pipeline_parallel_size 2",
-            "which --unfreeze_topk_llm 2 takes away: leave one of them out",
-        ),
     ],
 )
 def test_last_layers_of_what_trains_whole_are_refused(flags, message):
@@ -719,14 +715,10 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--dataset_train_split", ": did you mean --data_split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
         ("--ppo_epochs", ": did you mean --num_iterations?"),
-        ("--context_parallel_size", ": did you mean --sequence_parallel_size?"),
-        ("--tensor_model_parallel_size", ": did you mean --tensor_parallel_size?"),
-        ("--pipeline_model_parallel_size", ": did you mean --pipeline_parallel_size?"),
         ("--ep", ": did you mean --ep_size?"),
         ("--image_tower", ": did you mean --vision_tower?"),
         ("--eval_capacity_factor", ": leave it out, for eval and answers drop no token"),
         ("--expert_model_parallel_size", ": did you mean --ep_size?"),
-        ("--tp", ": did you mean --tensor_parallel_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         (
             "--offload_reference_model",

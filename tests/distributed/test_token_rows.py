@@ -8,6 +8,7 @@ import pytest
 import ready_models
 import torch
 import toys
+from known_flags import known_cases
 from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -23,9 +24,12 @@ GROWS = {"resize_token_embeddings": True}
 PADDED = {**GROWS, "pad_embeddings_to_multiple_of": 64}
 # Runs of a LLaVA that is put together, two steps each.
 MESHES = {
-    "zero3": (3, {}), "zero0": (0, {}), "pipeline": (1, {"pipeline_parallel_size": 2}),
+    "zero3": (3, {}),
+    "zero0": (0, {}),
+    "pipeline": (1, {"pipeline_parallel_size": 2}),
     "tensor": (1, {"tensor_parallel_size": 2}),
-}  # fmt: skip
+}
+MESHES = known_cases(MESHES)  # fmt: skip
 
 
 def write_data(folder: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ from llava_ds.model.upcycling import check_upcycled, upcycled_config
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")]
 FEATURES = {
-    path.parent.name: flags
+    path.parent.name: {name: value for name, value in flags.items() if name != "stage"}  # of ZeRO, for pairs alone
     for path in sorted(Path(__file__).parent.glob("*/features.json"))
     for flags in json.loads(path.read_text()).values()
 }

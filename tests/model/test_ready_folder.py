@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import toys
+from extension_there import AXES
 from known_flags import needs
 from ready_models import FAMILIES, turn_experts, write_ready
 from safetensors.torch import load_file, save_file
@@ -103,9 +104,7 @@ def test_flags_of_llavas_own_composition_are_refused(folder):
     ("flags", "message"),
     [
         ({"objective": "dpo"}, "--objective dpo: .* give sft"),
-        ({"sequence_parallel_size": 2}, "--sequence_parallel_size 2: .* give 1"),
-        ({"tensor_parallel_size": 2}, "--tensor_parallel_size 2: .* give 1"),
-        ({"pipeline_parallel_size": 2}, "--pipeline_parallel_size 2: .* give 1"),
+        *(({name: 2}, f"--{name} 2: .* give 1") for name in AXES),
         ({"ep_size": 2}, "--ep_size 2: .* give 1"),
         ({"moe_enable": True}, "--moe_enable True: .*leave it out"),
         pytest.param(

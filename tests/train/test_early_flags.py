@@ -38,11 +38,7 @@ def refusal(argv: list[str]) -> list[str]:
             *("--objective ppo --num_generations 1", "--objective ppo: ", "trains on answers alone so far: give sft"),
             marks=needs_extension("rl"),
         ),
-        (
-            "--tensor_parallel_size 2 --eval_data_split x",
-            "--tensor_parallel_size 2: ",
-            "can't share so far: give 1",
-        ),
+        ("--ep_size 2 --eval_data_split x", "--ep_size 2: ", "can't share so far: give 1"),
         ("--moe_enable True --top_k_experts 9", "--moe_enable True: ", "can't become experts so far: leave it out"),
     ],
 )
@@ -55,15 +51,6 @@ def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
 def test_every_reason_that_can_not_be_helped_is_given(ready):
     lines = refusal([*ready, "--objective", "grpo", "--version", "v1"])
     assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--version"]
-
-
-def test_a_families_axes_come_before_missing_flags(composed):
-    *heads, asked = refusal([*composed, "--tensor_parallel_size", "3", "--eval_data_split", "x"])
-    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in heads) and len(heads) == 2
-    assert asked.startswith("--eval_data_split ")
-    layers, asked = refusal([*composed, "--pipeline_parallel_size", "99", "--eval_data_split", "x"])
-    assert layers.startswith("--pipeline_parallel_size is 99: the language model has ")
-    assert asked.startswith("--eval_data_split ")
 
 
 @needs_extension("rl")

@@ -82,7 +82,7 @@ def _check_stage(draft: Draft, stage: int) -> None:
             "write stage 1, 2 or 3"
         )
     group = draft.get("zero_optimization.zero_hpz_partition_size") or 1
-    ranks = draft.dp * draft.args.training.sequence_parallel_size
+    ranks = draft.dp * draft.args.ranks_per_token
     if stage == 3 and group != AUTO and ranks % group:
         draft.refuse(
             f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {ranks} ranks: "

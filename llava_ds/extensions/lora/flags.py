@@ -34,7 +34,7 @@ class Flags(ExtensionFlags):
     """The flags of LoRA, and of packed weights beside it."""
 
     of_model: ClassVar = True
-    elsewhere: ClassVar = {
+    other_names: ClassVar = {
         "--lora_enable": "--finetuning_type --train_type --tuner_type --use_llm_lora --use_lora --use_peft",
         "--lora_r": "--lora_dim --lora_rank",
         "--lora_target_modules": "--lora_module_name --lora_target --target_modules --target_regex",

@@ -14,10 +14,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import repeated_layers
-from llava_ds.engine.ds_config.parallel import check_axes
+from llava_ds.engine.ds_config.parallel import check_model
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
-from llava_ds.engine.tensor_parallel import num_divided
+from llava_ds.engine.placement import divided
+from llava_ds.extensions.active import active
 from llava_ds.extensions.planning.named_models import NAMED
 from llava_ds.extensions.planning.tower_shape import TowerShape, tower_shape
 from llava_ds.model.attention import MAX_FUSED_WIDTH
@@ -39,7 +40,6 @@ from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary
 from llava_ds.model.plan import read_parts
 from llava_ds.model.ready import ReadyVision
-from llava_ds.model.stages import stage_of_parameters
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
 
@@ -232,7 +232,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
     """
     if args.model.moe_enable and not is_upcycled(text):
         text = upcycled_config(text, args.model)
-    check_axes(args, text)
+    check_model(args, text)
     check_upcycled(args, text)
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
@@ -247,8 +247,9 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
     packed, packed_bits, scale_bits = packing[0] if packing else (set(), 16, 0)
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
-    tp, ep = args.training.tensor_parallel_size, args.training.ep_size
-    elements = num_divided(model, {p: p.numel() for p in model.parameters()}, tp)
+    tp, ep, parts = args.size_of("tp"), args.training.ep_size, active(args.own).mesh_parts
+    elements = {p: p.numel() for p in model.parameters()}
+    elements = divided(elements, model, parts, args.size_of)
     elements = {p: n // ep if expert_group(p) else n for p, n in elements.items()}
     whole = ModelShape(
         parts=tuple(
@@ -268,18 +269,19 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         of_experts=tuple(group.get("moe", False) for group in groups),
         ep=ep,
     )
-    pp = args.training.pipeline_parallel_size
-    return whole if pp == 1 else replace(whole, stages=tuple(_stages(model, whole, groups, tower, pp)))
+    for part in (part for part in parts if part.owners is not None):
+        owners = part.owners(model, whole.flops, tower.images.num_tokens, args.size_of(part.axis))
+        whole = replace(whole, stages=tuple(_stages(model, whole, groups, *owners)))
+    return whole
 
 
 def _stages(
-    model: LlavaModel, whole: ModelShape, groups: list[dict], tower: TowerPlan, pp: int
+    model: LlavaModel, whole: ModelShape, groups: list[dict], counts: list[int], found: dict[str, int]
 ) -> Iterator[ModelShape]:
-    counts = whole.flops.layers_of_stages(whole.text.num_layers, tower.images.num_tokens, pp)
-    found = stage_of_parameters(model, counts)
+    """What each rank of an axis has that divides the layers. counts: of layers; found: the rank of each parameter."""
     stage_of = {p: found[name] for name, p in model.named_parameters()}
     for stage, count in enumerate(counts):
-        ends = {"is_first": stage == 0, "is_last": stage == pp - 1}
+        ends = {"is_first": stage == 0, "is_last": stage == len(counts) - 1}
         trained = [tuple(p.numel() for p in group["params"] if stage_of[p] == stage) for group in groups]
         yield replace(
             whole,
@@ -299,7 +301,7 @@ def _in_blocks(text: PreTrainedConfig, tower: TowerPlan | ReadyVision) -> float:
 
 def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
-    tp, widths = args.training.tensor_parallel_size, _widths_of_layers(text)
+    tp, widths = args.size_of("tp"), _widths_of_layers(text)
     query, key = (sum(each) // len(each) for each in list(zip(*widths))[:2])
     return TextShape(
         hidden=hidden,

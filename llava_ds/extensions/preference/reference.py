@@ -158,7 +158,7 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
         shard = getattr(tensor, "ds_tensor", None)
         is_cut = bool(slices.get(tensor))
-        counts = shard is not None or mesh.dp_rank == mesh.sp_rank == 0  # of copies one
+        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # of copies one
         counts = counts and (placement.index == 0 or is_cut)
         held = tensor.detach() if shard is None else shard
         part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)

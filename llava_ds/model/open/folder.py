@@ -517,8 +517,7 @@ def ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
 
 def sharing_problems(args: Arguments, kind: str) -> list[str]:
     """Lines about experts, and about ranks that share parts of a model, which a ready model can't have yet."""
-    axes = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
-    sizes = {name: getattr(args.training, name) for name in axes}
+    sizes = {axis.flag: axis.size for axis in args.axes} | {"ep_size": args.training.ep_size}
     upcycled = [f"--moe_enable True: {kind}, whose MLPs can't become experts so far: leave it out"]
     return [
         *(

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import toys
-from known_flags import known
+from known_flags import known, known_cases
 from launching import command_line, ds_config, launch
 
-from llava_ds.config.arguments import ranks_per_sample
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.extensions.planning.auto import Data, Devices, planned_run
@@ -37,6 +36,7 @@ AXES = {  # ranks, flags
     "pp2": (2, {"pipeline_parallel_size": 2}),
     "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
 }
+AXES = known_cases(AXES)
 
 
 def flags_of(
@@ -85,7 +85,7 @@ def planned(flags: list[str], ranks: int) -> Run:
     args, _ = parse_arguments(flags)
     shape = shape_of_folders(args)
     raw = read_ds_config(args.training.deepspeed_config)
-    dp = ranks // ranks_per_sample(args.training)
+    dp = ranks // args.ranks_per_sample
     resolved = resolve_ds_config(raw, args, dp=dp, hidden_size=shape.text.hidden)
     return planned_run(shape, resolved, Data(512, 0.25, share=512), Devices(ranks, 8))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llava_ds.model.exchange import heads_problem
+from llava_ds.extensions.sequence_parallel.exchange import heads_problem
 
 
 @pytest.mark.parametrize(

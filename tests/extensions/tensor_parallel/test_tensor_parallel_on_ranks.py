@@ -162,11 +162,6 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
     ("flags", "said"),
     [
         ({"tensor_parallel_size": 3}, "--tensor_parallel_size 3 does not divide 2 ranks: give one of 1, 2"),
-        (
-            {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
-            "--sequence_parallel_size 2 times --tensor_parallel_size 2 is 4, which does not divide 2 ranks: give one "
-            "of 1 x 1, 1 x 2, 2 x 1",
-        ),
         pytest.param(
             {**TP, "lora_enable": True},
             "--lora_enable True needs whole matrices on every rank",
@@ -175,7 +170,7 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
     ],
 )
 def test_what_does_not_go_is_refused(runs, flags, said):
-    """The reasons are in tests/engine/ds_config/test_parallel.py."""
+    """The reasons are in test_tensor_parallel_flags.py."""
     folder = runs["plain"].parent
     data = {"data_path": str(folder / "plain/data.json"), "image_folder": str(folder / "plain/images")}
     base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}

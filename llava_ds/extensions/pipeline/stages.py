@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.batch import Batch
+from llava_ds.model.flops import SAMPLE, ModelFlops
 from llava_ds.model.open import probe
 
 HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the stage before
@@ -43,21 +44,9 @@ class Stage:
         return self.index == self.size - 1
 
 
-def stage_of(model: Any) -> "Stage | None":
-    """The stage of a pipeline that a model has; None for a whole one. model: an engine's, or the engine."""
-    return getattr(getattr(model, "module", model), "stage", None)
-
-
-def is_first(model: nn.Module) -> bool:
-    """True for a model that takes ids and images: a whole one, or the first stage of a pipeline."""
-    stage = stage_of(model)
-    return stage is None or stage.is_first
-
-
-def is_last(model: nn.Module) -> bool:
-    """True for a model that computes the loss: a whole one, or the last stage of a pipeline."""
-    stage = stage_of(model)
-    return stage is None or stage.is_last
+def stage_of(engine: Any) -> Stage:
+    """The stage that an engine's model has."""
+    return engine.module.stage
 
 
 class _Elsewhere(nn.Module):
@@ -65,6 +54,19 @@ class _Elsewhere(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *_, **__) -> torch.Tensor:
         return hidden
+
+
+def owners(model: nn.Module, flops: ModelFlops, num_image_tokens: int, size: int) -> tuple[list[int], dict[str, int]]:
+    """Return the layers of each stage, and the stage that has each parameter of a whole LlavaModel, by name.
+
+    Stages are cut so that a sample with one tile, of num_image_tokens, costs them alike.
+    """
+    num_layers = len(model.language_model.base_model.layers)
+    per_image_token, supervised = SAMPLE
+    tokens = per_image_token * num_image_tokens
+    layer = flops.of(tokens, tokens * (tokens + 1) / 2, 0, 0) / num_layers
+    counts = layers_of_stages(flops.per_tile, layer, flops.per_target * supervised * tokens, num_layers, size)
+    return counts, stage_of_parameters(model, counts)
 
 
 def layers_of_stages(first: float, layer: float, last: float, num_layers: int, size: int) -> list[int]:
@@ -97,6 +99,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
         if not begin <= n < begin + counts[index]:
             layers[n] = _Elsewhere()
     if not model.stage.is_last:
+        model.short_last_layer = False
         model.end = _hand_on
         trunk.norm = _Elsewhere()
         model.language_model.set_output_embeddings(_Elsewhere())

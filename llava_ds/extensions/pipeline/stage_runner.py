@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, D language-model width
-"""Pipeline parallelism: micro-batches go through the stages of model/stages.py, forward and backward in turns (1F1B).
+"""Pipeline parallelism: micro-batches go through the stages of stages.py, forward and backward in turns (1F1B).
 
 Every stage is trained by an engine of its own, with ZeRO over the ranks that have the same stage. All ranks of a
 pipeline load the same micro-batches, so what travels between stages is hidden states and their gradients alone, of
@@ -21,10 +21,15 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from llava_ds.batch import Batch
+from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.non_finite import step_with
 from llava_ds.engine.placement import Placement, Share
 from llava_ds.engine.runner import Forward
-from llava_ds.model.stages import HIDDEN, Stage, stage_of, stage_of_parameters
+from llava_ds.extensions.pipeline.stages import HIDDEN, Stage, keep_stage, owners, stage_of
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.flops import flops_of_model
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.plan import ModelPlan
 from llava_ds.runtime.mesh import Mesh
 
 
@@ -35,17 +40,32 @@ class OwnedByStages(Placement):
     everything: tuple[Share, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, counts: list[int], mesh: Mesh) -> "OwnedByStages":
-        """Describe a model that is still whole. counts: layers of each stage."""
-        stages = stage_of_parameters(model, counts)
+    def of(cls, model: nn.Module, stages: dict[str, int], mesh: Mesh) -> "OwnedByStages":
+        """Describe a model that is still whole. stages: of its parameters, by name."""
         shares = (Share(n, tuple(p.shape), p.dtype, owner=stages[n]) for n, p in model.named_parameters())
-        return cls("pp", mesh.pp, mesh.pp_rank, mesh.pp_group, everything=tuple(shares))
+        place = mesh.at("pp")
+        return cls("pp", place.size, place.index, place.group, everything=tuple(shares))
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
         """Yield all parameters, each with this stage's."""
         own = dict(model.named_parameters())
         for share in self.everything:
             yield share, own.get(share.name)
+
+
+def cutting(mesh: Mesh) -> Callable:
+    """Return what leaves out the images of a micro-batch on stages that see none."""
+    return with_all if mesh.at("pp").index == 0 else without_images
+
+
+def with_all(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
+    """Return a micro-batch, and the numbers of all its tiles."""
+    return batch, list(range(len(batch.pixel_values)))
+
+
+def without_images(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
+    """Return a micro-batch for stages that see no images: they decode none."""
+    return batch, []
 
 
 class ParallelUnit:
@@ -72,13 +92,13 @@ class ParallelUnit:
         return torch.distributed.get_process_group_ranks(self._mesh.data_group)
 
     def get_model_parallel_group(self):
-        return self._mesh.pp_group
+        return self._mesh.at("pp").group
 
     def get_model_parallel_world_size(self) -> int:
-        return self._mesh.pp
+        return self._mesh.at("pp").size
 
     def get_model_parallel_rank(self) -> int:
-        return self._mesh.pp_rank
+        return self._mesh.at("pp").index
 
     def get_tensor_model_parallel_world_size(self) -> int:
         return 1
@@ -87,14 +107,31 @@ class ParallelUnit:
         return 0
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._mesh.pp
+        return self._mesh.at("pp").size
 
 
-def open_pipeline(mesh: Mesh, device: torch.device) -> None:
-    """Let all stages of each pipeline meet once: NCCL connects the ranks of a group in its first collective, and can't
-    if this is between two of them alone."""
-    if mesh.pp > 1:
-        torch.distributed.all_reduce(torch.zeros(1, device=device), group=mesh.pp_group)
+def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) -> list[str]:
+    """Leave of a model without its weights what this rank's stage has."""
+    place = mesh.at("pp")
+    flops = flops_of_model(model, plan.text_config, plan.tower, args)
+    counts, stages = owners(model, flops, plan.images.num_tokens, place.size)
+    model.placement = OwnedByStages.of(model, stages, mesh)
+    keep_stage(model, counts, place.index, place.group)
+    return [f"layers of the pipeline's stages: {', '.join(map(str, counts))}"]
+
+
+def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
+    """Return what DeepSpeed asks about stages."""
+    return {"mpu": ParallelUnit(mesh, model)}
+
+
+def started(engine, mesh: Mesh) -> None:
+    """Let all stages of each pipeline meet once, and sum the norm of the gradients over them.
+
+    NCCL connects the ranks of a group in its first collective, and can't if this is between two of them alone.
+    """
+    torch.distributed.all_reduce(torch.zeros(1, device=engine.device), group=mesh.at("pp").group)
+    sum_norm_over_stages(engine.optimizer, mesh)
 
 
 def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
@@ -104,14 +141,14 @@ def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
     first stage, with tower and projector, has more groups than the others: they would wait for each other for ever. Its
     other optimizers ask for one norm of all groups.
     """
-    if mesh.pp > 1 and isinstance(optimizer, DeepSpeedZeroOptimizer):
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _sum_norm_of_zero(optimizer, mesh)
-    elif mesh.pp > 1 and isinstance(optimizer, FP16_UnfusedOptimizer):
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
         device = optimizer.fp32_groups[0][0].device
 
         def of_all(norm_list: list) -> float:
             squares = torch.as_tensor(of_groups(norm_list), dtype=torch.float32, device=device).square()
-            torch.distributed.all_reduce(squares, group=mesh.pp_group)
+            torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
             return squares.sqrt().item()  # which the step reads on the host anyway
 
         of_groups, of_group = unfused_optimizer.get_global_norm, unfused_optimizer.get_weight_norm
@@ -123,11 +160,11 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
     of_stage = optimizer.scaled_global_norm
 
     def of_all(norm_type: int = 2) -> torch.Tensor:
-        assert optimizer.model_parallel_group is mesh.pp_group, "ZeRO sums over other ranks than a pipeline's"
+        assert optimizer.model_parallel_group is mesh.at("pp").group, "ZeRO sums over other ranks than a pipeline's"
         optimizer.model_parallel_group = None  # as without stages
         squares = of_stage(norm_type).square()  # infinite for gradients that are not finite
-        optimizer.model_parallel_group = mesh.pp_group
-        torch.distributed.all_reduce(squares, group=mesh.pp_group)
+        optimizer.model_parallel_group = mesh.at("pp").group
+        torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
         return squares.sqrt()
 
     optimizer.scaled_global_norm = of_all

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.engine import pipeline
-from llava_ds.engine.pipeline import forward_and_backward
-from llava_ds.model.stages import HIDDEN, Stage
+from llava_ds.extensions.pipeline import stage_runner
+from llava_ds.extensions.pipeline.stage_runner import forward_and_backward
+from llava_ds.extensions.pipeline.stages import HIDDEN, Stage
 
 WIDTH = 3
 LENGTHS = (5, 2, 7, 4, 6)
@@ -61,7 +61,7 @@ def test_the_last_stage_lets_go_of_a_micro_batch_when_its_backward_is_over(monke
         alive.append(sum(each() is not None for each in received))
         return (batch.extra[HIDDEN] ** 2).sum()
 
-    monkeypatch.setattr(pipeline, "_Neighbours", Neighbours)
+    monkeypatch.setattr(stage_runner, "_Neighbours", Neighbours)
     engine = Engine()
     batches = [Micro(torch.zeros(1, length, dtype=torch.long)) for length in LENGTHS]
     found = forward_and_backward(engine, batches, forward, lambda i, loss: (loss * 10**i, loss.item()))

@@ -9,7 +9,8 @@ from random_samples import ALL, SQUARE, P, random_samples, sample
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import collate
-from llava_ds.data.cut import Part, cut, fill, without
+from llava_ds.data.shared_loader import without
+from llava_ds.extensions.sequence_parallel.cut import cut
 from llava_ds.model.llava import merge_features
 
 WIDTH = 3
@@ -17,8 +18,8 @@ WIDTH = 3
 
 def parts_of(samples, options, ranks) -> tuple[Batch, list[tuple[Batch, list[int]]]]:
     """The whole batch, and each rank's part with the numbers of its tiles."""
-    bare = fill(collate(samples, options, with_pixels=False), ranks)
-    return collate(samples, options), [cut(bare, Part(rank, ranks), options) for rank in range(ranks)]
+    bare = collate(samples, options, with_pixels=False)
+    return collate(samples, options), [cut(bare, options, rank, ranks) for rank in range(ranks)]
 
 
 def merged(batch: Batch, features: torch.Tensor) -> torch.Tensor:
@@ -89,13 +90,3 @@ def test_weights_of_the_loss_go_with_their_targets(ranks):
         rest = without(part, {0})
         assert torch.equal(rest.target_weights, rest.targets.float())
     assert all(part.target_weights is None for part, _ in parts_of(samples, SQUARE, ranks)[1])
-
-
-def test_a_sample_that_is_left_out_keeps_its_tokens_and_loses_its_targets():
-    whole = collate([sample([1, 2, 3]), sample([4, 5, 6, 7]), sample([8, 9])], SQUARE)
-    rest = without(whole, {1})
-    assert torch.equal(rest.input_ids, whole.input_ids)
-    kept = whole.target_samples != 1
-    assert 0 < kept.sum() < len(kept)
-    assert torch.equal(rest.targets, whole.targets[kept])
-    assert torch.equal(rest.target_positions, whole.target_positions[kept])

@@ -14,12 +14,13 @@ import torch
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.collate import LoadedSample, collate
-from llava_ds.data.cut import Part, cut, fill
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.process_group import init_ranks
+from llava_ds.extensions.base import Axis
+from llava_ds.extensions.sequence_parallel.cut import cut
+from llava_ds.extensions.sequence_parallel.shared_tokens import share_tokens
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.plan import plan_model
-from llava_ds.model.shared_tokens import share_tokens
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import gather
 
@@ -59,11 +60,11 @@ def main() -> None:
     whole = collate([LoadedSample(ids, labels, [(image, layout)])], options)
     alone = kept_bytes(model, whole)
 
-    mesh = Mesh.of(ranks, ranks.world_size)
-    share_tokens(model)
-    part, tiles = cut(fill(whole, mesh.sp), Part(mesh.sp_rank, mesh.sp), options)
+    place = Mesh.of(ranks, [Axis("sp", "sequence_parallel_size", ranks.world_size, 1, divides_model=False)]).at("sp")
+    share_tokens(model, place.group)
+    part, tiles = cut(whole, options, place.index, place.size)
     pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(image[:1])
-    part = dataclasses.replace(part, pixel_values=pixels, trunk={"sequence_group": mesh.sp_group})
+    part = dataclasses.replace(part, pixel_values=pixels)
     shared = gather(kept_bytes(model, part), ranks)
     if ranks.is_first:
         print(json.dumps({"alone": alone, "shared": shared}))

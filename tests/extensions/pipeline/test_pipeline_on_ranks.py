@@ -172,7 +172,7 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
 
 
 def test_what_does_not_go_is_refused(runs):
-    """The reasons are in tests/engine/ds_config/test_parallel.py."""
+    """The reasons are in test_pipeline_flags.py."""
     folder = runs["plain"].parent
     data = {"data_path": str(folder / "plain/data.json"), "image_folder": str(folder / "plain/images")}
     base = {"model_name_or_path": str(folder / "base/llama"), "vision_tower": str(folder / "base/clip")}

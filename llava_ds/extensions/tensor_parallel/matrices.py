@@ -87,34 +87,33 @@ def dim_of(name: str) -> int | None:
     return _dim(name.removeprefix(LANGUAGE_MODEL)) if name.startswith(LANGUAGE_MODEL) else None
 
 
-def section(tp: int) -> dict:
+def rules(tp: int) -> dict:
     """DeepSpeed's section of the JSON, with rules for all that it cuts: its own would cut the vision tower, too."""
     inside = r"^language_model\..*\.layers\.\d+\."
-    rules = [
+    specs = [
         {"patterns": [rf"{inside}({OUTPUTS})(\.weight)?$"], "partition_type": "column"},
         {"patterns": [rf"{inside}({INPUTS})(\.weight)?$"], "partition_type": "row"},
         {"patterns": [rf"{inside}({HEAD_NORMS})(\.weight)?$"], "partition_type": "skip", "grad_allreduce": True},
     ]
-    return {"autotp_size": tp, "partition_config": {"use_default_specs": False, "layer_specs": rules}}
+    return {"autotp_size": tp, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
-def num_divided(model: nn.Module, elements: dict[nn.Parameter, int], tp: int) -> dict[nn.Parameter, int]:
-    """How many numbers of each parameter a rank will hold. elements: of the whole, before the engine is started."""
-    cut = {p for name, p in model.named_parameters() if dim_of(name) is not None}
-    return {p: number // tp if p in cut else number for p, number in elements.items()}
+def cut_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a whole model of which each rank will hold an equal part."""
+    return {p for name, p in model.named_parameters() if dim_of(name) is not None}
 
 
 def place_matrices(engine, mesh: Mesh) -> None:
     """Note how the engine has cut the matrices, and drop its comparison of the first batches.
 
     DeepSpeed 0.19.8 pickles the batch of the first forward and sends it to the others, then compares objects that know
-    no comparison. Here the ranks of a group plan alike, and agree on what they could decode (data/loader.py).
+    no comparison. Here the ranks of a group plan alike, and agree on what they could decode (data/shared_loader.py).
     """
-    if mesh.tp == 1:
-        return
+    place = mesh.at("tp")
+    assert engine.autotp_size() == place.size, f"DeepSpeed cuts matrices for {engine.autotp_size()} ranks"
     engine.first_dataloader_check.remove()
-    assert engine.mpu.get_tensor_model_parallel_rank() == mesh.tp_rank, "DeepSpeed lays ranks out in another order"
-    placement = CutMatrices("tp", mesh.tp, mesh.tp_rank, mesh.tp_group)
+    assert engine.mpu.get_tensor_model_parallel_rank() == place.index, "DeepSpeed lays ranks out in another order"
+    placement = CutMatrices("tp", place.size, place.index, place.group)
     held = placement.held(engine.module).items()
     other = [s.name for p, s in held if bool(s.slice) != getattr(p, "tensor_model_parallel", False)]
     assert not other, f"DeepSpeed cuts others: {other[:3]}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import toys
 from known_flags import known_cases
-from launching import ROOT, TRAIN, command_line, ds_config, launch, losses, toy_run
+from launching import TRAIN, command_line, ds_config, launch, losses, toy_run
 from sharing import (
     OFFLOAD,
     TORN,
@@ -106,7 +106,7 @@ def test_losses_and_gradients_are_those_of_one_rank_on_any_mesh(more_runs, name)
 
 def test_ranks_that_share_a_long_sample_keep_half_of_it_each(runs):
     base = runs["plain"].parent / "base"
-    done = launch(2, ROOT / "tests" / "workers" / "shared_sample.py", str(base), "8192")
+    done = launch(2, Path(__file__).with_name("shared_sample.py"), str(base), "8192")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert len(found["shared"]) == 2
