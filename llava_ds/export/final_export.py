@@ -154,12 +154,8 @@ def _export_folder(
     elif export.form == "adapter":
         what, library = "adapter", "peft"
         by_layers = partial(export.adapter.compare, output_dir, export, batch, logits)
-        if export.model.ready is None:
-            compare = by_layers
-        else:
-            from llava_ds.export.ready_folder import source_folder
-
-            compare = partial(compare, base=source_folder(export))
+        is_composed = export.model.architecture is None
+        compare = by_layers if is_composed else partial(compare, base=export.source_folder)
     if export.is_whole_model and is_upcycled(export.model.text_config) and export.dtype != torch.float32:
         compare = _refuse_to_compare
     compare = partial(_compare_both, written, compare)

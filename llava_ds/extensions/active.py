@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
+from llava_ds.extensions.architecture import Architecture, FolderPart
 from llava_ds.extensions.base import (
     PROPERTIES,
     Adapter,
@@ -162,6 +163,26 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
+
+
+def folder_part(model_type: object) -> FolderPart | None:
+    """The part of an extension that reads folders of a model_type; None if no extension does. It is loaded."""
+    for name, trigger in EXTENSIONS.items():
+        if model_type in trigger.model_types.split():
+            return _extension(name).folder
+    return None
+
+
+def architecture_of(config: "PreTrainedConfig") -> Architecture | None:
+    """The architecture of a whole model's configuration; None for the core's own composition, or an unknown one."""
+    part = folder_part(config.model_type)
+    return part.architecture(config) if part is not None and config.model_type in part.model_types else None
+
+
+def model_types() -> list[str]:
+    """The model_types of folders that extensions read. Loads them."""
+    parts = [_extension(name).folder for name, trigger in EXTENSIONS.items() if trigger.model_types]
+    return [kind for part in parts for kind in part.model_types]
 
 
 def choice(flag: str, value: object) -> Callable:

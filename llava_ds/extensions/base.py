@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
+from llava_ds.extensions.architecture import FolderPart
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from llava_ds.export.bit_check import Written
     from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
+    from llava_ds.extensions.architecture import Architecture
     from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
-    from llava_ds.model.ready import ReadyModel
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
@@ -357,7 +358,7 @@ class Wrap:
         return plan
 
     def weights_per_token(
-        self, model: "LlavaModel", ready: "ReadyModel | None", text: "PreTrainedConfig", args: "ModelArguments"
+        self, model: "LlavaModel", architecture: "Architecture | None", text: "PreTrainedConfig", args: "ModelArguments"
     ) -> dict[str, int]:
         """Numbers of weights, by part, that filled adds and that are used for a token. model: on the meta device."""
         return {}
@@ -458,4 +459,5 @@ class Extension:
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps
+    folder: FolderPart | None = None  # model folders that it reads
     mesh: MeshPart | None = None  # of the axis that its flags add

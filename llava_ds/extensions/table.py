@@ -9,16 +9,18 @@ class Trigger(NamedTuple):
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
-    at the top of the DeepSpeed JSON, that say what a flag says; values: values of the core's flags that ask for it;
+    at the top of the DeepSpeed JSON, that say what a flag says; model_types: of config.json in folders that it reads,
+    or refuses with a reason; values: values of the core's flags that ask for it;
     schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the core. One
     of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded together,
     and may have flags of the same name.
     """
 
     title: str
-    flags: str
+    flags: str = ""
     always: bool = False
     leaves: str = ""
+    model_types: str = ""
     keys: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
@@ -112,4 +114,9 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+    "ready": Trigger(
+        "vision-language models of transformers' own classes, such as Qwen-VL and Gemma",
+        model_types="idefics3 smolvlm internvl gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 glm4v "
+        "glm46v gemma3n gemma4_unified paligemma qwen3_5_moe mllama",
+    ),
 }

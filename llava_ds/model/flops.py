@@ -15,7 +15,6 @@ Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,9 +28,6 @@ from llava_ds.model.families.language import attention_widths, has_state, is_upc
 from llava_ds.model.families.upcycled import Mixture, expert_of
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.vision import TowerPlan
-
-if TYPE_CHECKING:
-    from llava_ds.model.ready import ReadyVision
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)  # a convolution in a layer with a state is depthwise
 SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
@@ -79,7 +75,7 @@ class ModelFlops:
         return self.per_pair / (2 * self.per_token)
 
 
-def model_flops(text: PreTrainedConfig, tower: "TowerPlan | ReadyVision", args: ModelArguments) -> ModelFlops:
+def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """The FLOPs of a composition with the flags. It is built on the meta device, so no family is a special case.
 
     Matrices that extensions add count, and packed weights like others.
@@ -89,15 +85,13 @@ def model_flops(text: PreTrainedConfig, tower: "TowerPlan | ReadyVision", args: 
     return flops_of_model(model, text, tower, args)
 
 
-def flops_of_model(
-    model: LlavaModel, text: PreTrainedConfig, tower: "TowerPlan | ReadyVision", args: ModelArguments
-) -> ModelFlops:
+def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """The FLOPs of a composition that has been built already, without its adapters."""
     parts, adapted = trained_parts(args), adapted_parts(args)
-    llm, ready = model.language_model, tower.ready
+    llm = model.language_model
     added: Counter[str] = Counter()
     for wrap in active(args.own).wraps:
-        added.update(wrap.weights_per_token(model, ready, text, args))
+        added.update(wrap.weights_per_token(model, tower.architecture, text, args))
     # Of the layers of each part, the share that trains, and that gradients flow back through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
@@ -153,12 +147,12 @@ def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module
     return dense + routers + experts * text.num_experts_per_tok / count
 
 
-def _block_pairs(text: PreTrainedConfig, tower: "TowerPlan | ReadyVision") -> tuple[float, float]:
+def _block_pairs(text: PreTrainedConfig, tower: TowerPlan) -> tuple[float, float]:
     """FLOPs of the forward of pairs of tokens of an image of which the first sees the second, too: of a pair of tiles,
     and of a tile."""
-    if tower.ready is None or not tower.has_image_blocks:
+    if not tower.has_image_blocks:
         return 0.0, 0.0
-    pair, tokens = 4 * sum(attention_widths(text, tower.ready.family.blocks_need_windows)), tower.images.num_tokens
+    pair, tokens = 4 * sum(attention_widths(text, tower.blocks_need_windows)), tower.images.num_tokens
     # An image of n cells has n (n - 1) / 2 such pairs.
     return (0.0, pair * tokens * (tokens - 1) / 2) if tower.cells is None else (pair / 2, -pair / 2)
 
@@ -171,12 +165,12 @@ def _state_flops(text: PreTrainedConfig) -> int:
     return 6 * numbers * (text.num_hidden_layers - num_attention_layers(text))
 
 
-def _tiles_of(plan: "TowerPlan | ReadyVision") -> int:
+def _tiles_of(plan: TowerPlan) -> int:
     """Tiles that the tower sees of one: with S2, of every scale."""
     return sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else 1
 
 
-def _tower_flops(tower: nn.Module, plan: "TowerPlan | ReadyVision", passes: float, trains: float) -> float:
+def _tower_flops(tower: nn.Module, plan: TowerPlan, passes: float, trains: float) -> float:
     """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on, and trains with all layers.
 
     passes, trains: the share of the layers that gradients flow through, and that train.
@@ -185,7 +179,7 @@ def _tower_flops(tower: nn.Module, plan: "TowerPlan | ReadyVision", passes: floa
     """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
     layers, beside = _dense_weights(tower, but=embedding), 0.0
-    if isinstance(plan, TowerPlan) and plan.second is not None:
+    if plan.second is not None:
         second = tower.second.tower
         layers -= _dense_weights(second, but=embedding)
         beside = _tower_flops(second, plan.second, passes, trains)
@@ -200,7 +194,7 @@ def _tower_flops(tower: nn.Module, plan: "TowerPlan | ReadyVision", passes: floa
     return once * _tiles_of(plan) + beside
 
 
-def _tile_pair_flops(plan: "TowerPlan | ReadyVision", passes: float) -> float:
+def _tile_pair_flops(plan: TowerPlan, passes: float) -> float:
     """FLOPs of two cells of an image, one of which sees the other, in the layers without windows."""
     if plan.cells is None:
         return 0.0
@@ -210,7 +204,7 @@ def _tile_pair_flops(plan: "TowerPlan | ReadyVision", passes: float) -> float:
 
 def _projector_flops(
     projector: nn.Module,
-    plan: "TowerPlan | ReadyVision",
+    plan: TowerPlan,
     trains_tower: bool,
     parts: frozenset[str],
     adapted: frozenset[str],
@@ -221,7 +215,7 @@ def _projector_flops(
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
     matrices = [p for p in projector.parameters() if p.ndim > 1]
-    # A matrix that is no layer of its own (Gemma 3's) has a norm before it, whatever their order.
+    # A matrix that is no layer of its own has a norm before it, whatever their order.
     layers = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
     first = matrices[0] if layers and next(projector.parameters()) is layers[0] else None
     per_feature = sum(

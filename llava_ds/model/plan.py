@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -13,6 +12,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import active
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import is_there, library_errors
 from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem
@@ -32,12 +32,9 @@ from llava_ds.model.open.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.value_head import ValueHead, value_head_file
-from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
+from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.template_variables import set_variables
-from llava_ds.tokenizer import open_ready_tokenizer, open_tokenizer, read_template
-
-if TYPE_CHECKING:
-    from llava_ds.model.ready import ReadyModel, ReadyVision
+from llava_ds.tokenizer import open_tokenizer, read_template
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -49,18 +46,20 @@ class Parts:
 
     folder: ModelFolder
     text_config: PreTrainedConfig
-    tower: "TowerPlan | ReadyVision"
+    tower: TowerPlan
     sources: Sources
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with LLaVA's ids or, for a ready model, its processor's."""
+        """The tokenizer, with LLaVA's ids or those of a folder that an extension reads."""
         return _open_tokenizer(self.folder)
 
 
 def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
     where = f"{FLAG} {folder.path}"
-    is_ready = folder.ready is not None
-    tokenizer = open_ready_tokenizer(folder.tokenizer, where) if is_ready else open_tokenizer(folder.tokenizer)
+    if folder.architecture is None:
+        tokenizer = open_tokenizer(folder.tokenizer)
+    else:
+        tokenizer = folder.architecture.open_tokenizer(folder.tokenizer, where)
     if folder.base is not None:  # an adapter has a template only for variables of its own
         tokenizer.chat_template = read_template(Path(folder.path), where) or tokenizer.chat_template
     return tokenizer
@@ -85,17 +84,14 @@ def read_parts(args: ModelArguments) -> Parts:
     return Parts(folder, folder.text_config, tower, sources)
 
 
-def _tower_of(folder: ModelFolder, args: ModelArguments) -> "tuple[TowerPlan | ReadyVision, Source, Source | None]":
+def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
     """The tower, the source of the layers that run, and the source of the rest if that is another."""
-    if folder.ready is not None:
-        from llava_ds.model.ready import plan_vision
-
+    if folder.architecture is not None:
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
         if not any(map(is_there, files)):  # an adapter has one only for sizes of its own
             own = Path(folder.base or folder.path)
-        settings = read_processor(own, where), read_whole_processor(own, where)
-        return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
+        return folder.architecture.plan_tower(own, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
     elsewhere = given and _tower_source(given, folder)
     if folder.vision_config is not None:
@@ -145,7 +141,7 @@ class ModelPlan:
     """All that is known of a model before it is built."""
 
     text_config: PreTrainedConfig
-    tower: "TowerPlan | ReadyVision"
+    tower: TowerPlan
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
@@ -156,9 +152,9 @@ class ModelPlan:
     own: Mapping[str, object] = field(default_factory=dict)  # what extensions plan of it, by their names
 
     @property
-    def ready(self) -> "ReadyModel | None":
-        """A ready model's family and configuration; None for a composition of this package."""
-        return self.tower.ready
+    def architecture(self) -> Architecture | None:
+        """That of a model that an extension reads; None for the core's own composition."""
+        return self.tower.architecture
 
     def last_layer_note(self) -> str:
         """A line about the positions of the last layer."""
@@ -202,7 +198,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = parts.open_tokenizer()
-    version = "processor" if parts.folder.ready is not None else args.version
+    version = "processor" if parts.folder.architecture is not None else args.version
     notes = set_variables(tokenizer, args.chat_template_kwargs, version)
     text_config, sources, grown = fit_vocabulary(text_config, sources, tokenizer, args)
     notes += grown
@@ -241,7 +237,7 @@ def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
 
 
 def _check_layer_embeddings(args: ModelArguments, parts: Parts) -> None:
-    if parts.folder.ready is None and has_layer_embeddings(parts.text_config):
+    if parts.folder.architecture is None and has_layer_embeddings(parts.text_config):
         raise ConfigError(
             f"--model_name_or_path {args.model_name_or_path} is of the kind {parts.text_config.model_type}, whose "
             "layers take embeddings of their own by the ids of tokens: transformers' Llava does not give them any, so "

@@ -50,11 +50,10 @@ def _refuse_impossible(problems: FlagProblems) -> None:
 
 
 def _never(args: "Arguments", folder: "ModelFolder") -> list[str]:
-    from llava_ds.model.open.folder import ready_problems
     from llava_ds.model.upcycling import check_upcycled
 
-    if folder.ready is not None:
-        return ready_problems(args, folder)
+    if folder.architecture is not None:
+        return folder.problems(args)
     try:
         check_upcycled(args, folder.text_config)
     except ConfigError as error:

@@ -35,7 +35,6 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled, length_note
 from llava_ds.model.families.upcycled import OF_UPCYCLED
 from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.open.folder import sharing_problems
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.runtime.ranks import (
     Ranks,
@@ -139,11 +138,9 @@ def make_plan(start: Start) -> Plan:
         args = tiny.fill_in(start.args)
     args = args.replaced(version=resolve_template(args.model.version))
     model, images, form = _plan_model(args)
-    if model.ready is not None:
-        from llava_ds.train.ready_trial import check_ready
-
-        tried = model, images, model.sources.vision_tower.path, args.data.cache_dir
-        print_first(broadcast_from_first(ranks, partial(check_ready, *tried)))
+    if model.architecture is not None:
+        tried = partial(model.architecture.try_out, model, images, args.data.cache_dir)
+        print_first(broadcast_from_first(ranks, tried))
     own = active(args.own).plan(PlanDraft(args, model, images, ranks))
     raw_config = start.raw_config
     if raw_config is None:
@@ -176,7 +173,7 @@ def make_plan(start: Start) -> Plan:
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.traits.scores)
-    if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
+    if model.architecture is not None and (shared := model.architecture.sharing_problems(args)):  # in the JSON, too
         raise ConfigError("\n".join(shared))
     if lines := clashes(features(args)):  # of flags that the JSON or the model's folder gives, too
         raise ConfigError("\n".join(lines))

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import ready_models
 import toys
 import yaml
 from extension_there import if_there, needs_extension
@@ -32,6 +31,7 @@ READY = ("smolvlm", "qwen3_vl")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    ready_models = pytest.importorskip("ready_models")
     folder = tmp_path_factory.mktemp("tasks")
     given = toys.write_base(folder / "base") | toys.write_data(folder / "data", "itti" * 5)
     entry = {"data_path": given["data_path"], "image_folder": given["image_folder"], "max_new_tokens": 8}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ready_models
 import torch
 import toys
 from known_flags import known_cases
@@ -63,6 +62,7 @@ def grow_with_transformers(source: Path, target: Path, rows: int) -> dict[str, s
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder of all runs, on two ranks in one launch."""
+    ready_models = pytest.importorskip("ready_models")
     folder = tmp_path_factory.mktemp("rows")
     data = write_data(folder / "data")
     ready = {**data, **ready_models.write_ready(folder / "base", "smolvlm")}

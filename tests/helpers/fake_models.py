@@ -24,6 +24,7 @@ from llava_ds.model import delta_net
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.vision import TowerPlan, plan_tower
 from llava_ds.runtime.mesh import Mesh
+from llava_ds.videos import Footage
 
 SQUARE = {"image_size": toys.IMAGE_SIZE, "patch_size": toys.PATCH_SIZE}
 TOWERS = {
@@ -315,3 +316,15 @@ def liger() -> list[types.ModuleType]:
         MODEL_TYPE_TO_APPLY_LIGER_FN={"llama": None, "qwen2": None, "mistral": None},
     )
     return [stand_in("liger_kernel"), stand_in("liger_kernel.transformers"), patches]
+
+
+IMAGE = ("image", ((40, 30),))
+CLIP = ("frames", ((40, 30),) * 5, Footage(5, 1.0))
+
+
+def talks(options) -> list:
+    """Samples with one image, with text alone, and with two images; with a video, if the options have a rule for it."""
+    found = [sample(options, 9, [IMAGE]), sample(options, 30), sample(options, 14, [IMAGE] * 2, source=1)]
+    if options.video is not None:
+        found.append(sample(options, 12, [CLIP, IMAGE]))
+    return found

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import ready_models
 import torch
 import toys
 from known_flags import needs
@@ -152,6 +151,7 @@ def count(text, flags: dict, vision=None, second=None) -> tuple[int, float]:
 def test_torch_counts_the_same_products_of_images_at_their_own_size(family, trains, tmp_path):
     """And attention's, of pairs of patches: a window of 2 x 2 cells, or the whole image; and of tokens of an image that
     see each other."""
+    ready_models = pytest.importorskip("ready_models")
     given = ready_models.write_ready(tmp_path, family)
     model_args = ModelArguments(**given, version="processor", tune_mm_vision=trains, tune_mm_mlp=True, tune_mm_llm=True)
     args = Arguments(model_args, DataArguments(), TrainingArguments(), frozenset())
@@ -200,6 +200,7 @@ def of_states(text, length: int) -> float:
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen tower", "trained tower"])
 def test_torch_counts_the_same_products_of_images_that_see_each_other(trains, tmp_path):
     """Its projector is a norm and a matrix; pairs of tokens of an image count with its tile."""
+    ready_models = pytest.importorskip("ready_models")
     given = ready_models.write_ready(tmp_path, "gemma3")
     model_args = ModelArguments(**given, version="processor", tune_mm_vision=trains, tune_mm_mlp=True, tune_mm_llm=True)
     args = Arguments(model_args, DataArguments(), TrainingArguments(), frozenset())

@@ -4,16 +4,16 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import ModelArguments
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.lora.layers import ADAPTER, add_lora, check_lora, lora_layers, lora_layout, own
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.ready import ReadyModel
 
 
-def add(model: LlavaModel, ready: ReadyModel | None, text: PreTrainedConfig, args: ModelArguments) -> None:
+def add(model: LlavaModel, architecture: Architecture | None, text: PreTrainedConfig, args: ModelArguments) -> None:
     """Put LoRA on a model of the meta device."""
     check_lora(args)
     if own(args).lora_enable:
-        add_lora(model, lora_layout(model, args, ready, text), args, seed=0)
+        add_lora(model, lora_layout(model, args, architecture, text), args, seed=0)
 
 
 def packed(model: LlavaModel, args: ModelArguments) -> tuple[set[str], int, float] | None:

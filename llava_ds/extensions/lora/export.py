@@ -22,7 +22,6 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
 from llava_ds.export.llava_folder import llava_config
 from llava_ds.export.output_folder import planned_entries
-from llava_ds.export.ready_folder import write_image_sizes
 from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry, write_value_head
@@ -32,7 +31,6 @@ from llava_ds.extensions.lora import quantize
 from llava_ds.extensions.lora.expert_layers import UNTRUE
 from llava_ds.extensions.lora.layers import own
 from llava_ds.files.writing import write_file, write_tensors
-from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
@@ -124,22 +122,22 @@ def write_adapter(
 
     adapter_config.json and adapter_model.safetensors: LoRA, the biases that trained with it, and --modules_to_save;
     non_lora_trainables.bin: projector, newline, and the tower if it trained in full, with LLaVA's keys; config.json
-    with LLaVA's fields. Of a ready model, peft's folder over transformers' class of the whole model, where parts that
-    trained in full are among its modules_to_save.
+    with LLaVA's fields. For an extension's architecture: peft's folder over transformers' class of the whole
+    model, with parts that trained in full among its modules_to_save.
 
     adapters, beside: the tensors of the first two files and of the third by their names in the model; start: LoRA as it
     began, where it took a part of the weights: the adapter is written for the weights that still have it.
     Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
-    layout, ready = layout_of(export), export.model.ready
+    layout, architecture = layout_of(export), export.model.architecture
     tensors = lora.over_unchanged_weights(adapters, start)
     saved = [layout.of_module(module) for module in layout.saved]
-    if ready is not None:
+    if architecture is not None:
         parts = tuple(part for part in ("projector", "vision_tower") if part in trained_parts(export.args))
         whole = {name: tensor for name, tensor in beside.items() if parts and name.startswith(parts)}
         tensors |= whole
-        saved += _saved_modules(ready.family, [layout.rename(name) for name in whole])
-        write_image_sizes(export, output_dir)
+        saved += architecture.saved_modules([layout.rename(name) for name in whole])
+        architecture.write_changed_settings(export, output_dir)
     written = {lora.to_peft(layout.rename(name)): tensor.contiguous() for name, tensor in tensors.items()}
     file = output_dir / lora.ADAPTER_FILES[0]
     write_tensors(file, written)
@@ -147,7 +145,7 @@ def write_adapter(
     _write_config(export, saved, doubles=bool(start), output_dir=output_dir)
     if export.uses_own_template:
         write_variables(export.model.tokenizer, output_dir)
-    if ready is None:
+    if architecture is None:
         others = {lora.PEFT_PREFIX + layout.rename(name): tensor for name, tensor in beside.items()}
         write_file(output_dir / NON_LORA, lambda file: torch.save(others, file))
         sums[output_dir / NON_LORA] = sums_of(others.items())
@@ -179,21 +177,6 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
     if doubles:
         written["init_lora_weights"] = True  # peft would take a part of the weights again
     (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-
-
-def _saved_modules(family: ReadyFamily, names: list[str]) -> list[str]:
-    """The modules of these tensors, as few as there are: connectors and the tower, or the tower's parts where it has a
-    connector in it. peft takes no list of modules, but each of them."""
-    found = {}
-    for name in names:
-        place = next((path for path in family.connector if name.startswith(f"{path}.")), family.vision)
-        parts = name.removeprefix(f"{place}.").split(".")
-        if parts[0].isdigit():  # of a list of connectors
-            place = f"{place}.{parts[0]}"
-        elif place == family.vision and any(path.startswith(f"{place}.") for path in family.connector):
-            place = f"{place}.{'.'.join(parts[: 2 if parts[1].isdigit() else 1])}"
-        found[place] = None
-    return list(found)
 
 
 @torch.no_grad()

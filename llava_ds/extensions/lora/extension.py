@@ -15,6 +15,7 @@ from llava_ds.engine.construct import Build
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Entry
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.base import Adapter, Extension, StatePart, Wrap
 from llava_ds.extensions.lora import layers
 from llava_ds.extensions.lora.flags import changes_base
@@ -25,7 +26,6 @@ from llava_ds.model.open.folder import FLAG, read_folder
 from llava_ds.model.open.merged_adapters import adapter_file, is_adapter
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.plan import ModelPlan
-from llava_ds.model.ready import ReadyModel
 from llava_ds.runtime.ranks import Ranks
 
 
@@ -46,15 +46,15 @@ class Lora(Wrap):
     def planned(self, plan: ModelPlan, model: LlavaModel, args: ModelArguments) -> ModelPlan:
         if not own(args).lora_enable:
             return plan
-        layout = layers.lora_layout(model, args, plan.ready, plan.text_config)
+        layout = layers.lora_layout(model, args, plan.architecture, plan.text_config)
         only = "grouped_mm" if any(target.is_stacked for target in layout.targets) else None
         return replace(plan, own={**plan.own, "lora": layout}, only_experts=only)
 
     def weights_per_token(
-        self, model: LlavaModel, ready: ReadyModel | None, text: PreTrainedConfig, args: ModelArguments
+        self, model: LlavaModel, architecture: Architecture | None, text: PreTrainedConfig, args: ModelArguments
     ) -> dict[str, int]:
         found: dict[str, int] = {}
-        targets = layers.lora_layout(model, args, ready, text).targets if own(args).lora_enable else ()
+        targets = layers.lora_layout(model, args, architecture, text).targets if own(args).lora_enable else ()
         for target in targets:
             part, times = target.name.partition(".")[0], text.num_experts_per_tok if target.is_stacked else 1
             *_, rows, columns = model.get_parameter(target.weight).shape

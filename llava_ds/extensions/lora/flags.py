@@ -126,7 +126,7 @@ class Flags(ExtensionFlags):
             needs = {"whole_matrices": "an adapter lies beside a whole matrix", **untried}
             yield "--lora_enable True", needs, ("trained_layers",)
         if self.packs:
-            needs = {"whole_matrices": "packed ones can't be cut", **untried, "composed": "no other is packed so far"}
+            needs = {"whole_matrices": "packed ones can't be cut", **untried}
             yield f"--bits {self.bits}", needs, ("trained_layers", "plain_weights")
         if self.lora_weight_path is not None:
             needs = {"composed": "give the adapter of another to --model_name_or_path, which merges it"}

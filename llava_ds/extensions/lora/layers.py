@@ -7,7 +7,7 @@ with DoRA "x.lora_magnitude_vector.default.weight" (O,). Of experts it is put be
 matrices (expert_layers.py).
 
 Flags and files name a layer as the class does that peft opens an adapter over: LLaVA's, whose names are those of the
-language model, model.mm_projector and model.vision_tower; or transformers' class of a ready model.
+language model, model.mm_projector and model.vision_tower; or the class of an architecture that an extension reads.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine import safe_load
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.lora.expert_layers import wrap_experts
 from llava_ds.extensions.lora.flags import LORA_PARTS, Flags, changes_base, is_pattern
 from llava_ds.files.model_files import read_json
@@ -37,8 +38,6 @@ from llava_ds.model.open.merged_adapters import (
     adapter_file,
     merged_weight,
 )
-from llava_ds.model.open.ready_folder import ReadyNames
-from llava_ds.model.ready import ReadyModel
 
 START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's matrices as they began, where that was as parts of the weights
 ADAPTER = "default"  # peft's name for the only adapter there is
@@ -151,13 +150,13 @@ class LoraLayout:
 
 
 def lora_layout(
-    model: nn.Module, args: ModelArguments, ready: ReadyModel | None, text_config: PreTrainedConfig
+    model: nn.Module, args: ModelArguments, architecture: Architecture | None, text_config: PreTrainedConfig
 ) -> LoraLayout:
     """Choose the layers of a LlavaModel that get LoRA. Call it before add_lora.
 
     Raises ConfigError where a name in the flags is that of no layer, a part has none, or a rank is too high.
     """
-    rename = ReadyNames(ready, text_config).from_part if ready is not None else _llavas_names(args)
+    rename = _llavas_names(args) if architecture is None else architecture.names(text_config).from_part
     layout = LoraLayout((), (), rename, own(args).adapted_parts)
     saved = _saved_modules(model, args, layout)
     layout = LoraLayout((), saved, rename, layout.parts)

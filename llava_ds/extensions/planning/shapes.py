@@ -39,7 +39,6 @@ from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary
 from llava_ds.model.plan import read_parts
-from llava_ds.model.ready import ReadyVision
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
 
@@ -224,7 +223,7 @@ def shape_of_count(count: int) -> ModelShape:
     return ModelShape((Part("model", count, count),), (tensors,), (), tuple((size,) for size in tensors))
 
 
-def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Arguments) -> ModelShape:
+def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> ModelShape:
     """Any causal language model with any tower, as the flags of a run compose and train them.
 
     The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
@@ -240,7 +239,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Argum
         flops = flops_of_model(model, text, tower, args.model)
         estimates = _estimates(args)
         for each in estimates:
-            each.add(model, tower.ready if isinstance(tower, ReadyVision) else None, text, args.model)
+            each.add(model, tower.architecture, text, args.model)
         if args.traits.second_model:
             _add_critic(model, text, tower, args)
     packing = [found for each in estimates if (found := each.packed(model, args.model)) is not None]
@@ -293,10 +292,10 @@ def _stages(
         )
 
 
-def _in_blocks(text: PreTrainedConfig, tower: TowerPlan | ReadyVision) -> float:
-    if not isinstance(tower, ReadyVision) or not tower.has_image_blocks:
+def _in_blocks(text: PreTrainedConfig, tower: TowerPlan) -> float:
+    if not tower.has_image_blocks:
         return 0.0
-    return sum(attention_widths(text, tower.ready.family.blocks_need_windows)) / sum(attention_widths(text))
+    return sum(attention_widths(text, tower.blocks_need_windows)) / sum(attention_widths(text))
 
 
 def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
@@ -367,11 +366,11 @@ def _estimates(args: Arguments) -> list[ModuleType]:
     return [importlib.import_module(f"llava_ds.extensions.{name}.estimate") for name in args.model.own]
 
 
-def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan | ReadyVision, args: Arguments) -> None:
+def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
     """Add a critic as large as the actor, which it is unless another model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
     for each in _estimates(args):
-        each.add(model.critic, tower.ready if isinstance(tower, ReadyVision) else None, text, args.model)
+        each.add(model.critic, tower.architecture, text, args.model)
     choose_trainable(model.critic, args)
 
 

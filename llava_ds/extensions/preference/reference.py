@@ -89,7 +89,7 @@ def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) 
     These are its configurations (rope_theta), the flags (lora_alpha, bits), the image options and the versions of the
     libraries. A flag of the model counts even if it only says what trains: then a pass is made that need not be.
     """
-    configs = [plan.text_config, plan.tower.config, *([plan.ready.config] if plan.ready else [])]
+    configs = [plan.text_config, plan.tower.config, *([plan.architecture.config] if plan.architecture else [])]
     tower = getattr(plan.tower, "second", None)
     while tower is not None:
         configs, tower = [*configs, tower.config], tower.second

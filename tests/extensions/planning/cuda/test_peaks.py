@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import ready_models
 import torch
 import torch.nn.functional as F
 import toys
@@ -17,12 +16,12 @@ from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.extensions.planning.activations import MicroBatch, activation_bytes
 from llava_ds.extensions.planning.named_models import NAMED
 from llava_ds.extensions.planning.shapes import CLIP_L_336, shape_of
-from llava_ds.model.families.ready import family_of, register_text_models
 from llava_ds.model.heads import SummedLoss
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
 
 pytestmark = pytest.mark.cuda
+ready_models = pytest.importorskip("ready_models")  # widths of whose language models are measured
 
 TOKENS, IMAGES, WEIGHT_BYTES = 8192, 4, 2
 PARTS = {
@@ -88,7 +87,7 @@ def test_the_peak_of_a_mixture_is_not_above_the_estimate(name, trained, recomput
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_of_layers_with_a_state(monkeypatch, recomputes):
     """Of eight layers as Qwen3.5-2B has them, with kernels."""
-    register_text_models(family_of("qwen3_5"))
+    ready_models.register_text_models("qwen3_5")
     delta_net_kernels(monkeypatch)
     found, weights, expected = peak_of(AutoConfig.for_model(**QWEN35_2B), "both", recomputes, short=False)
     assert found == pytest.approx(weights + expected, rel=0.1)
