@@ -21,6 +21,7 @@ setup(
     package_data={
         "llava_ds.tiny": ["weights/*/*"],
         "llava_ds.tracking": ["templates/*.j2"],
+        "llava_ds.model.families": ["llava_classes.json"],
         "llava_ds.run": ["recipes/*.yaml", "slurm.sh", "hostfile.example"],
         "llava_ds.ds_configs": ["*.json", "README.md"],
     },

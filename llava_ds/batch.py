@@ -31,6 +31,27 @@ class ImageBlocks(NamedTuple):
     max_keys: int
     need_windows: bool = False
 
+    @classmethod
+    def of(cls, is_image: torch.Tensor, cu_seqlens: torch.Tensor) -> "ImageBlocks | None":
+        """The blocks of image positions in a row, in one sample; None without. is_image (T,) bool; cu_seqlens as
+        Batch's.
+
+        Source: transformers' get_block_sequence_ids_for_mask.
+        """
+        starts_sample = torch.zeros_like(is_image)
+        starts_sample[cu_seqlens[:-1]] = True
+        follows = torch.cat([torch.tensor([False]), is_image[:-1]]) & ~starts_sample
+        starts = (is_image & ~follows).nonzero()[:, 0]  # (blocks,)
+        if not len(starts):
+            return None
+        rows = is_image.nonzero()[:, 0]  # (R,)
+        lengths = torch.diff(torch.searchsorted(rows, starts), append=torch.tensor([len(rows)]))
+        first = cu_seqlens[torch.searchsorted(cu_seqlens, starts, right=True) - 1]  # of the block's sample
+        seen = starts + lengths - first
+        keys = torch.cat([torch.arange(int(a), int(a + n)) for a, n in zip(first, seen)])  # (K,)
+        cu_rows, cu_keys = (torch.nn.functional.pad(each.cumsum(0), (1, 0)).to(torch.int32) for each in (lengths, seen))
+        return cls(rows, keys, cu_rows, cu_keys, int(lengths.max()), int(seen.max()))
+
 
 class Placing(NamedTuple):
     """Where the features of a batch's N tiles of P patches go.
@@ -61,12 +82,12 @@ class Batch:
     target_samples (S,) int64, the sample of the micro-batch that each belongs to;
     target_weights (S,) float32, of the loss of each, None where all are 1;
     pixel_values (N, 3, H, W) uint8, at least one tile (a blank tile, placed nowhere, if the samples have no images);
-    with a ready model's videos, H is T * W, for the T frames of a moment are below each other, and images have T times
-    the same; placing, where their features go.
+    where a tile has T frames of a video, H is T * W, for they are below each other, and images have T times the same;
+    placing, where their features go.
 
-    tower: further arguments of a tower that takes whole images in any shape (data/native_resolution.py), whose tiles
-    are the cells of an image; trunk: further arguments of the language model's layers, as image_blocks; extra: what
-    objectives and axes add, by their names. Tensors in them move with the batch, other values stay as they are.
+    tower: further arguments of a tower that takes whole images in any shape, whose tiles are the cells of an image;
+    trunk: further arguments of the language model's layers, as image_blocks; extra: what objectives and axes add, by
+    their names. Tensors in them move with the batch, other values stay as they are.
     """
 
     input_ids: torch.Tensor

@@ -1,21 +1,23 @@
-"""Arithmetic on sizes of images, and the layouts that follow from them. No tensors, no files."""
+"""Arithmetic on sizes of images, and the layouts that follow from them. No files."""
 
 import ast
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
-from llava_ds.boxes import LLAVA_BOXES, THOUSANDTHS, BoxFormat, CoordinateFrame, coordinate_units
+from llava_ds.boxes import LLAVA_BOXES, BoxFormat, CoordinateFrame, coordinate_units
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments
 from llava_ds.constants import MAX_IMAGE_PIXELS, ConfigError, DataError, in_short
 from llava_ds.layouts import ImageText, MediaLayout
-from llava_ds.tilings import WHOLE_IMAGES, Cut, FlexTiling, Tiling
-from llava_ds.videos import Clip, Footage, FrameChoice, VideoRule, moment_times, used_frames
+from llava_ds.tilings import AskedSize, Cut, FlexTiling, Tiling
+from llava_ds.videos import Clip, Footage, FrameChoice, VideoRule, used_frames
+
+if TYPE_CHECKING:
+    import torch
 
 Size = tuple[int, int]  # width, height
 
@@ -92,28 +94,51 @@ class ImageOptions:
 
     @property
     def tiling(self) -> Tiling | None:
-        """The tiles of a ready model, or of images in their own shape; None for LLaVA's."""
+        """What cuts images into tiles; None for LLaVA's own."""
         return None
 
     @property
     def video(self) -> VideoRule | None:
-        """A ready model's videos; None for LLaVA's, and for models that have none."""
+        """An architecture's own videos; None for LLaVA's, and for models that have none."""
         return None
+
+    @property
+    def no_video_reason(self) -> str:
+        """Whose videos can't be read, and why, where a tiling has none."""
+        return "a tower that sees images in their shape are not supported yet"
+
+    @property
+    def size_reason(self) -> str:
+        """Why one image or video can't have a size of its own."""
+        return "a flag decides their size"
+
+    def asking(self, kind: Literal["image", "frames", "video"], size: AskedSize) -> "ImageOptions | None":
+        """Return the options of an image or video for which its record asks a size; None where it can't."""
+        return None
+
+    def encoder(self) -> "type | None":
+        """Return the class that encodes conversations for these images; None for that of templates."""
+        return None
+
+    def position_ids(self, input_ids: "torch.Tensor", layouts: Sequence[MediaLayout]) -> "torch.Tensor | None":
+        """Return the positions of a sample's tokens where they have three axes, (3, T) int64, else None.
+
+        input_ids (T,), IMAGE_TOKEN_INDEX at features; layouts: of the images and videos, the last of which may be cut.
+        """
+        return None
+
+    def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
+        """Return Batch.tower for the images and videos of a batch, or for one blank tile."""
+        return {}
+
+    def trunk_inputs(self, is_image: "torch.Tensor", cu_seqlens: "torch.Tensor") -> dict[str, object]:
+        """Return Batch.trunk. is_image (T,) bool, cu_seqlens as Batch's."""
+        return {}
 
     @property
     def frame_choice(self) -> FrameChoice:
         """The frames to use of a video."""
         return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample, self.clip)
-
-    @property
-    def has_image_blocks(self) -> bool:
-        """True if a ready model's image tokens see each other."""
-        return False
-
-    @property
-    def blocks_need_windows(self) -> bool:
-        """True if they do so in layers with a window only."""
-        return False
 
     @property
     def scaled_side(self) -> int:
@@ -168,29 +193,27 @@ class ImageOptions:
 
 
 @dataclass(frozen=True)
-class ReadyImageOptions(ImageOptions):
-    """The same of a ready model, whose own image processor decides. size: side of a tile; patch_size: side of what one
-    feature of the language model stands for; tiling: its tiles; resample: Pillow's number of its filter;
-    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes,
-    video: how boxes and points are written, and what videos become, which data without any don't depend on; no_videos:
-    why there are none."""
+class TiledImageOptions(ImageOptions):
+    """The same of images that a tiling cuts. size: side of a tile; patch_size: side of what one feature of the language
+    model stands for; tiling: into which tiles; resample: Pillow's number of the filter."""
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
-    has_image_blocks: bool = False
-    blocks_need_windows: bool = False
-    boxes: BoxFormat = dataclasses.field(default=THOUSANDTHS, repr=False)
-    video: VideoRule | None = dataclasses.field(default=None, repr=False)
-    no_videos: str = dataclasses.field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True)
-class NativeImageOptions(ImageOptions):
-    """The same of images in their own shape, for --mm_native_resolution. size, patch_size: side of a cell; tiling: the
-    cells of an image; resample: Pillow's number of the filter."""
+class NativeImageOptions(TiledImageOptions):
+    """The same of images in their own shape, for --mm_native_resolution, whose tiles are cells."""
 
-    tiling: Tiling | None = None
-    resample: int = BICUBIC
+    def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
+        """Return shapes, patches down and across of each image; cu_seqlens (images + 1,) int32 and max_seqlen, where
+        the patches of images start, and the longest."""
+        import torch
+
+        merge, cells = self.tiling.merge, [layout.cells for layout in layouts] or [(1, 1)]  # of the blank tile
+        shapes = tuple((down * merge, across * merge) for across, down in cells)
+        lengths = torch.tensor([0, *(down * across for down, across in shapes)])
+        return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
 
 
 def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> NativeImageOptions:
@@ -206,13 +229,11 @@ def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> Nati
         f"--max_pixels {data.max_pixels}": most < 1,
         f"--video_min_pixels {data.video_min_pixels}": data.video_min_pixels is not None,
         f"--video_max_pixels {data.video_max_pixels}": data.video_max_pixels is not None,
-        f"--sequence_parallel_size {args.training.sequence_parallel_size}": args.training.sequence_parallel_size > 1,
-        f"--pipeline_parallel_size {args.training.pipeline_parallel_size}": args.training.pipeline_parallel_size > 1,
     }
     if problems := [flag for flag, is_other in others.items() if is_other]:
         raise ConfigError(
             f"--mm_native_resolution True with {', '.join(problems)}: every image keeps its own shape, with at most "
-            f"--max_pixels, {tiling.side**2} or more, and no ranks share it: leave the others out"
+            f"--max_pixels, {tiling.side**2} or more: leave the others out"
         )
     tiling = dataclasses.replace(tiling, most=most)
     return NativeImageOptions(
@@ -396,7 +417,7 @@ def media_layout(
     footage: Footage | None = None,
 ) -> MediaLayout:
     """The layout of one image (a size) or video (a size per frame) of a sample with num_media of them. footage: of a
-    ready model's video.
+    video that the options have a rule for.
 
     Only a sample's single image is cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
@@ -448,10 +469,7 @@ def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
     if kind == "image":
         return options.tiling.cut(sizes[0])
     if options.video is None:
-        whose = "a tower that sees images in their shape are not supported yet"
-        if isinstance(options, ReadyImageOptions):
-            whose = f"this ready model can't be read, as {options.no_videos}"
-        raise DataError(f"videos of {whose}: take the record out, or give its frames as images")
+        raise DataError(f"videos of {options.no_video_reason}: take the record out, or give its frames as images")
     if other := next((size for size in sizes if size != sizes[0]), None):
         raise DataError(
             f"a video has frames of {sizes[0][0]} x {sizes[0][1]} and of {other[0]} x {other[1]} pixels, which this "
@@ -467,23 +485,16 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
     n, side, moments = cut.num_tiles, options.side, 1
     seconds, interval = 0.0, 1.0
     if kind != "image":
-        rule = options.video
-        moments = math.ceil(len(sizes) / rule.moment)
-        n *= moments
         first, last = (0, footage.num_frames - 1) if options.clip is None else options.clip.span(footage)
-        span = last - first + 1
-        seconds = rule.moment / (len(sizes) / span * footage.rate)
-        if rule.tokens_per_second is not None:
-            interval = float(np.float32(rule.tokens_per_second) * np.float32(seconds))
         indices = used_frames(kind, footage, options.frame_choice)
         assert len(indices) == len(sizes)
-        times, duration = moment_times(indices, footage.rate, rule.moment), span / footage.rate
-        text = rule.text(cut, times, duration)
-        written = ImageText(text, n * options.tokens_per_tile // text.count(rule.frame.image_token), True)
-    elif not isinstance(tiling, FlexTiling):
+        moments, seconds, interval, text, token = options.video.timing(cut, indices, footage, last - first + 1)
+        n *= moments
+        written = ImageText(text, n * options.tokens_per_tile // text.count(token), True)
+    elif tiling.image_token is not None:
         text = tiling.text(cut)
         written = ImageText(text, n * options.tokens_per_tile // text.count(tiling.image_token))
-    cells, box = cut.grid if isinstance(tiling, WHOLE_IMAGES) else None, (0, 0, side, side)
+    cells, box = cut.grid if tiling.takes_whole_images else None, (0, 0, side, side)
     return MediaLayout(
         n, n * options.tokens_per_tile, side, None, box, None, None, "none", False, sizes, text=written, cells=cells,
         moments=moments, seconds=seconds, interval=interval,

@@ -1,19 +1,13 @@
-"""Tiles of ready models' image processors: sizes, their order, and the text in an image's place. No pixels, no files.
+"""Tiles that images are cut into: sizes, their order, and the text in an image's place. No pixels, no files.
 
-A family's tiling says into which tiles an image of a size is cut, so that lengths are known without decoding it.
+A tiling says into which tiles an image of a size is cut, so that lengths are known without decoding it.
 """
 
 import math
-from dataclasses import dataclass, field
-from functools import cache
-from typing import NamedTuple
-
-from llava_ds.constants import DataError
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
 
 Size = tuple[int, int]  # width, height
-
-MAX_SIDE = 4096  # pixels of the longer side of an image of Idefics3's or SmolVLM's processor
-MAX_SHAPE = 200  # times that an image of Qwen-VL's processor may be longer than it is wide
 
 
 @dataclass(frozen=True)
@@ -35,109 +29,21 @@ class Cut:
         return self.grid[0] * self.grid[1] + (self.overview_from is not None)
 
 
-@dataclass(frozen=True)
-class SplitTiling:
-    """Tiles of Idefics3 and SmolVLM: the image scaled to a longest edge, stretched to whole tiles, then an overview.
-
-    side: of a tile in pixels; longest_edge: in pixels; splits: False to stretch every image to one tile; the rest are
-    tokens: image_token for a feature, around for the marks beside tiles, overview before the last tile.
-    Source: transformers' Idefics3ImageProcessor and Idefics3Processor.
-    """
+class Tiling(Protocol):
+    """What cuts images into tiles. side: of a tile in pixels; image_token: stands in a conversation for as many
+    features as an image has for each, None where image positions have no text; placeholder: what the chat template
+    writes for an image; takes_whole_images: tiles are the cells of an image, which a tower sees as a whole."""
 
     side: int
-    longest_edge: int
-    splits: bool
-    image_token: str = "<image>"
-    around: str = "<fake_token_around_image>"
-    overview: str = "<global-img>"
+    image_token: str | None
+    placeholder: str | None
+    takes_whole_images: bool
 
     def cut(self, size: Size) -> Cut:
-        """The tiles of an image."""
-        scaled = _below(_to_longest(size, self.longest_edge), MAX_SIDE)
-        if not self.splits:
-            return Cut((scaled, (self.side, self.side)), (1, 1))
-        (width, height), side = scaled, self.side
-        if width >= height:
-            across = math.ceil(width / side)
-            down = math.ceil(int(across * side / (width / height)) / side)
-        else:
-            down = math.ceil(height / side)
-            across = math.ceil(int(down * side * (width / height)) / side)
-        whole = across * side, down * side
-        return Cut((scaled, whole), (across, down), 2 if (across, down) != (1, 1) else None)
+        """Return the tiles of an image. Raises DataError for one that can't be cut."""
 
     def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all features of a tile."""
-        last = f"{self.around}{self.overview}{self.image_token}{self.around}"
-        if cut.overview_from is None:
-            return last
-        rows = (
-            "".join(f"{self.around}<row_{row}_col_{column}>{self.image_token}" for column in _from_one(cut.grid[0]))
-            for row in _from_one(cut.grid[1])
-        )
-        return "".join(f"{row}\n" for row in rows) + f"\n{last}"
-
-
-@dataclass(frozen=True)
-class CanvasTiling:
-    """Tiles of InternVL: the image stretched to the grid of the most similar shape, and an overview of several.
-
-    side: of a tile in pixels; least, most: tiles of a grid; splits: False to stretch every image to one tile; the rest
-    are tokens: image_token for a feature, start and end around an image.
-    Source: transformers' GotOcr2ImageProcessor and InternVLProcessor.
-    """
-
-    side: int
-    least: int
-    most: int
-    splits: bool
-    image_token: str
-    start: str
-    end: str
-
-    def cut(self, size: Size) -> Cut:
-        """The tiles of an image."""
-        across, down = self._grid(size) if self.splits and self.most > 1 else (1, 1)
-        overview = 0 if (across, down) != (1, 1) else None
-        return Cut(((across * self.side, down * self.side),), (across, down), overview)
-
-    def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all features of a tile."""
-        return f"{self.start}{self.image_token * cut.num_tiles}{self.end}"
-
-    def _grid(self, size: Size) -> tuple[int, int]:
-        """The grid nearest to the image's shape; of equally near ones the largest that it fills by more than half."""
-        shape, pixels = size[0] / size[1], size[0] * size[1]
-        best, smallest = (1, 1), math.inf
-        for grid in _grids(self.least, self.most):
-            difference = abs(shape - grid[0] / grid[1])
-            fills = pixels > 0.5 * self.side * self.side * grid[0] * grid[1]
-            if difference < smallest or (difference == smallest and fills):
-                best, smallest = grid, difference
-        return best
-
-
-@dataclass(frozen=True)
-class SquareTiling:
-    """The one tile of Gemma 3: the image stretched to a square. Two line breaks are before its features and behind.
-
-    side: of the tile in pixels; the rest are tokens: image_token for a feature, start and end around an image, of which
-    the chat template writes the first alone.
-    Source: transformers' Gemma3Processor, without pan and scan.
-    """
-
-    side: int
-    image_token: str
-    start: str
-    end: str
-
-    def cut(self, size: Size) -> Cut:
-        """The tile of an image."""
-        return Cut(((self.side, self.side),), (1, 1))
-
-    def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all of its features."""
-        return f"\n\n{self.start}{self.image_token}{self.end}\n\n"
+        """Return the text in the image's place."""
 
 
 @dataclass(frozen=True)
@@ -146,52 +52,13 @@ class AskedSize:
 
     least, most: pixels, of a frame for a video; total: pixels of a video, of which two frames count once; resized:
     width and height before they are rounded to cells. None where the part has no such setting.
-    Source: qwen-vl-utils' fetch_image and fetch_video, whose bounds take the place of those that are not given.
+    Source: fetch_image and fetch_video of qwen-vl-utils, whose bounds take the place of those that are not given.
     """
 
     least: float | None = None
     most: float | None = None
     total: float | None = None
     resized: Size | None = None
-
-    def cut(self, size: Size, side: int, most: float, num_frames: int | None = None) -> Cut:
-        """The cells of an image, or of each of num_frames frames. most: pixels that an image or frame has at most."""
-        if self.resized is not None:
-            return _cut_as_asked(self.resized, side, _LEAST_CELLS * side**2, _MOST_CELLS * side**2)
-        cells = _LEAST_CELLS if num_frames is None else _LEAST_FRAME_CELLS
-        least = min(cells * side**2, self.most or math.inf) if self.least is None else self.least
-        most = min(most, _MOST_CELLS * side**2) if least <= most else _MOST_CELLS * side**2
-        if num_frames is not None:
-            total = _MOST_VIDEO_CELLS * side**2 if self.total is None else self.total
-            most = max(min(most, _MOST_FRAME_CELLS * side**2, total / num_frames * 2), int(least * 1.05))
-            most = most if self.most is None else min(most, self.most)
-        elif self.most is not None:
-            most = self.most
-        if least > most:
-            raise DataError(
-                f"asks for a size of at least {least:,.0f} and at most {most:,.0f} pixels: give 'min_pixels' and "
-                "'max_pixels' that an image can have"
-            )
-        return _cut_as_asked(size, side, least, most)
-
-
-# Cells of an image, of a frame and of a video where nobody says their bounds.
-_LEAST_CELLS, _MOST_CELLS, _LEAST_FRAME_CELLS, _MOST_FRAME_CELLS = 4, 16384, 128, 768
-_MOST_VIDEO_CELLS = 0.9 * 128_000
-
-
-def _cut_as_asked(size: Size, side: int, least: float, most: float) -> Cut:
-    """The cells of an image of least to most pixels. Source: qwen-vl-utils' smart_resize, which differs from
-    transformers' for images of less than half a cell."""
-    _refuse_narrow(size)
-    across, down = (max(1, round(length / side)) for length in size)
-    if across * down * side**2 > most:
-        scale = math.sqrt(size[0] * size[1] / most)
-        across, down = (max(1, math.floor(length / scale / side)) for length in size)
-    elif across * down * side**2 < least:
-        scale = math.sqrt(least / (size[0] * size[1]))
-        across, down = (math.ceil(length * scale / side) for length in size)
-    return Cut(((across * side, down * side),), (across, down))
 
 
 class Grid(NamedTuple):
@@ -207,95 +74,6 @@ class Grid(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CellTiling:
-    """Cells of Qwen-VL: the image at about its own size, a multiple of a cell's side, each cell one feature.
-
-    Its cells are this program's tiles. side: of a cell in pixels; merge: patches along it; least, most: pixels of an
-    image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
-    positions along its learned table; both None for towers without. Positions in the language model have three axes.
-    asked: a size in the place of these bounds.
-    Source: transformers' smart_resize and Qwen2VLProcessor.
-    """
-
-    side: int
-    merge: int
-    least: int
-    most: int
-    image_token: str
-    window: int | None = None
-    table: int | None = None
-    asked: AskedSize | None = field(default=None, repr=False)
-
-    def cut(self, size: Size) -> Cut:
-        """The cells of an image. Raises DataError for one whose shape the processor refuses."""
-        if self.asked is not None:
-            return self.asked.cut(size, self.side, self.most)
-        _refuse_narrow(size)
-        return _cut_to_cells(size, self.side, self.least, self.most)
-
-    def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all of its features."""
-        return self.image_token
-
-
-@dataclass(frozen=True)
-class FrameCells:
-    """Cells of a frame of Qwen-VL's videos, of as many pixels as the number of frames allows.
-
-    side: of a cell in pixels; moment: frames that a cell has beside each other in time; least, most: pixels of a frame,
-    or, if in_all, of all frames together; cap: features of a frame that most is bounded by further, as the processor
-    does with cap_pixels_per_frame; image_token: for all features, start and end around it; asked: a size in the place
-    of these bounds.
-    Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
-    """
-
-    side: int
-    moment: int
-    least: int
-    most: int
-    in_all: bool
-    image_token: str
-    cap: int | None = None
-    start: str = ""
-    end: str = ""
-    asked: AskedSize | None = field(default=None, repr=False)
-
-    def cut(self, size: Size, num_frames: int) -> Cut:
-        """The cells of each frame of a video. Raises DataError for one that the processor refuses."""
-        side = self.side
-        if self.asked is not None and not (self.in_all and num_frames < self.moment):
-            num_frames = math.ceil(num_frames / self.moment) * self.moment
-            return self.asked.cut(size, side, math.inf if self.in_all else self.most, num_frames)
-        if not self.in_all:
-            _refuse_narrow(size)
-            return _cut_to_cells(size, side, self.least, self._most_of_a_frame(num_frames))
-        if num_frames < self.moment:
-            raise DataError(
-                f"a video has {num_frames} frames to use, and the model's processor refuses fewer than {self.moment}: "
-                "raise --video_fps, or leave it out"
-            )
-        if min(size) < side:
-            scale = side / min(size)
-            size = int(size[0] * scale), int(size[1] * scale)
-        _refuse_narrow(size)
-        most = self.most if self.cap is None else self._most_of_a_frame(num_frames) * num_frames
-        rounded = round(num_frames / self.moment) * self.moment
-        return _cut_to_cells(size, side, self.least, most, num_frames, rounded)
-
-    def _most_of_a_frame(self, num_frames: int) -> int:
-        if self.cap is None:
-            return self.most
-        floor, capped = int(self.least * 1.05), self.cap * self.side**2
-        if self.in_all:
-            return max(min(capped, self.most // num_frames), floor)
-        return max(min(self.most, int(capped * 0.9) * self.moment // num_frames), floor)
-
-    def text(self, cut: Cut) -> str:
-        """The text in the place of a moment, or of all, with one image_token for all of its features."""
-        return f"{self.start}{self.image_token}{self.end}"
-
-
-@dataclass(frozen=True)
 class FlexTiling:
     """Cells of SigLIP 2 NaFlex: the image in its own shape, at as many cells as there may be, each one feature.
 
@@ -303,14 +81,15 @@ class FlexTiling:
     Source: transformers' Siglip2ImageProcessor, whose cells are single patches.
     """
 
+    image_token: ClassVar[None] = None
+    placeholder: ClassVar[None] = None
+    takes_whole_images: ClassVar[bool] = True
+
     side: int
     merge: int
     most: int
 
-    @property
-    def window(self) -> None:
-        """As CellTiling's: all patches of an image see each other."""
-        return None
+    window: ClassVar[None] = None  # all patches of an image see each other
 
     def cut(self, size: Size) -> Cut:
         """The cells of an image."""
@@ -331,114 +110,3 @@ class FlexTiling:
 
 
 _FLEX_STEP = 1e-5
-
-
-@dataclass(frozen=True)
-class BudgetTiling:
-    """Cells of Gemma 4: the image in about its own shape, as large as so many cells allow, each one feature.
-
-    side: of a cell in pixels; merge: patches along it; most: cells of an image; the rest are tokens: image_token for
-    all features of an image, start and end around it.
-    Source: transformers' get_aspect_ratio_preserving_size and Gemma4Processor.
-    """
-
-    side: int
-    merge: int
-    most: int
-    image_token: str
-    start: str
-    end: str
-
-    @property
-    def window(self) -> None:
-        """As CellTiling's: all patches of an image see each other."""
-        return None
-
-    @property
-    def table(self) -> None:
-        """As CellTiling's: positions are whole numbers."""
-        return None
-
-    def cut(self, size: Size) -> Cut:
-        """The cells of an image."""
-        (width, height), patch = size, self.side // self.merge
-        # In patches, as transformers counts them: other roundings would give other sizes.
-        scale = math.sqrt(self.most * self.merge**2 * patch**2 / (width * height))
-        across, down = (math.floor(scale * length / self.side) for length in size)
-        if down == 0:
-            across, down = min(math.floor(width / height), self.most), 1
-        elif across == 0:
-            across, down = 1, min(math.floor(height / width), self.most)
-        return Cut(((across * self.side, down * self.side),), (across, down))
-
-    def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all of its features."""
-        return f"{self.start}{self.image_token}{self.end}"
-
-
-Tiling = SplitTiling | CanvasTiling | SquareTiling | CellTiling | FlexTiling | BudgetTiling
-# Those whose tiles are the cells of a whole image, which a tower takes in its own shape.
-WHOLE_IMAGES = (CellTiling, FlexTiling, BudgetTiling)
-
-
-def placeholder_of(tiling: Tiling) -> str:
-    """The token that the chat template writes for an image."""
-    return tiling.start if isinstance(tiling, SquareTiling) else tiling.image_token
-
-
-def _refuse_narrow(size: Size) -> None:
-    if max(size) > MAX_SHAPE * min(size):
-        raise DataError(
-            f"an image of {size[0]} x {size[1]} is more than {MAX_SHAPE} times longer than wide, which the model's "
-            "processor refuses: leave it out"
-        )
-
-
-def _cut_to_cells(size: Size, side: int, least: int, most: int, frames: int = 1, rounded: int = 1) -> Cut:
-    """The cells of an image, or of each of so many frames of least to most pixels together. rounded: their number, as
-    the bounds are compared with."""
-    width, height = size
-    across, down = round(width / side), round(height / side)
-    if rounded * across * down * side**2 > most:
-        scale = math.sqrt(frames * width * height / most)
-        across, down = (max(1, math.floor(length / scale / side)) for length in size)
-    elif rounded * across * down * side**2 < least:
-        scale = math.sqrt(least / (frames * width * height))
-        across, down = (math.ceil(length * scale / side) for length in size)
-    return Cut(((across * side, down * side),), (across, down))
-
-
-@cache
-def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Grids of least to most tiles, the smallest first."""
-    sides = _from_one(most)
-    return tuple(
-        sorted(
-            ((across, down) for across in sides for down in sides if least <= across * down <= most),
-            key=lambda grid: grid[0] * grid[1],
-        )
-    )
-
-
-def _from_one(count: int) -> range:
-    return range(1, count + 1)
-
-
-def _to_longest(size: Size, edge: int) -> Size:
-    """The size with its longer side at edge pixels; the shorter one is even, or 1."""
-    width, height = size
-    if width >= height:
-        short = int(edge / (width / height))
-        return edge, max(1, short + short % 2)
-    short = int(edge * (width / height))
-    return max(1, short + short % 2), edge
-
-
-def _below(size: Size, most: int) -> Size:
-    """The size scaled down to at most so many pixels a side."""
-    width, height = size
-    if max(size) <= most:
-        return size
-    if width >= height:
-        return most, max(1, int(most / (width / height)))
-    return max(1, int(most * (width / height))), most

@@ -1,21 +1,13 @@
-"""Videos: which frames of them are used, and when these are; a ready model's tiles and text. No pixels, no files."""
+"""Videos: which frames of them are used. No pixels, no files."""
 
 import math
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from llava_ds.constants import DataError
-from llava_ds.tilings import BudgetTiling, CanvasTiling, Cut, FrameCells, Size, SplitTiling
-
-_SMALL = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
-)  # fmt: skip
-_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
-
+from llava_ds.tilings import Cut, Size
 
 LEAST_FRAMES = {2: 4}  # by Clip.factor, of a video whose part asks for no number of them. Source: qwen-vl-utils
 
@@ -100,64 +92,29 @@ class FrameChoice(NamedTuple):
     clip: Clip | None = None
 
 
-@dataclass(frozen=True)
-class VideoRule:
-    """A ready model's videos: what its processor makes of frames, and writes in a video's place.
-
-    token: what the chat template writes for a video; frame: the tiles of a frame, and the text in its place; moment:
-    frames that share these; stamp: before the text of every moment, with its {number}, and its time in {seconds} and as
-    a {timestamp}, or None if one text is for all moments; between: moments; intro: before all, with {frame_count}, in
-    words, and {video_duration}; outro: behind all; tokens_per_second: positions in the language model for a
-    second of video, None where it is one for every moment; template: the chat template of conversations with videos,
-    None for the tokenizer's; processor: transformers' class; bound: the name that its settings have for most_frames;
-    fps, most_frames, num_frames: frames of a second, most of a video, and of every video, that they say to choose, None
-    where they don't.
+class Timing(NamedTuple):
+    """A video in a sequence. moments: its frames that are features of their own; seconds: from one to the next;
+    interval: between their positions in the language model; text: in the video's place, with image_token for features.
     """
 
-    token: str
-    frame: FrameCells | SplitTiling | CanvasTiling | BudgetTiling
-    processor: str = field(repr=False)
-    moment: int = 1
-    stamp: str | None = ""
-    between: str = ""
-    intro: str = ""
-    outro: str = ""
-    tokens_per_second: float | None = None
-    template: str | None = None
-    bound: str = field(default="max_frames", repr=False)
-    fps: float | None = field(default=None, repr=False, compare=False)
-    most_frames: int | None = field(default=None, repr=False, compare=False)
-    num_frames: int | None = field(default=None, repr=False, compare=False)
+    moments: int
+    seconds: float
+    interval: float
+    text: str
+    image_token: str
+
+
+class VideoRule(Protocol):
+    """An architecture's own videos. moment: frames that share tiles."""
+
+    moment: int
 
     def cut(self, size: Size, num_frames: int) -> Cut:
-        """The tiles of each frame of a video. Raises DataError for one that the processor refuses."""
-        return self.frame.cut(size, num_frames) if isinstance(self.frame, FrameCells) else self.frame.cut(size)
+        """Return the tiles of each frame of a video. Raises DataError for one that the model can't read."""
 
-    def text(self, cut: Cut, times: list[float], duration: float) -> str:
-        """The text in a video's place. times: of its moments; duration: of the video; in seconds."""
-        shown = self.frame.text(cut)
-        if self.stamp is None:
-            return shown
-        moments = [
-            self.stamp.format(number=i, seconds=time, timestamp=f"{int(time // 60):02d}:{int(time % 60):02d}") + shown
-            for i, time in enumerate(times, 1)
-        ]
-        said = {"frame_count": in_words(len(times)), "video_duration": timedelta(seconds=int(duration))}
-        intro = self.intro.format(**said)
-        return f"{intro}{self.between.join(moments)}{self.outro}"
-
-
-def in_words(number: int) -> str:
-    """A number below a million in English words, as SmolVLM's processor takes them from num2words, which few have."""
-    if number < 20:
-        return _SMALL[number]
-    if number < 100:
-        tens, rest = divmod(number, 10)
-        return _TENS[tens - 2] + (f"-{_SMALL[rest]}" if rest else "")
-    size, name = (100, "hundred") if number < 1000 else (1000, "thousand")
-    whole, rest = divmod(number, size)
-    joint = " and " if rest < 100 else ", "
-    return f"{in_words(whole)} {name}" + (joint + in_words(rest) if rest else "")
+    def timing(self, cut: Cut, indices: list[int], footage: Footage, span: int) -> Timing:
+        """Return moments and text of a video's frames. indices: of the frames; span: frames of the video between the
+        first and the last that may be used."""
 
 
 def even_frames(num_frames: int, most: int) -> list[int]:
@@ -183,17 +140,6 @@ def used_frames(kind: Literal["frames", "video"], footage: Footage, choice: Fram
     if kind == "frames":
         return even_frames(footage.num_frames, choice.most)
     return video_frames(*footage, choice)
-
-
-def moment_times(indices: list[int], rate: float, step: int) -> list[float]:
-    """Seconds from a video's start to each of its moments of `step` frames: the middle between the first and the last
-    of them. Of too few the last one counts again. rate: frames of a second.
-
-    Source: transformers' Qwen3VLProcessor.
-    """
-    indices = indices + [indices[-1]] * (-len(indices) % step)
-    times = [index / rate for index in indices]
-    return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
 
 
 def _rounded_spread(first: int, last: int, count: int) -> list[int]:

@@ -6,6 +6,7 @@ weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config au
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -125,10 +126,10 @@ import contextlib
 import json
 from functools import partial
 
-from llava_ds.config.arguments import ranks_per_sample, trains_projector_only
+from llava_ds.config.arguments import trains_projector_only
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.config.shipped import DS_CONFIGS
-from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, TENSOR
+from llava_ds.engine.ds_config.parallel import EXPERT
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
 from llava_ds.extensions.planning.auto import Data, Devices, choose_ds_config, planned_run
 from llava_ds.extensions.planning.fit import GB, Run, advice, as_json, description, table
@@ -187,19 +188,19 @@ def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tu
         raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
     args = axes_from(raw or {}, args)
     training = args.training
-    sp, tp, pp = training.sequence_parallel_size, training.tensor_parallel_size, training.pipeline_parallel_size
-    check_sizes(own.num_gpus, sp, tp, pp)
-    check_experts(own.num_gpus, sp * tp * pp, training.ep_size)
+    check_sizes(own.num_gpus, args.axes)
+    check_experts(own.num_gpus, args.axes, training.ep_size)
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
         if args.model.model_name_or_path is None:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
-    held = ((TENSOR, tp, shape.tp), (PIPELINE, pp, len(shape.stages) or 1), (EXPERT, training.ep_size, shape.ep))
-    for flag, size, found in held:
-        if found != size:
-            raise ConfigError(f"--{flag} {size} needs the model's layers: name a size or folders")
+    sizes = {axis.flag: axis.size for axis in args.axes if axis.divides_model} | {EXPERT: training.ep_size}
+    held = shape.tp * (len(shape.stages) or 1) * shape.ep
+    if held != math.prod(sizes.values()):
+        flags = ", ".join(f"--{flag} {size}" for flag, size in sizes.items() if size > 1)
+        raise ConfigError(f"{flags} needs the model's layers: name a size or folders")
     if args.model.moe_enable and shape.text is None:
         raise ConfigError("--moe_enable True needs the model's layers: name a size or folders")
     resolved = resolve(own, args, raw, shape, devices)
@@ -245,7 +246,7 @@ def resolve(
         raw["zero_optimization"]["stage"] = default_stage if own.zero_stage is None else own.zero_stage
         if not {"bf16", "fp16"} & args.given:
             args = args.replaced(bf16=True)
-    dp = own.num_gpus // ranks_per_sample(args.training)
+    dp = own.num_gpus // args.ranks_per_sample
     machine = {"dp": dp, "device_type": "cuda", "is_local": False}
     return resolve_ds_config(raw, args, hidden_size=shape.hidden_size, **machine)
 

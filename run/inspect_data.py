@@ -70,10 +70,10 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX
 from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encoded_rows import media_from_text
 from llava_ds.data.end_markers import refuse_unfit_tokenizer
+from llava_ds.extensions.active import folder_part
 from llava_ds.files.model_files import read_json_if_there
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem
-from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.merged_adapters import is_adapter
 from llava_ds.model.open.rows import fit_vocabulary
@@ -157,7 +157,7 @@ def _model(args: "Arguments") -> "tuple[Arguments, PreTrainedTokenizerBase, Towe
 def _is_ready(folder: Path) -> bool:
     """True for a model of images and texts, whose conversations and images no other template and tower prepare."""
     kind = read_json_if_there(folder / "config.json", f"--model_name_or_path {folder}").get("model_type")
-    return isinstance(kind, str) and kind in (*READY, *NOT_YET)
+    return folder_part(kind) is not None
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> None:

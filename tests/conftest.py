@@ -9,6 +9,7 @@ sys.path[:0] = [
     str(TESTS / "helpers"),
     str(TESTS.parent / "run" / "dev"),
     str(TESTS / "data"),
+    *sorted(str(path) for path in (TESTS / "extensions").iterdir() if path.is_dir()),
 ]  # for tests in every folder
 # Toys are so small that a second thread only waits; set before torch is imported, and inherited by what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

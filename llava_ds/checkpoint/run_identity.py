@@ -8,16 +8,14 @@ from pathlib import Path
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import read_trainer
-from llava_ds.config.arguments import Arguments, every_flag, flag_default, flags_free_on_resume
+from llava_ds.config.arguments import Arguments, declared_in, every_flag, flag_default, flags_free_on_resume
+from llava_ds.config.flags import Flag
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.files.writing import sha256
-from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapter_file
 from llava_ds.template_variables import parse_variables
-
-SHARED_BY = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")  # ranks with the same samples
 
 # Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
 ORDERED_BY_LAYOUT = {
@@ -59,8 +57,8 @@ class RunIdentity:
             flags[name] = folder and folder_digest(Path(folder))
         flags["vision_tower"] = towers_digest(args.model.vision_tower)
         flags |= {name: folder_digest(folder) for name, folder in args.own_models.items()}
-        if args.model.lora_weight_path is not None:
-            flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
+        for own in args.own.values():
+            flags |= own.identity()
         zero_stage = ds_config["zero_optimization"].get("stage", 0)
         deciding = {key: ds_config.get(key) for key in DECIDING_SECTIONS}
         on_nvme = offload_device(ds_config, "offload_optimizer") == "nvme"
@@ -72,10 +70,11 @@ class RunIdentity:
         # A flag that only one of both has counts as its default in the other: of an extension that was not loaded, or
         # one that an earlier version did not have.
         absent, flags = saved["flags"].keys() - self.flags.keys(), every_flag()
-        layout = _layout_flags()
+        layout = self._layout_flags(saved)
         left_out = [
             name for name in saved["flags"] if name in absent & flags.keys() and flags[name].resume == "compared"
         ]
+        layout = self._layout_flags(saved)
         lines = {
             name: f"--{name} is {value}, was {before}"
             for name, value in [*self.flags.items(), *((name, flag_default(name)) for name in left_out)]
@@ -125,7 +124,8 @@ class RunIdentity:
     def _decides(self, name: str, saved: dict) -> bool:
         """True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
         same_ranks = name == "world_size" and data_ranks(saved) == data_ranks(vars(self))
-        same_samples = same_ranks or name in (*SHARED_BY, "ep_size")
+        flag = self._layout_flags(saved).get(name)
+        same_samples = same_ranks or (flag is not None and flag.shares_samples) or name == "ep_size"
         return bool(self._depend_on_layout) and not same_samples
 
     @property
@@ -133,25 +133,28 @@ class RunIdentity:
         """Layout flags that decide which samples the order takes for a step."""
         return {flag for order, flag in ORDERED_BY_LAYOUT.items() if self.flags[order]}
 
+    def _layout_flags(self, saved: dict) -> dict[str, Flag]:
+        """The flags that only decide on which rank and in which micro-batch a sample of the step is computed."""
+        declared = declared_in(self.flags.keys() | saved["flags"].keys())
+        return {name: flag for name, flag in declared.items() if flag.resume == "layout"}
+
     def _layout_changes(self, saved: dict) -> dict[str, str]:
         lines = {
-            name: f"--{name} is {self.flags[name]}, was {before}"
-            for name in _layout_flags() & self.flags.keys()
-            if (before := saved["flags"].get(name, flag_default(name))) != self.flags[name]
+            name: f"--{name} is {value}, was {before}"
+            for name in self._layout_flags(saved)
+            if (before := saved["flags"].get(name, flag_default(name)))
+            != (value := self.flags.get(name, flag_default(name)))
         }
         if saved["world_size"] != self.world_size:
             lines["world_size"] = f"world_size is {self.world_size}, was {saved['world_size']}"
         return lines
 
 
-def _layout_flags() -> set[str]:
-    """Flags that only decide on which rank and in which micro-batch a sample of the step is computed."""
-    return {name for name, flag in every_flag().items() if flag.resume == "layout"}
-
-
 def data_ranks(identity: dict) -> int:
     """Return the ranks of an identity that had samples of their own."""
-    return identity["world_size"] // math.prod(identity["flags"].get(flag, 1) for flag in SHARED_BY)
+    flags = identity["flags"]
+    shared = (flags.get(name, 1) for name, flag in declared_in(flags).items() if flag.shares_samples)
+    return identity["world_size"] // math.prod(shared)
 
 
 def _optimizer_of(identity: dict) -> dict | None:
@@ -185,13 +188,6 @@ def folder_digest(folder: Path) -> str:
 def towers_digest(vision_tower: str | None) -> str | None:
     """The digests of the folders that --vision_tower names, None without."""
     return ",".join(folder_digest(Path(folder)) for folder in tower_folders(vision_tower)) or None
-
-
-def adapter_digest(folder: Path) -> str:
-    """Hash an adapter folder: its settings, its weights, and the projector beside them."""
-    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
-    listed = [(file.name, sha256(file)) for file in files if file is not None and file.is_file()]
-    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.checkpoint import commit
+from llava_ds.config.arguments import declared_in
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
@@ -27,14 +28,20 @@ class _Flags(TypedDict):
     train_batch_size: NotRequired[_Count | None]
     per_device_train_batch_size: NotRequired[_Count | None]
     gradient_accumulation_steps: NotRequired[_Count | None]
-    sequence_parallel_size: NotRequired[_Count]
-    tensor_parallel_size: NotRequired[_Count]
-    pipeline_parallel_size: NotRequired[_Count]
     tokens_per_micro_batch: NotRequired[_Count | str | None]
     model_name_or_path: NotRequired[str | None]
     model_base: NotRequired[str | None]
     vision_tower: NotRequired[str | None]
     pretrain_mm_mlp_adapter: NotRequired[str | None]
+
+
+def _with_sizes(flags: object) -> object:
+    """Refuse flags whose numbers of ranks with the same samples are no sizes."""
+    declared = declared_in(flags) if isinstance(flags, dict) else {}
+    for name in (name for name, flag in declared.items() if flag.shares_samples):
+        if type(size := flags.get(name, 1)) is not int or size < 1:
+            raise ValueError(f"{name} is {size}, where a number of ranks is expected")
+    return flags
 
 
 class _Sections(TypedDict):
@@ -44,7 +51,7 @@ class _Sections(TypedDict):
 class Identity(TypedDict):
     """A RunIdentity in JSON; keys that earlier versions did not write are not required."""
 
-    flags: _Flags
+    flags: Annotated[_Flags, BeforeValidator(_with_sizes)]
     data: str
     world_size: _Count
     zero_stage: Annotated[int, Field(ge=0, le=3)]

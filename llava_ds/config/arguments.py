@@ -4,7 +4,8 @@ parsing.py reads them.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,15 +13,14 @@ from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
 from llava_ds.config.model_flags import (
     ModelArguments,
-    changes_base,
-    lora_parts,
+    adapted_parts,
     trained_parts,
     trains_new_rows,
     trains_projector_only,
 )
-from llava_ds.config.training_flags import TrainingArguments, ranks_per_sample, steps_go_across_epochs
+from llava_ds.config.training_flags import TrainingArguments, steps_go_across_epochs
 from llava_ds.extensions.active import asked_for, flags_class, owners
-from llava_ds.extensions.base import ExtensionFlags, ObjectiveTraits
+from llava_ds.extensions.base import Axis, ExtensionFlags, ObjectiveTraits
 from llava_ds.extensions.table import EXTENSIONS
 
 __all__ = [
@@ -30,14 +30,12 @@ __all__ = [
     "DataArguments",
     "ModelArguments",
     "TrainingArguments",
-    "changes_base",
+    "adapted_parts",
     "every_flag",
     "every_objective",
     "every_section",
     "flag_default",
     "flags_free_on_resume",
-    "lora_parts",
-    "ranks_per_sample",
     "steps_go_across_epochs",
     "trained_parts",
     "trains_new_rows",
@@ -47,7 +45,7 @@ __all__ = [
 
 def declared_by(section: object) -> dict[str, Flag]:
     """The flags that a section, or its class, declares."""
-    return {field.name: field.metadata["flag"] for field in dataclasses.fields(section)}
+    return {field.name: field.metadata["flag"] for field in dataclasses.fields(section) if "flag" in field.metadata}
 
 
 SECTIONS = (ModelArguments, DataArguments, TrainingArguments)  # of the core; each extension has one of its own
@@ -81,6 +79,13 @@ class Arguments:
     training: TrainingArguments
     given: frozenset[str]
     own: Mapping[str, ExtensionFlags] = field(default_factory=lambda: loaded({}))
+
+    def __post_init__(self) -> None:
+        of_model = {name: flags for name, flags in self.own.items() if flags.of_model}
+        if self.model.own != of_model:
+            model = dataclasses.replace(self.model)
+            object.__setattr__(model, "own", of_model)
+            object.__setattr__(self, "model", model)
 
     @property
     def sections(self) -> list[object]:
@@ -130,8 +135,28 @@ class Arguments:
         return any(flags.rewinds for flags in self.own.values())
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes of the mesh beside that of the data, in the order of their ranks."""
+        found = (flags.axis for flags in self.own.values())
+        return tuple(sorted((axis for axis in found if axis is not None and axis.size > 1), key=lambda a: a.order))
+
+    def size_of(self, axis: str) -> int:
+        """Ranks on an axis; 1 for one that the run does not have."""
+        return next((each.size for each in self.axes if each.name == axis), 1)
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that train on the same samples."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def ranks_per_token(self) -> int:
+        """Of these, those that share the tokens of every micro-batch."""
+        return math.prod(axis.size for axis in self.axes if not axis.divides_model)
+
+    @property
     def zeros(self) -> dict[str, str]:
-        """What a 0 of an extension's flag switches off."""
+        """The use of a 0, by the extension's flag."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
     @property
@@ -154,7 +179,7 @@ class Arguments:
 
     def as_dict(self) -> dict[str, object]:
         """Every flag and its value."""
-        return {name: value for section in self.sections for name, value in dataclasses.asdict(section).items()}
+        return {name: getattr(section, name) for section in self.sections for name in declared_by(section)}
 
     def same_on_every_rank(self) -> dict[str, object]:
         """The flags whose value no rank may have differently: all but paths and those of a machine, by their name."""
@@ -180,6 +205,11 @@ def every_section() -> list[type]:
 def every_flag() -> dict[str, Flag]:
     """The declaration of every flag that there is."""
     return {name: flag for section in every_section() for name, flag in declared_by(section).items()}
+
+
+def declared_in(names: Collection[str]) -> dict[str, Flag]:
+    """The declarations of the core's flags, and of those of the extensions that some names belong to."""
+    return {**FLAGS, **{flag: of for name in owners(names) for flag, of in declared_by(flags_class(name)).items()}}
 
 
 def flags_free_on_resume(flags: Mapping[str, Flag], rewinds: bool = False) -> set[str]:

@@ -13,7 +13,6 @@ GROUPS = {
     "model": "the model",
     "tower": "the vision tower",
     "trainable": "what trains",
-    "lora": "LoRA and quantization",
     "experts": "experts out of a dense model (MoE-LLaVA's stage 3)",
     "data": "the data",
     "images": "images and videos",
@@ -44,6 +43,7 @@ class Flag:
     run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
     the layout.
     per_machine: whether each machine may have another value. A path may be another on each.
+    shares_samples: whether it is a number of ranks with the same samples.
     goes_with: of an extension's flag, the values that read it of those that the extension adds to a flag of the core.
     """
 
@@ -53,6 +53,7 @@ class Flag:
     only_to_train: bool = False
     resume: Literal["compared", "free", "rewind", "layout"] = "compared"
     per_machine: bool = False
+    shares_samples: bool = False
     goes_with: str = ""
 
 
@@ -70,3 +71,9 @@ def _declare(
     """A field that is a flag. about: the fields of Flag; argparse: more options of add_argument."""
     metadata = {**(argparse or {}), "flag": Flag(**about)}
     return HfArg(default=default, help=help, aliases=list(aliases), metadata=metadata)
+
+
+def joined(value: str | list[str] | None) -> str | None:
+    """Words with commas between them; None for none."""
+    words = [value] if isinstance(value, str) else value or []
+    return ",".join(word for each in words for word in each.replace(",", " ").split()) or None

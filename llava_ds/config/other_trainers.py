@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from llava_ds.config.bounds import takes
 from llava_ds.constants import nearest_name
+from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.table import EXTENSIONS
 
 NO = ("False", "false", "0")
 
@@ -55,23 +57,11 @@ ELSEWHERE = {
         "--mm_projector_lr": "--aligner_lr --merger_lr",
         "--vision_tower": "--image_tower --vision_encoder --mm_vision_encoder",
         "--mm_projector_type": "--image_projector_type",
-        "--tensor_parallel_size": "--tensor_model_parallel_size --tp --autotp_size --tp_degree",
-        "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
         "--ep_size": "--expert_model_parallel_size --expert_model_parallel --moe_ep_size --ep",
-        "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size",
         "--eval_fraction": "--val_size --val_split",
         "--model_max_length": "--cutoff_len --max_len --max_length --max_seq_len --max_seq_length --seq_len",
         "--version": "--template --conv_style --conv_type --conversation_template --chat_template",
-        "--lora_enable": "--finetuning_type --train_type --tuner_type --use_llm_lora --use_lora --use_peft",
-        "--lora_r": "--lora_dim --lora_rank",
-        "--lora_target_modules": "--lora_module_name --lora_target --target_modules --target_regex",
-        "--lora_modules language,vision": "--vision_lora",
-        "--modules_to_save": "--additional_target --lora_modules_to_save",
-        "--init_lora_weights": "--init_weights",
-        "--init_lora_weights pissa": "--pissa_init --pissa_convert",
-        "--init_lora_weights pissa_niter_16": "--pissa_iter",
         "--unfreeze_topk_llm": "--freeze_trainable_layers",
-        "--lora_enable True --freeze_mm_mlp_adapter True": "--only_optimize_lora",
         "--resize_token_embeddings": "--resize_vocab",
         "--resize_token_embeddings True (for tokens that the tokenizer's files have)": (
             "--add_tokens --add_special_tokens --new_special_tokens"
@@ -91,9 +81,6 @@ ELSEWHERE = {
         "the variable WANDB_PROJECT": "--wandb_project",
         "--output_dir": "--output_path --checkpoint_dir",
         "--output_dir (its folder tensorboard)": "--tensorboard_path --logging_dir",
-        "--bits": "--quantization --quantization_bit",
-        "--bits 4": "--load_in_4bit",
-        "--bits 8": "--load_in_8bit",
         "--resume": "--resume_from_checkpoint",
         "--stream": "--streaming",
         "--shuffle_buffer_size": "--buffer_size --streaming_buffer_size",
@@ -122,7 +109,6 @@ ELSEWHERE = {
         "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
         "--model_max_length (of prompt and answer)": "--max_prompt_seq_len --max_prompt_length",
         "--kl_ctl": "--kl_coef --kl_coeff --init_kl_coef",
-        "--lora_enable True --lora_r (of actor and critic)": "--actor_lora_dim --critic_lora_dim",
         "--max_resample_times": "--max_num_gen_batches",
         "--num_generations": "--num_return_sequences",
         "--warmup_steps": "--num_warmup_steps",
@@ -193,9 +179,15 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         value = value if has_value else after
         useful = {name: action for name, action in known.items() if name.removeprefix("--") not in WITHOUT_EFFECT}
         fitting = [name for name, action in useful.items() if action is None or takes(action, value)]
-        nearest = ELSEWHERE.get(flag) or nearest_name(flag, fitting)
+        nearest = {**ELSEWHERE, **_of_extensions()}.get(flag) or nearest_name(flag, fitting)
         hint = f": did you mean {nearest}?" if nearest else ": run/train.py --help all lists all flags"
         yield f"unknown flag {flag}{hint}"
+
+
+def _of_extensions() -> dict[str, str]:
+    """The same of the flags of extensions."""
+    pairs = [pair for name in EXTENSIONS for pair in flags_class(name).other_names.items()]
+    return {theirs: ours for ours, names in pairs for theirs in names.split()}
 
 
 def _is_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the features of a run need of it, and what they take away: one check of all pairs, with one message.
+"""Needs of the features of a run, and what they take away: one check of all pairs, with one message.
 
 An extension says so in its flags (ExtensionFlags.needs and .breaks), a feature of the core in core_features, and a
 model's folder where it is read.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.data_flags import GROUPINGS
-from llava_ds.config.model_flags import lora_parts, trained_parts
+from llava_ds.config.model_flags import adapted_parts, trained_parts
 from llava_ds.extensions.base import PROPERTIES
 
 
@@ -25,8 +25,8 @@ class Feature(NamedTuple):
 
 def features(args: Arguments) -> list[Feature]:
     """The features that flags ask for, and that need or take away a property."""
-    own = (flags for flags in args.own.values() if flags.needs or flags.breaks)
-    return [*core_features(args), *(Feature(flags.asked_by(), flags.needs, flags.breaks) for flags in own)]
+    own = (feature for flags in args.own.values() for feature in flags.features())
+    return [*core_features(args), *(Feature(*feature) for feature in own)]
 
 
 def clashes(found: Collection[Feature]) -> list[str]:
@@ -52,6 +52,7 @@ def core_features(args: Arguments) -> Iterator[Feature]:
     training = args.training
     if args.traits.needs:
         breaks = ("given_answers",) if args.traits.draws else ()
+        breaks += ("one_model",) if args.traits.second_model else ()
         yield Feature(f"--objective {training.objective}", args.traits.needs, breaks)
     for name in GROUPINGS:
         if getattr(args.data, name):
@@ -69,39 +70,24 @@ def core_features(args: Arguments) -> Iterator[Feature]:
 
 
 def _ways_to_train(args: Arguments) -> Iterator[Feature]:
-    """What trains, and how it is held."""
+    """Features of what trains."""
     model, training = args.model, args.training
-    if model.lora_enable:
-        yield Feature(
-            "--lora_enable True", {"whole_matrices": "an adapter lies beside a whole matrix"}, ("trained_layers",)
-        )
-    if model.bits < 16:
-        breaks = ("trained_layers", "plain_weights")
-        yield Feature(f"--bits {model.bits}", {"whole_matrices": "packed ones can't be cut"}, breaks)
-    if "language_model" not in trained_parts(model) | lora_parts(model):
+    if "language_model" not in trained_parts(model) | adapted_parts(model):
         yield Feature("--tune_mm_mlp_adapter or another flag of what trains", breaks=("trained_layers",))
     for flag in ("unfreeze_topk_llm", "unfreeze_topk_vision"):
         if count := getattr(model, flag):
             yield Feature(f"--{flag} {count}", breaks=("trained_layers",))
+    if model.mm_native_resolution:
+        needs = dict.fromkeys(("whole_sample", "whole_layers"), "images in their own shape are not shared")
+        yield Feature("--mm_native_resolution True", needs)
     if model.moe_enable or training.ep_size > 1:
         name = "--moe_enable True" if model.moe_enable else f"--ep_size {training.ep_size}"
-        yield Feature(name, breaks=("routerless_mlps",))
+        breaks = ("routerless_mlps", "sharded_weights", *(("offload",) if training.ep_size > 1 else ()))
+        yield Feature(name, breaks=breaks)
 
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
-    """How ranks share the work, and what makes them faster."""
-    training, untried = args.training, "it is not tried with these experts"
-    if (size := training.sequence_parallel_size) > 1:
-        yield Feature(f"--sequence_parallel_size {size}", {"dense_mlps": untried}, ("whole_sample",))
-    if (size := training.tensor_parallel_size) > 1:
-        needs = {"dense_mlps": "AutoTP does not know these experts"}
-        yield Feature(f"--tensor_parallel_size {size}", needs, ("whole_matrices",))
-    if (size := training.pipeline_parallel_size) > 1:
-        needs = {
-            "whole_matrices": "AutoTP makes groups of all ranks",
-            "routerless_mlps": "routers' loss is not carried between stages",
-            "trained_layers": "a stage without trained weights has nothing to do",
-        }
-        yield Feature(f"--pipeline_parallel_size {size}", needs, ("whole_layers",))
+    """Features of how it trains."""
+    training = args.training
     if training.gradient_checkpointing == "auto":
         yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

@@ -78,29 +78,6 @@ class TrainingArguments:
         "changes the layout only: loss and gradient remain those of the step.",
         resume="layout",
     )
-    sequence_parallel_size: Count = _steps(
-        1,
-        "Ranks that share the tokens of every micro-batch (Ulysses), for samples too long for one: each decodes and "
-        "encodes its own images, and computes attention for a part of the heads. --per_device_train_batch_size "
-        "counts for all of them together, --tokens_per_micro_batch for each.",
-        aliases=("--sp_size",),
-        resume="layout",
-    )
-    tensor_parallel_size: Count = _steps(
-        1,
-        "Ranks that share the matrices of the language model's layers (DeepSpeed's AutoTP), for models or batches too "
-        "large for ZeRO alone. They compute the same samples together, and add up what they have twice a layer, so "
-        "they belong into one machine.",
-        aliases=("--tp_size", "--deepspeed_autotp_size"),
-        resume="layout",
-    )
-    pipeline_parallel_size: Count = _steps(
-        1,
-        "Stages of a pipeline: ranks that have some of the language model's layers each, for nodes joined by slow "
-        "links. A step should have many micro-batches (--gradient_accumulation_steps): the more, the less stages wait.",
-        aliases=("--pp_size",),
-        resume="layout",
-    )
     ep_size: Count = _steps(
         1,
         "Ranks that share the experts of --moe_enable, or of a folder that it made: each has some of them, and tokens "
@@ -304,8 +281,3 @@ def steps_go_across_epochs(training: TrainingArguments) -> bool:
     if training.steps_across_epochs is None:
         return training.loss_reduction == "micro_batch"
     return training.steps_across_epochs
-
-
-def ranks_per_sample(training: TrainingArguments) -> int:
-    """Ranks that train on the same samples: sp * tp * pp."""
-    return training.sequence_parallel_size * training.tensor_parallel_size * training.pipeline_parallel_size

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from llava_ds.batch import Batch, ImageBlocks, Inputs, Placing
+from llava_ds.batch import Batch, Inputs, Placing
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import MediaLayout
-from llava_ds.tilings import WHOLE_IMAGES, CellTiling, FlexTiling, Grid
 
 
 @dataclass(frozen=True)
@@ -131,56 +131,18 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
             pools_by_max=any(layout.pools_by_max for layout in layouts.values()),
         ),
         lengths=tuple(lengths.tolist()),
-        tower=_tower_inputs(list(layouts.values()), options),
-        trunk=_image_blocks(is_image, cu_seqlens, options),
+        tower=options.tower_inputs(list(layouts.values())),
+        trunk=options.trunk_inputs(is_image, cu_seqlens),
         extra=_extra(samples),
     )
 
 
-def _image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor, options: ImageOptions) -> Inputs:
-    blocks = image_blocks(is_image, cu_seqlens) if options.has_image_blocks else None
-    return {} if blocks is None else {"image_blocks": blocks._replace(need_windows=options.blocks_need_windows)}
-
-
-def image_blocks(is_image: torch.Tensor, cu_seqlens: torch.Tensor) -> ImageBlocks | None:
-    """The blocks of image positions in a row, in one sample; None without. is_image (T,) bool; cu_seqlens as Batch's.
-
-    Source: transformers' get_block_sequence_ids_for_mask of Gemma 3.
-    """
-    starts_sample = torch.zeros_like(is_image)
-    starts_sample[cu_seqlens[:-1]] = True
-    follows = torch.cat([torch.tensor([False]), is_image[:-1]]) & ~starts_sample
-    starts = (is_image & ~follows).nonzero()[:, 0]  # (blocks,)
-    if not len(starts):
-        return None
-    rows = is_image.nonzero()[:, 0]  # (R,)
-    lengths = torch.diff(torch.searchsorted(rows, starts), append=torch.tensor([len(rows)]))
-    first = cu_seqlens[torch.searchsorted(cu_seqlens, starts, right=True) - 1]  # of the block's sample
-    seen = starts + lengths - first
-    keys = torch.cat([torch.arange(int(a), int(a + n)) for a, n in zip(first, seen)])  # (K,)
-    cu_rows, cu_keys = (torch.nn.functional.pad(each.cumsum(0), (1, 0)).to(torch.int32) for each in (lengths, seen))
-    return ImageBlocks(rows, keys, cu_rows, cu_keys, int(lengths.max()), int(seen.max()))
-
-
 def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.Tensor:
     """(1, T), or (3, 1, T) with three axes."""
-    if not isinstance(options.tiling, CellTiling):
-        return torch.cat([torch.arange(len(sample.input_ids)) for sample in samples])[None]
-    from llava_ds.data.native_resolution import axis_positions
-
-    grids = [[grid for _, layout in sample.media for grid in layout.grids] for sample in samples]
-    parts = [axis_positions(sample.input_ids, each) for sample, each in zip(samples, grids)]
-    return torch.cat(parts, 1)[:, None]
-
-
-def _tower_inputs(layouts: list[MediaLayout], options: ImageOptions) -> Inputs:
-    if not isinstance(options.tiling, WHOLE_IMAGES):
-        return {}
-    from llava_ds.data.native_resolution import flex_inputs, tower_inputs
-
-    if isinstance(options.tiling, FlexTiling):
-        return flex_inputs([layout.cells for layout in layouts] or [(1, 1)], options.tiling)  # the blank tile
-    return tower_inputs([grid for layout in layouts for grid in layout.grids] or [Grid(1, 1)], options.tiling)
+    parts = [options.position_ids(sample.input_ids, [layout for _, layout in sample.media]) for sample in samples]
+    if parts[0] is not None:
+        return torch.cat(parts, 1)[:, None]
+    return torch.cat([torch.arange(len(sample.input_ids)) for sample in samples])[None]
 
 
 def _of_one_height(tiles: list[torch.Tensor]) -> torch.Tensor:
@@ -188,6 +150,14 @@ def _of_one_height(tiles: list[torch.Tensor]) -> torch.Tensor:
     height = max(each.shape[2] for each in tiles)
     times = [height // each.shape[2] for each in tiles]
     return torch.cat([each if n == 1 else each.repeat(1, 1, n, 1) for each, n in zip(tiles, times)])
+
+
+def padded_left(rows: torch.Tensor, samples: list[LoadedSample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of samples laid end to end (T, ...), as (B, L, ...) behind zeros, and a mask (B, L), 0 at these."""
+    parts = rows.split([len(sample.input_ids) for sample in samples])
+    tokens = [torch.ones(len(part), dtype=torch.int64, device=rows.device) for part in parts]
+    padded, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (parts, tokens))
+    return padded, mask
 
 
 def blank_tile(size: int) -> torch.Tensor:

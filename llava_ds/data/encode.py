@@ -14,6 +14,7 @@ from llava_ds.constants import (
     IGNORE_INDEX,
     IMAGE_TOKEN,
     IMAGE_TOKEN_INDEX,
+    ConfigError,
     DataError,
 )
 from llava_ds.data.chat_template import AnswerPrompt, answer_prompt, render_own, render_own_prompt
@@ -23,6 +24,7 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE, MARKED_IMAGE, SpecialTok
 from llava_ds.data.templates import TEMPLATES, Segment, Span, Template, render, render_prompt
 from llava_ds.data.word_tokenizer import WholeRow, WordRow, words_of
 from llava_ds.files.model_files import library_errors
+from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import ImageText
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, rows_noted, with_token
 
@@ -447,3 +449,12 @@ def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:
     while last > 0 and segments[last - 1].is_answer:
         last -= 1
     return [s._replace(supervised=s.is_answer and i >= last, first_tokens=0) for i, s in enumerate(segments)]
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> Encoder:
+    """The encoder of a model: its images' own, else that of templates."""
+    if (own := images.encoder()) is not None:
+        return own(tokenizer, options, images)
+    if options.template == "processor":
+        raise ConfigError("--version processor is for ready models, whose processors write conversations: leave it out")
+    return Encoder(tokenizer, options)

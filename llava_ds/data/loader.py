@@ -6,18 +6,20 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.collate import ItemCounts, LoadedPair, LoadedSample, collate, counts_of
-from llava_ds.data.cut import CutMicroBatch, Part, PartsOfMicroBatches, without
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.processes import obey_only_parent
+
+if TYPE_CHECKING:
+    from llava_ds.data.shared_loader import CutMicroBatch
 
 
 class Counts(NamedTuple):
@@ -140,9 +142,7 @@ def micro_batches(
         "pin_memory": device.type == "cuda",
     }
     if mesh.shared > 1:
-        parts = PartsOfMicroBatches(dataset, Part(mesh.sp_rank, mesh.sp, mesh.pp_rank == 0))
-        cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
-        loader = (_agreed(each, mesh) for each in cut)
+        loader = _shared(dataset, batches, mesh, options)
     else:
         collate_fn = partial(_micro_batch, options=dataset.image_options)
         loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options)
@@ -150,12 +150,28 @@ def micro_batches(
         yield dataclasses.replace(micro, batch=micro.batch.to(device))
 
 
-def _unchanged(item: CutMicroBatch) -> CutMicroBatch:
+def _shared(
+    dataset: EncodedDataset, batches: Iterable[list[int]], mesh: Mesh, options: dict[str, object]
+) -> Iterator[MicroBatch]:
+    """Yield this rank's part of each micro-batch, in step with the ranks that have the same samples.
+
+    options: of the DataLoader.
+    """
+    from llava_ds.data.shared_loader import PartsOfMicroBatches
+
+    parts = PartsOfMicroBatches(dataset, [part.cut(mesh) for part in mesh.parts if part.cut is not None])
+    cut = torch.utils.data.DataLoader(parts, batch_size=None, sampler=batches, collate_fn=_unchanged, **options)
+    return (_agreed(each, mesh) for each in cut)
+
+
+def _unchanged(item: object) -> object:
     return item
 
 
-def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
+def _agreed(cut: "CutMicroBatch", mesh: Mesh) -> MicroBatch:
     """The rank's part without the samples that some rank could not decode, whose tokens nobody is asked for then."""
+    from llava_ds.data.shared_loader import without
+
     finders = torch.full((cut.num_planned,), mesh.shared)  # the first rank that could not decode a sample
     finders[list(cut.broken)] = mesh.shared_rank
     torch.distributed.all_reduce(finders, torch.distributed.ReduceOp.MIN, mesh.shared_host_group)
@@ -164,15 +180,12 @@ def _agreed(cut: CutMicroBatch, mesh: Mesh) -> MicroBatch:
     numbers = [range(first, first + counts.samples) for first, counts in zip(firsts, cut.counts)]  # in the batch
     dropped = {number for place, those in zip(cut.places, numbers) if place in found for number in those}
     kept = [counts for place, counts in zip(cut.places, cut.counts) if place not in found]
-    batch = without(cut.batch, dropped) if dropped else cut.batch
-    if mesh.sp > 1:
-        batch = dataclasses.replace(batch, trunk={**batch.trunk, "sequence_group": mesh.sp_group})
     return MicroBatch(
-        batch=batch,
+        batch=without(cut.batch, dropped) if dropped else cut.batch,
         places=tuple(place for place in cut.places if place not in found),
-        **_numbers(kept),
+        **numbers_of(kept),
         broken=tuple(broken for place, broken in cut.broken.items() if finders[place] == mesh.shared_rank),
-        is_counted=mesh.sp_rank == 0,
+        is_counted=mesh.part.index == 0,
         numbers=tuple(number for number, place in enumerate(cut.places) if place not in found),
     )
 
@@ -182,12 +195,12 @@ def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options:
     return MicroBatch(
         batch=collate([sample for i in places for sample in items[i].samples], options),
         places=places,
-        **_numbers([counts_of(items[i]) for i in places]),
+        **numbers_of([counts_of(items[i]) for i in places]),
         broken=tuple(item for item in items if isinstance(item, BrokenSample)),
     )
 
 
-def _numbers(kept: list[ItemCounts]) -> dict[str, int]:
+def numbers_of(kept: list[ItemCounts]) -> dict[str, int]:
     """What a MicroBatch of these items holds."""
     names = ("tokens", "targets", "pairs", "tiles", "tile_pairs")
     return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in names}

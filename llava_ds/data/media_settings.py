@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from llava_ds.constants import DataError
 from llava_ds.data.sample import Media
-from llava_ds.geometry import ImageOptions, ReadyImageOptions
-from llava_ds.tilings import AskedSize, CellTiling, FrameCells
+from llava_ds.geometry import ImageOptions
+from llava_ds.tilings import AskedSize
 from llava_ds.videos import Clip
 
 SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
@@ -30,15 +30,10 @@ def _with_settings(options: ImageOptions, kind: str, settings: tuple[tuple[str, 
         options = replace(options, clip=_clip(kind, asked, options))
     if not any(name in asked for name in SIZES):
         return options
-    size = _size(asked)
-    if kind == "image" and isinstance(options.tiling, CellTiling):
-        return replace(options, tiling=replace(options.tiling, asked=size))
-    rule = options.video
-    if kind != "image" and rule is not None and isinstance(rule.frame, FrameCells):
-        return replace(options, video=replace(rule, frame=replace(rule.frame, asked=size)))
-    name = next(name for name in SIZES if name in asked)
-    why = "its processor alone decides sizes" if isinstance(options, ReadyImageOptions) else "a flag decides their size"
-    raise _refused(name, f"this model's {'images' if kind == 'image' else 'videos'}: {why}, so leave it out")
+    if (sized := options.asking(kind, _size(asked))) is not None:
+        return sized
+    name, those = next(name for name in SIZES if name in asked), "images" if kind == "image" else "videos"
+    raise _refused(name, f"this model's {those}: {options.size_reason}, so leave it out")
 
 
 def _clip(kind: str, asked: dict[str, float], options: ImageOptions) -> Clip:

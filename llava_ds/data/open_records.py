@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import DataError
+from llava_ds.data.encode import encoder_of
 from llava_ds.data.file_slices import read_errors, write_errors
 from llava_ds.data.fingerprint import EncodingOptions, digest_of
 from llava_ds.data.known_records import KnownRecords, KnownSource
 from llava_ds.data.preflight import Checker
 from llava_ds.data.prompt_check import refuse_unasked
-from llava_ds.data.ready_encode import encoder_of
 from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_columns
 from llava_ds.data.sources.open import MIXTURE_SUFFIXES
 from llava_ds.data.sources.source import short_names

@@ -13,6 +13,7 @@ from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sample_order import SampleOrder
+from llava_ds.extensions.base import Axis
 
 # Samples of the steps that are left, up to which the heaviest micro-batch is found exactly: packing takes about 3 us a
 # sample, an order 0.2 to 0.7 us.
@@ -30,8 +31,7 @@ class StepLayout(NamedTuple):
 class Packing:
     """The rule that lays the samples of a step out on ranks and micro-batches.
 
-    dp: groups of ranks with samples of their own, each of sp * tp * pp ranks: sp share the tokens of every micro-batch,
-    tp the matrices that these go through, pp the layers.
+    dp: groups of ranks with samples of their own; axes: over which the ranks of a group share these.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
     across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's trainer. pair_cost: a
     sample of L tokens costs L + pair_cost * L**2, the second part for attention.
@@ -43,27 +43,24 @@ class Packing:
     tokens_per_micro_batch: int | None
     across_epochs: bool = False
     pair_cost: float = 0.0
-    sp: int = 1
-    tp: int = 1
-    pp: int = 1
+    axes: tuple[Axis, ...] = ()
 
     @classmethod
-    def of(cls, training: TrainingArguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
+    def of(cls, args: Arguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
         """Read the flags. tokens: the number that --tokens_per_micro_batch auto has become, for each rank."""
+        training, axes = args.training, args.axes
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-        sp, across = training.sequence_parallel_size, steps_go_across_epochs(training)
-        bound = None if tokens is None else tokens * sp
-        tp, pp = training.tensor_parallel_size, training.pipeline_parallel_size
-        return cls(dp, size, accumulation, bound, across, pair_cost, sp, tp, pp)
+        bound = None if tokens is None else tokens * args.ranks_per_token
+        return cls(dp, size, accumulation, bound, steps_go_across_epochs(training), pair_cost, axes)
 
     @property
     def shared(self) -> int:
         """Ranks with the same samples."""
-        return self.sp * self.tp * self.pp
+        return math.prod(axis.size for axis in self.axes)
 
     def dp_rank(self, rank: int) -> int:
         """The place of a rank's samples among all (Mesh). rank: among all."""
-        return rank // (self.sp * self.tp) % self.dp
+        return rank // math.prod(axis.size for axis in self.axes if axis.order > 0) % self.dp
 
     @property
     def batch_size(self) -> int:

@@ -101,7 +101,7 @@ def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, flo
         collective(out, *given)
         return out
 
-    def send() -> torch.Tensor:  # of a pipeline's stages, each to the next
+    def send() -> torch.Tensor:  # of ranks that have some of the layers each, to the next
         out = torch.empty_like(part)
         sent = dist.P2POp(dist.isend, own, (rank + 1) % world_size)
         received = dist.P2POp(dist.irecv, out, (rank - 1) % world_size)

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.engine.ds_config.activation import switched_on
 from llava_ds.model.llava import LlavaModel, all_models
-from llava_ds.model.stages import is_first
 
 
 def mark_checkpointed_layers(
@@ -28,11 +27,16 @@ def mark_checkpointed_layers(
         whose = name and f"{name}'s "
         parts[f"{whose}language model"] = each.language_model
         counts.append(checkpoint_layers(each.language_model, every, block))
-        if "vision_tower" in trained_parts(args.model) | lora_parts(args.model) and is_first(each):
+        if "vision_tower" in trained_parts(args.model) | adapted_parts(args.model) and _has_any(each.vision_tower):
             parts[f"{whose}vision tower"] = each.vision_tower.tower
             counts.append(checkpoint_layers(each.vision_tower.tower, every))
     lines = [f"{count} layers of the {name} are checkpointed" for name, count in zip(parts, counts)]
     return parts, lines if args.training.gradient_checkpointing == "all" else []
+
+
+def _has_any(part: nn.Module) -> bool:
+    """True if the rank has parameters of a part."""
+    return next(part.parameters(), None) is not None
 
 
 def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:

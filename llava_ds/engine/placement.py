@@ -5,7 +5,7 @@ ZeRO's shards are no part of it: engine/pieces.py describes those of what a rank
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype
 from torch import nn
 
+from llava_ds.extensions.base import MeshPart
 from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
@@ -85,6 +86,20 @@ class Placement:
 
 
 WHOLE = Placement()
+
+
+def divided(
+    elements: dict[nn.Parameter, int],
+    model: nn.Module,
+    parts: Iterable[MeshPart],
+    size_of: Callable[[str], int],
+) -> dict[nn.Parameter, int]:
+    """Return how many numbers of each parameter a rank will hold. elements: of the whole model; size_of: ranks on an
+    axis."""
+    for part in parts:
+        cut = part.divides(model) if part.divides is not None else ()
+        elements = {p: number // size_of(part.axis) if p in cut else number for p, number in elements.items()}
+    return elements
 
 
 def placement_of(model: Any) -> Placement:

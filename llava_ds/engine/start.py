@@ -16,10 +16,8 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.non_finite import guard_steps
 from llava_ds.engine.param_groups import num_elements
-from llava_ds.engine.pipeline import ParallelUnit, open_pipeline, sum_norm_over_stages
-from llava_ds.engine.placement import placement_of
+from llava_ds.engine.placement import divided, placement_of
 from llava_ds.engine.schedule import scheduler_factory
-from llava_ds.engine.tensor_parallel import num_divided, place_matrices
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.redact import redact
 
@@ -40,7 +38,7 @@ def start_engine(
     """
     config, training = resolved.config, resolved.args.training
     elements = {p: num_elements(p) for p in model.parameters()}
-    elements = num_divided(model, elements, mesh.tp)
+    elements = divided(elements, model, mesh.parts, lambda axis: mesh.at(axis).size)
     meant = [(*_rates(group), sum(elements[p] for p in group["params"])) for group in groups]
     optimizer = _own_optimizer(groups, resolved)
     built: dict[str, object] = {"model_parameters": groups} if optimizer is None else {"optimizer": optimizer}
@@ -50,17 +48,19 @@ def start_engine(
         peaks.extend(dict(group) for group in optimizer.param_groups)  # before the schedule begins to change them
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
-    if mesh.pp > 1:
-        built["mpu"] = ParallelUnit(mesh, model)
-    engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=for_engine(config), **built)
+    own = for_engine(config)
+    for part in (part for part in mesh.parts if part.engine is not None):
+        options = part.engine(model, mesh)
+        own |= options.pop("config", {})
+        built |= options
+    engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=own, **built)
     engine._config.train_batch_size = config["train_batch_size"]  # it counts ranks with the same samples, too
     engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)
-    place_matrices(engine, mesh)
-    open_pipeline(mesh, engine.device)
-    sum_norm_over_stages(engine.optimizer, mesh)
+    for part in (part for part in mesh.parts if part.started is not None):
+        part.started(engine, mesh)
     guard_steps(engine, placement_of(engine))
     return engine
 
@@ -87,7 +87,6 @@ def check_engine(engine, resolved: ResolvedConfig, mesh: Mesh) -> None:
     config = resolved.config
     understood = {
         "ranks": engine.dp_world_size,
-        "tensor_parallel.autotp_size": max(1, engine.autotp_size()),
         "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "zero_optimization.stage": engine.zero_optimization_stage(),
@@ -100,7 +99,6 @@ def check_engine(engine, resolved: ResolvedConfig, mesh: Mesh) -> None:
     meant = {
         **{key: value_at(config, key) for key in understood},
         "ranks": mesh.grad_ranks,
-        "tensor_parallel.autotp_size": mesh.tp,
         "zero_optimization.stage": resolved.zero_stage,
         "zero_optimization.offload_optimizer.device": offload_device(config, "offload_optimizer"),
         "zero_optimization.offload_param.device": offload_device(config, "offload_param"),

@@ -16,9 +16,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.end_markers import end_markers
-from llava_ds.data.ready_encode import encoder_of
 from llava_ds.engine.twin import twin_of, whole_weights
 from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.question import Question, with_resized_sizes

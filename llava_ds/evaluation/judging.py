@@ -127,9 +127,9 @@ def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> Fro
     named = {"version": options.version, "chat_template_kwargs": options.chat_template_kwargs}
     given = {name: value for name, value in named.items() if value is not None}
     plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **given)
-    if plan.model.ready is not None:
+    if (own := plan.model.architecture) is not None:
         raise ConfigError(
-            f"{flag} {path} is a {plan.model.ready.config.model_type}: a ready model does not judge or draw answers so "
+            f"{flag} {path} is a {own.config.model_type}: {own.kind} does not judge or draw answers so "
             "far: give a LLaVA, or leave --best_of_n and the judge out"
         )
     return plan

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from llava_ds.config.arguments import Arguments, ModelArguments, trains_projector_only
+from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts, trains_projector_only
 from llava_ds.constants import ConfigError
 from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.extensions.active import active
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
@@ -17,13 +19,14 @@ from llava_ds.model.projector import square_stride
 
 if TYPE_CHECKING:
     from llava_ds.export.tensors import Names
+    from llava_ds.extensions.base import Adapter
 
 GGUF_FILES = ("model.gguf", "mmproj.gguf", "Modelfile")  # all that form "gguf" writes
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" (LoRA) or "projector".
+    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" or "projector".
 
     args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
     max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for
@@ -51,12 +54,22 @@ class ExportPlan:
     @property
     def uses_own_template(self) -> bool:
         """True if the tokenizer's own chat template writes conversations, and none of LLaVA's."""
-        return self.model.ready is not None or self.args.version == "chat_template"
+        return self.model.architecture is not None or self.args.version == "chat_template"
 
     @property
     def is_whole_model(self) -> bool:
         """True for a model folder, false for an adapter and for a projector."""
         return self.form in ("hf", "llava")
+
+    @property
+    def source_folder(self) -> Path:
+        """The folder that an architecture's model came from, or the one under its adapter."""
+        return Path(self.model.sources.vision_tower.path)
+
+    @cached_property
+    def adapter(self) -> "Adapter | None":
+        """How an adapter is written; None for a whole model."""
+        return active(self.args.own).adapter
 
     @cached_property
     def names(self) -> "Names":
@@ -69,7 +82,7 @@ class ExportPlan:
 def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
     """The model_type of transformers' class for such a model, and ""; or None, and why there is no class."""
     kind = hf_container(plan, image_options)
-    if plan.ready is not None:
+    if plan.architecture is not None:
         return kind, ""
     if why := own_vision(plan, args, image_options):
         return None, why
@@ -94,8 +107,8 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
 def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
     """The model_type of transformers' class that has such a model's language model and newline, whatever its own code
     does with images."""
-    if plan.ready is not None:
-        return plan.ready.config.model_type
+    if plan.architecture is not None:
+        return plan.architecture.config.model_type
     if not image_options.has_newline:
         return "llava"
     return "llava_next" if image_options.max_tiles is None else "llava_onevision"
@@ -139,17 +152,17 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
 
     Raises ConfigError where --export_format is not possible, or LLaVA's format would lose tokens.
     """
-    if trains_projector_only(args.model) and plan.ready is None:
+    if trains_projector_only(args.model) and plan.architecture is None:
         return "projector", []
-    if args.model.lora_enable:
+    if adapted_parts(args.model):
         return "adapter", []
     wanted = args.training.export_format
-    if wanted == "llava" and plan.ready is not None:
-        kind = plan.ready.config.model_type
+    if wanted == "llava" and plan.architecture is not None:
+        kind = plan.architecture.config.model_type
         raise ConfigError(
             f"--export_format llava has no place for a {kind}: leave it out, for transformers' own format"
         )
-    note = "" if plan.ready is not None else not_llavas(plan, args.model)
+    note = "" if plan.architecture is not None else not_llavas(plan, args.model)
     if wanted == "llava":
         _refuse_lost_tokens(plan)
         return wanted, [note] if note else []

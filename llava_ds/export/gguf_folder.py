@@ -51,7 +51,7 @@ def with_gguf_type(export: ExportPlan, dtype: str) -> ExportPlan:
 def _other_model(export: ExportPlan) -> str | None:
     plan, images = export.model, export.image_options
     kind = hf_container(plan, images)
-    if plan.ready is not None:
+    if plan.architecture is not None:
         return f"a {kind} is no LLaVA"
     if why := own_vision(plan, export.args, images):
         return why

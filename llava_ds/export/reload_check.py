@@ -1,11 +1,9 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
 """Compare the logits of a reloaded folder in transformers with those of the trained model."""
 
-import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -13,13 +11,10 @@ from transformers import AutoConfig
 
 from llava_ds.batch import Batch
 from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer_by_layer
+from llava_ds.extensions.active import architecture_of
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import final_logits
-from llava_ds.model.families.ready import READY, family_of
 from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
-
-if TYPE_CHECKING:
-    from llava_ds.model.families.ready_family import ReadyFamily
 
 # Of the host's free memory that a second copy of the weights may take beside what is running.
 MEMORY_PART = 0.8
@@ -96,12 +91,13 @@ def compare_reloaded(
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
         batch = batch.to(device)
         pixels = (batch.pixel_values.float() / 255 - mean.to(device)) / std.to(device)  # (N, 3, S, S)
-        if config.model_type not in READY or family_of(config.model_type).casts_pixels:
+        architecture = architecture_of(config)
+        if architecture is None or architecture.casts_pixels:
             pixels = pixels.to(logits.dtype)
-        inputs = _inputs(reloaded, batch, layouts, pixels, len(logits))
+        inputs = (architecture.first_inputs if architecture else _inputs)(reloaded, batch, layouts, pixels, len(logits))
         # The rows of <image> and <video> are the export's own.
         again = reloaded(**inputs).logits[0, : len(logits), : logits.shape[1]]
-    if config.model_type not in READY:  # whose classes do all that comes after the output layer
+    if architecture is None:  # others' classes do all that comes after the output layer
         again = final_logits(again, reloaded.config.text_config)  # (T, V)
     return compare_logits(output_dir, "transformers", again, logits)
 
@@ -113,56 +109,16 @@ def _inputs(
     model_type = reloaded.config.model_type
     ids = batch.input_ids.clone()
     ids[0, batch.placing.positions] = reloaded.config.image_token_id
-    family = family_of(model_type)
-    if layouts and layouts[0].cells is not None:
-        return _first_images(reloaded, family, batch, layouts, pixels, num_positions)
     if not layouts:
         return {"input_ids": ids[:, :num_positions]}
-    is_image = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, batch.placing.positions, True)
     if num_positions < ids.shape[1] or len(batch.placing.positions) < sum(layout.num_tokens for layout in layouts):
         # The last image may be cut.
-        inputs = {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
-        if family is not None and family.has_image_blocks(reloaded.config):  # whose tokens see all of it
-            text = (~is_image[0, num_positions:]).nonzero()[:1, 0].tolist()
-            num_positions = num_positions + text[0] if text else ids.shape[1]
-            inputs["token_type_ids"] = is_image.long()
-        return {name: tensor[:, :num_positions] for name, tensor in inputs.items()}
-    if family is not None:
-        return {"input_ids": ids, **family.outer_inputs(reloaded.config, pixels, (), is_image)}
+        return {"inputs_embeds": embed_batch(reloaded, batch, pixels)[:, :num_positions]}
     if model_type == "llava" and not any(layout.pooled for layout in layouts):
         return {"input_ids": ids, "pixel_values": pixels}
     if model_type != "llava" and (images := _tiled_images(reloaded, pixels, layouts)) is not None:
         return {"input_ids": ids, **images}
     return {"inputs_embeds": embed_batch(reloaded, batch, pixels)}
-
-
-def _first_images(
-    reloaded: HFModel,
-    family: "ReadyFamily",
-    batch: Batch,
-    layouts: list[MediaLayout],
-    pixels: torch.Tensor,
-    num_positions: int,
-) -> dict[str, torch.Tensor]:
-    """The same of a sample whose images have any shape, up to the end of the image that the last position is in."""
-    from llava_ds.model.families.ready_family import media_ids
-
-    places = batch.placing.positions.tolist()
-    ends = list(itertools.accumulate(layout.num_tokens for layout in layouts))
-    starts = [0, *ends[:-1]]
-    num_images = sum(start < len(places) and places[start] < num_positions for start in starts)
-    num_features = ends[num_images - 1] if num_images else 0
-    if num_features > len(places):
-        raise NotCompared("its last image is cut by --model_max_length, which transformers can't compute")
-    length = max(num_positions, places[num_features - 1] + 1 if num_images else 0)
-    ids = batch.input_ids[:, :length].clone()
-    if not num_images:
-        return {"input_ids": ids}
-    shown, of_media = layouts[:num_images], batch.placing.positions[:num_features]
-    ids[0, of_media] = media_ids(reloaded.config, shown).to(ids.device)
-    is_media = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, of_media, True)
-    patches = family.processed(reloaded.config, pixels[:num_features], shown)
-    return {"input_ids": ids, **family.outer_inputs(reloaded.config, patches, shown, is_media)}
 
 
 def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: torch.Tensor) -> float:

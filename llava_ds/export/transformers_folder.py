@@ -41,13 +41,11 @@ CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision
 def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """The entries that are written: llava-hf's names, rows for new tokens, and the tower's unused layers.
 
-    A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others. A ready model keeps
-    all as it came.
+    A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others. An
+    extension's architecture writes its own.
     """
-    if export.model.ready is not None:
-        from llava_ds.export.ready_folder import ready_entries
-
-        return ready_entries(export, entries)
+    if export.model.architecture is not None:
+        return export.model.architecture.entries(export, entries)
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     names = export.names
     kind = export.model.tower.config.model_type
@@ -65,10 +63,8 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
     entries: of the model, by their names here. holes: files of weights without weights. Where own_vision says that
     there is no class, the folder is for inference in this process alone, which puts its own parts into the class.
     """
-    if export.model.ready is not None:
-        from llava_ds.export.ready_folder import write_ready
-
-        return write_ready(export, entries, output_dir, holes=holes)
+    if export.model.architecture is not None:
+        return export.model.architecture.write(export, entries, output_dir, holes)
     kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)
     written = write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)

@@ -10,10 +10,26 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.base import PROPERTIES, Extension, ExtensionFlags, Hook, Phase, ReportPart, SessionPart, Wrap
+from llava_ds.extensions.architecture import Architecture, FolderPart
+from llava_ds.extensions.base import (
+    PROPERTIES,
+    Adapter,
+    Extension,
+    ExtensionFlags,
+    Hook,
+    MeshPart,
+    Phase,
+    ReportPart,
+    SessionPart,
+    StatePart,
+    Wrap,
+)
 from llava_ds.extensions.table import EXTENSIONS
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from llava_ds.config.arguments import Arguments
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
@@ -39,6 +55,16 @@ class Active:
         return [hook for each in self.extensions.values() for hook in each.hooks]
 
     @property
+    def mesh_parts(self) -> tuple[MeshPart, ...]:
+        """The needs of the axes of the mesh."""
+        return tuple(each.mesh for each in self.extensions.values() if each.mesh is not None)
+
+    def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:
+        """Return lines on what can't be done with a language model. config: its configuration."""
+        found = (each.fits for each in self.extensions.values() if each.fits is not None)
+        return [line for fits in found for line in fits(args, config)]
+
+    @property
     def open_data(self) -> Callable[..., "EncodedDataset"] | None:
         """The function that opens the training data; None without an extension that does."""
         return next((each.open_data for each in self.extensions.values() if each.open_data is not None), None)
@@ -48,9 +74,19 @@ class Active:
         """The wraps of all extensions."""
         return [each.wrap for each in self.extensions.values() if each.wrap is not None]
 
-    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
-        """Act on a model that has its weights. Returns lines to print."""
-        return [line for wrap in self.wraps for line in wrap.filled(model, plan, resolved, ranks)]
+    @property
+    def adapter(self) -> Adapter | None:
+        """How the model is exported that is no whole one; None for a whole model."""
+        return next((each.adapter for each in self.extensions.values() if each.adapter is not None), None)
+
+    @property
+    def states(self) -> list[StatePart]:
+        """What a checkpoint has beside the engine's files."""
+        return [each.state for each in self.extensions.values() if each.state is not None]
+
+    def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Change how a model computes. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.kernels(model, plan, resolved, ranks)]
 
     def started(self, new: "NewEngine") -> list[str]:
         """Act on the engine before its first step. Returns lines to print."""
@@ -80,6 +116,16 @@ class Active:
 def owners(flags: Collection[str]) -> list[str]:
     """The extensions that flags, or aliases of flags, belong to."""
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
+
+
+def own_keys() -> list[str]:
+    """The keys at the top of a DeepSpeed JSON that belong to an extension."""
+    return [key for trigger in EXTENSIONS.values() for key in trigger.keys.split()]
+
+
+def reading(keys: Collection[str]) -> list[str]:
+    """The extensions that keys at the top of a DeepSpeed JSON belong to."""
+    return [name for name, trigger in EXTENSIONS.items() if not set(trigger.keys.split()).isdisjoint(keys)]
 
 
 def asked_for(given: Mapping[str, object]) -> list[str]:
@@ -117,6 +163,26 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
+
+
+def folder_part(model_type: object) -> FolderPart | None:
+    """The part of an extension that reads folders of a model_type; None if no extension does. It is loaded."""
+    for name, trigger in EXTENSIONS.items():
+        if model_type in trigger.model_types.split():
+            return _extension(name).folder
+    return None
+
+
+def architecture_of(config: "PreTrainedConfig") -> Architecture | None:
+    """The architecture of a whole model's configuration; None for the core's own composition, or an unknown one."""
+    part = folder_part(config.model_type)
+    return part.architecture(config) if part is not None and config.model_type in part.model_types else None
+
+
+def model_types() -> list[str]:
+    """The model_types of folders that extensions read. Loads them."""
+    parts = [_extension(name).folder for name, trigger in EXTENSIONS.items() if trigger.model_types]
+    return [kind for part in parts for kind in part.model_types]
 
 
 def choice(flag: str, value: object) -> Callable:

@@ -8,16 +8,20 @@ class Trigger(NamedTuple):
     """What is known of an extension before any file of its folder is read.
 
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern;
-    values: values of the core's flags that ask for it; schemes: of URLs that it reads, or * for all; adds: values, with
-    their help, that it adds to a flag of the core. One of these loads it, and its own flags don't; extensions that add
-    values to the same flag are never loaded together, and may have flags of the same name.
+    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
+    at the top of the DeepSpeed JSON, that say what a flag says; model_types: of config.json in folders that it reads,
+    or refuses with a reason; values: values of the core's flags that ask for it;
+    schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the core. One
+    of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded together,
+    and may have flags of the same name.
     """
 
     title: str
-    flags: str
+    flags: str = ""
     always: bool = False
     leaves: str = ""
+    model_types: str = ""
+    keys: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
     adds: Mapping[str, Mapping[str, str]] = {}
@@ -30,6 +34,12 @@ class Trigger(NamedTuple):
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "lora": Trigger(
+        "matrices beside the layers train in place of the layers, which may be packed (QLoRA)",
+        "lora_enable lora_modules lora_target_modules lora_r lora_alpha lora_rank_pattern "
+        "lora_alpha_pattern use_rslora use_dora init_lora_weights modules_to_save lora_dropout lora_bias "
+        "lora_weight_path bits quant_type double_quant no_double_quant",
+    ),
     "preference": Trigger(
         "of two answers the better one: direct preference optimisation, and reward models",
         "beta loss_type label_smoothing rpo_alpha simpo_gamma ref_model_name_or_path reward_loss "
@@ -61,6 +71,21 @@ EXTENSIONS: dict[str, Trigger] = {
         "",
         values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
     ),
+    "sequence_parallel": Trigger(
+        "ranks share the tokens of every micro-batch",
+        "sequence_parallel_size sp_size",
+        keys="sequence_parallel_size",
+    ),
+    "tensor_parallel": Trigger(
+        "ranks share the matrices of the layers",
+        "tensor_parallel_size tp_size deepspeed_autotp_size",
+        keys="tensor_parallel",
+    ),
+    "pipeline": Trigger(
+        "ranks have some of the layers each",
+        "pipeline_parallel_size pp_size",
+        keys="pipeline",
+    ),
     "object_store": Trigger(
         "data by URLs, in object stores and on web servers",
         "allow_http object_cache_dir object_cache_gb",
@@ -89,4 +114,9 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+    "ready": Trigger(
+        "vision-language models of transformers' own classes, such as Qwen-VL and Gemma",
+        model_types="idefics3 smolvlm internvl gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 glm4v "
+        "glm46v gemma3n gemma4_unified paligemma qwen3_5_moe mllama",
+    ),
 }

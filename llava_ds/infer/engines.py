@@ -16,7 +16,6 @@ from llava_ds.constants import ConfigError
 from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.infer.infer_flags import EngineOptions
 from llava_ds.infer.load import LoadedModel, check_weights, construct_model, load_model, with_settings
-from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import HFModel
 from llava_ds.runtime.ranks import Ranks, on_every_rank
 from llava_ds.runtime.tf32 import allow_tf32
@@ -26,6 +25,10 @@ NO_KERNELS = (
     "DeepSpeed's kernels are not injected: its layers return tuples and keep a cache of their own, which transformers "
     "5's language models don't take"
 )
+
+# Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
+# attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
+TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
 
 def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:

@@ -14,19 +14,17 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.extensions.active import architecture_of, folder_part, model_types
 from llava_ds.files.model_files import check_folder, is_there, read_config, shown
 from llava_ds.model.families.language import EXPERTS, config_of
-from llava_ds.model.families.ready import READY, family_of
 from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk, part_of
 from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.folder import FLAG
 from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
-from llava_ds.model.open.ready_folder import ReadyNames, missing_parts
 from llava_ds.model.open.weights import WeightFiles, Weights
-from llava_ds.model.ready import ReadyModel
-from llava_ds.tokenizer import open_ready_tokenizer, read_tokenizer
+from llava_ds.tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
@@ -86,7 +84,7 @@ def open_model(
                 f"{', '.join(f'--{name}' for name in moved)}: {path} brings all that it needs, leave it out"
             )
         config, tokenizer = _settings(path, path)
-        notes = passed_over(path, f"--model_path {path}", template=config.model_type in READY)
+        notes = passed_over(path, f"--model_path {path}", template=architecture_of(config) is not None)
         weights = partial(_in_memory, partial(WeightFiles, path))
         yield UnloadedModel(path, path, config, tokenizer, weights, True, tuple(notes))
     else:
@@ -139,7 +137,7 @@ def _as_exported(
     from llava_ds.export.export_plan import own_vision
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
-    is_own = export.model.ready is None and bool(own_vision(export.model, export.args, export.image_options))
+    is_own = export.model.architecture is None and bool(own_vision(export.model, export.args, export.image_options))
     named = hf_entries(export, entries)
     with tempfile.TemporaryDirectory(prefix="llava_ds-") as scratch:
         folder = Path(scratch)
@@ -174,8 +172,8 @@ def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model:
     function from names on disk to these, or to None."""
     text = model.config.get_text_config()
     experts = EXPERTS.get(text.model_type)
-    if (family := family_of(model.config.model_type)) is not None:
-        found = weights(ReadyNames(ReadyModel(family, model.config), text).to_memory)
+    if (architecture := architecture_of(model.config)) is not None:
+        found = weights(architecture.names(text).to_memory)
         return Upright(found, text) if experts is not None and experts.may_be_turned else found
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
@@ -200,15 +198,21 @@ def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTok
     check_folder(folder, where)
     config_json = read_config(folder / "config.json", where)
     kind = config_json.get("model_type")
-    known = (*HF_CLASSES, *READY)
+    part = folder_part(kind)
+    part = part if part is not None and kind in part.model_types else None
     absent = [name for name in ("text_config", "vision_config") if not isinstance(config_json.get(name), dict)]
-    absent = missing_parts(config_json) if isinstance(kind, str) and kind in READY else absent
-    if isinstance(kind, str) and kind in known and absent:  # transformers' default has 7 billion parameters
+    absent = absent if part is None else part.missing(config_json)
+    if (
+        isinstance(kind, str) and (kind in HF_CLASSES or part) and absent
+    ):  # transformers' default has 7 billion parameters
         raise ConfigError(f"{where}: its config.json has no {' and no '.join(absent)}: copy it again")
     if config_json.get("quantization_config"):
         raise ConfigError(f"{where} is quantized: give the model that it was made from")
     config = config_of(config_json, where, str(folder))
-    if config.model_type not in known:
+    architecture = architecture_of(config)
+    if config.model_type not in HF_CLASSES and architecture is None:
+        known = (*HF_CLASSES, *model_types())
         raise ConfigError(f"{where}: its model_type is {config.model_type!r}, expected {' or '.join(known)}")
-    is_ready = config.model_type in READY
-    return config, open_ready_tokenizer(str(folder), where) if is_ready else read_tokenizer(folder, where)
+    if architecture is None:
+        return config, read_tokenizer(folder, where)
+    return config, architecture.open_tokenizer(str(folder), where)

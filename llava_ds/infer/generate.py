@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch.nn.functional import pad
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -18,22 +17,19 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
-from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.collate import LoadedSample, collate, padded_left
 from llava_ds.data.encoded_rows import SizedMedia, layout_of
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.images.decode import load_media
 from llava_ds.data.sample import FileRef, Media, Message, Transcript
+from llava_ds.extensions.active import architecture_of
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.infer.infer_flags import Sampling
 from llava_ds.infer.load import LoadedModel
 from llava_ds.layouts import MediaLayout
-from llava_ds.model.families.language import has_layer_embeddings
-from llava_ds.model.families.ready import family_of
-from llava_ds.model.families.ready_family import media_ids
 from llava_ds.model.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
-from llava_ds.tilings import BudgetTiling, CellTiling
 
 T = TypeVar("T")
 
@@ -322,51 +318,17 @@ def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
 
 
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-    """inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left; what some ready models need beside.
+    """Return inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left, or what an architecture takes.
 
     Images are prepared and merged by training's own code, not by transformers' processor.
     """
     device = loaded.device
-    if isinstance(loaded.image_options.tiling, (CellTiling, BudgetTiling)):
-        return _with_whole_images(loaded, samples)
     batch = collate(samples, loaded.image_options).to(device)
     mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
-    pixels = ((batch.pixel_values.float() / 255 - mean) / std).to(loaded.model.dtype)
-    embeds = embed_batch(loaded.model, batch, pixels)  # (1, tokens of all prompts, D)
-    lengths = [len(sample.input_ids) for sample in samples]
-    longest = max(lengths)
+    pixels = (batch.pixel_values.float() / 255 - mean) / std
+    if (architecture := architecture_of(loaded.model.config)) is not None:
+        return architecture.prompt_inputs(loaded.model, samples, batch, pixels)
+    embeds = embed_batch(loaded.model, batch, pixels.to(loaded.model.dtype))  # (1, tokens of all prompts, D)
     # Padding is masked, so its embedding does not matter.
-    rows = [pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)]
-    mask = [[0] * (longest - length) + [1] * length for length in lengths]
-    inputs = {"inputs_embeds": torch.stack(rows), "attention_mask": torch.tensor(mask, device=device)}
-    if loaded.image_options.has_image_blocks:
-        is_image = [pad(one.input_ids == IMAGE_TOKEN_INDEX, (longest - len(one.input_ids), 0)) for one in samples]
-        inputs["token_type_ids"] = torch.stack(is_image).long().to(device)
-    return inputs
-
-
-def _with_whole_images(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-    """The same for a ready model whose images are of any shape: training's ids, pixels and, where they have three axes,
-    positions (4, B, T), text's first. transformers merges the features, which its layers may need once more."""
-    batch, device, config = collate(samples, loaded.image_options).to(loaded.device), loaded.device, loaded.model.config
-    lengths = [len(sample.input_ids) for sample in samples]
-    longest = max(lengths)
-    layouts = [layout for sample in samples for _, layout in sample.media]
-    batch.input_ids[0, batch.placing.positions] = media_ids(config, layouts).to(device)
-    rows = [pad(row, (longest - len(row), 0)) for row in batch.input_ids[0].split(lengths)]
-    ids = torch.stack(rows)  # (B, T); padding is masked, so its id does not matter
-    mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths], device=device)
-    inputs = {"inputs_embeds": loaded.model.get_input_embeddings()(ids), "attention_mask": mask}
-    if batch.position_ids.ndim == 3:
-        axes = [pad(part, (longest - part.shape[-1], 0)) for part in batch.position_ids[:, 0].split(lengths, 1)]
-        inputs["position_ids"] = torch.cat([(mask.cumsum(1) - 1).clamp(min=0)[None], torch.stack(axes, 1)])
-    is_media = torch.isin(ids, media_ids(config, layouts).to(device)) & (mask == 1)
-    if has_layer_embeddings(config.text_config):
-        text = ids.masked_fill(is_media, config.text_config.pad_token_id)
-        inputs["per_layer_inputs"] = loaded.model.model.language_model.get_per_layer_inputs(text)
-    if not layouts:
-        return inputs
-    mean, std = (torch.tensor(v, device=device).view(1, 3, 1, 1) for v in (loaded.mean, loaded.std))
-    family, pixels = family_of(config.model_type), (batch.pixel_values.float() / 255 - mean) / std
-    pixels = pixels.to(loaded.model.dtype) if family.casts_pixels else pixels
-    return {**inputs, **family.outer_inputs(config, family.processed(config, pixels, layouts), layouts, is_media)}
+    rows, mask = padded_left(embeds[0], samples)
+    return {"inputs_embeds": rows, "attention_mask": mask}

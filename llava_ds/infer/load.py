@@ -14,23 +14,20 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN, PILLOW_MAX_PIXELS, ConfigError
-from llava_ds.data.encode import Encoder, EncodingOptions
-from llava_ds.data.ready_encode import encoder_of
+from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.templates import resolve_template
+from llava_ds.extensions.active import architecture_of
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import FILTERS, ImageOptions
 from llava_ds.infer.formats import UnloadedModel, open_model
 from llava_ds.model.families.language import is_upcycled
-from llava_ds.model.families.ready import family_of
-from llava_ds.model.families.ready_family import ReadyFamily
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.hf import HFModel, attention_options, hf_class, let_generate_take_embeddings
 from llava_ds.model.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.ready import ReadyModel, plan_vision
 from llava_ds.model.upcycling import add_experts
-from llava_ds.model.vision import plan_tower, read_processor, read_whole_processor, side_of, vision_config
+from llava_ds.model.vision import plan_tower, read_processor, side_of, vision_config
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tokenizer import note_rows, tokens_without_rows
 
@@ -184,8 +181,9 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
     mean, std = (tuple(processor[name]) for name in ("image_mean", "image_std"))
     exported = getattr(model.config, "llava_ds_version", None)
     notes = unloaded.notes
-    if (family := family_of(model.config.model_type)) is not None:
-        return _ready_settings(model, family, processor, unloaded, version)
+    if architecture_of(model.config) is not None:
+        options, version = _own_settings(unloaded, version)
+        return LoadedModel(model, unloaded.tokenizer, mean, std, options, version, notes=notes)
     if version is None and exported is not None:
         try:
             version = resolve_template(str(exported))
@@ -214,21 +212,17 @@ def _trained_rows(unloaded: UnloadedModel) -> int:
     return rows
 
 
-def _ready_settings(
-    model: HFModel, family: ReadyFamily, processor: dict, unloaded: UnloadedModel, version: str | None
-) -> LoadedModel:
-    """The same of a ready model, whose processor says all of it."""
+def _own_settings(unloaded: UnloadedModel, version: str | None) -> tuple[ImageOptions, str]:
+    """The image options of an extension's architecture, by its processor, and its template."""
     where = f"--model_path {unloaded.path}"
+    architecture = architecture_of(unloaded.config)
     if version not in (None, "processor"):
         raise ConfigError(
-            f"--version {version}: {where} is a ready model, whose chat template is its own: leave it out"
+            f"--version {version}: {where} is {architecture.kind}, whose chat template is its own: leave it out"
         )
-    whole = read_whole_processor(unloaded.folder, where)
-    vision = plan_vision(ReadyModel(family, model.config), processor, whole, unloaded.tokenizer, where)
+    tower = architecture.plan_tower(unloaded.folder, unloaded.tokenizer, where)
     args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
-    images = vision.images
-    options = vision.image_options(args)
-    return LoadedModel(model, unloaded.tokenizer, images.mean, images.std, options, "processor", notes=unloaded.notes)
+    return tower.image_options(args), "processor"
 
 
 def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:

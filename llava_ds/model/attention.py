@@ -171,7 +171,7 @@ def attend_in_blocks(
     """Attention of the image tokens of blocks, which see their sample up to the block's end: (1, R, H, E).
 
     query, key, value: of all tokens, as varlen_attention has them. A window bounds what they see before them alone.
-    Source: transformers' create_masks_for_vision_model of Gemma 3.
+    Source: transformers' create_masks_for_vision_model.
     """
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
     key, value = (x.index_select(2, blocks.keys) for x in (key, value))

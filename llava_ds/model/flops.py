@@ -13,8 +13,8 @@ are not counted, as is usual.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,15 +22,12 @@ from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts, trains_new_rows
+from llava_ds.config.arguments import ModelArguments, adapted_parts, trained_parts, trains_new_rows
+from llava_ds.extensions.active import active
 from llava_ds.model.families.language import attention_widths, has_state, is_upcycled, num_attention_layers
 from llava_ds.model.families.upcycled import Mixture, expert_of
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.stages import layers_of_stages
 from llava_ds.model.vision import TowerPlan
-
-if TYPE_CHECKING:
-    from llava_ds.model.ready import ReadyModel, ReadyVision
 
 MATRICES = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d)  # a convolution in a layer with a state is depthwise
 SAMPLE = (1.25, 0.25)  # tokens of a sample for each token of its image, and the part of them that is supervised
@@ -65,18 +62,12 @@ class ModelFlops:
         return replace(self, **{name: getattr(self, name) / tp for name in shared})
 
     def of_stage(self, layers: float, is_first: bool, is_last: bool) -> "ModelFlops":
-        """What a stage of a pipeline computes. layers: the share of them that it has."""
+        """What a rank computes that has some of the layers alone. layers: their share; is_first: it has the tower, too;
+        is_last: it has the output layer."""
         shared = ("per_token", "per_pair", "forward_per_token", "forward_per_pair")
         ends = {name: getattr(self, name) * is_first for name in ("per_tile", "per_tile_pair")}
         ends |= {"per_target": self.per_target * is_last}
         return replace(self, **{name: getattr(self, name) * layers for name in shared}, **ends)
-
-    def layers_of_stages(self, num_layers: int, num_image_tokens: int, pp: int) -> list[int]:
-        """How many layers each stage of a pipeline has, so that a sample with one tile costs them alike."""
-        per_image_token, supervised = SAMPLE
-        tokens = per_image_token * num_image_tokens
-        layer = self.of(tokens, tokens * (tokens + 1) / 2, 0, 0) / num_layers
-        return layers_of_stages(self.per_tile, layer, self.per_target * supervised * tokens, num_layers, pp)
 
     @property
     def pair_cost(self) -> float:
@@ -84,27 +75,27 @@ class ModelFlops:
         return self.per_pair / (2 * self.per_token)
 
 
-def model_flops(text: PreTrainedConfig, tower: "TowerPlan | ReadyVision", args: ModelArguments) -> ModelFlops:
+def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """The FLOPs of a composition with the flags. It is built on the meta device, so no family is a special case.
 
-    LoRA counts with its own matrices, quantized weights like those of 16 bits.
+    Matrices that extensions add count, and packed weights like others.
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))
     return flops_of_model(model, text, tower, args)
 
 
-def flops_of_model(
-    model: LlavaModel, text: PreTrainedConfig, tower: "TowerPlan | ReadyVision", args: ModelArguments
-) -> ModelFlops:
+def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """The FLOPs of a composition that has been built already, without its adapters."""
-    parts, adapted = trained_parts(args), lora_parts(args)
-    llm, ready = model.language_model, tower.ready
-    adapters = _adapter_weights(model, args, ready, text) if args.lora_enable else {}
+    parts, adapted = trained_parts(args), adapted_parts(args)
+    llm = model.language_model
+    added: Counter[str] = Counter()
+    for wrap in active(args.own).wraps:
+        added.update(wrap.weights_per_token(model, tower.architecture, text, args))
     # Of the layers of each part, the share that trains, and that gradients flow back through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
-    trains_layers = (top_llm or 1) if "language_model" in parts and not args.lora_enable else 0
+    trains_layers = (top_llm or 1) if "language_model" in parts - adapted else 0
     passes_tower = 1 if "vision_tower" in adapted else trains_tower
     reaches_projector = passes_tower > 0
     before = reaches_projector or "projector" in parts | adapted or trains_new_rows(args)
@@ -112,7 +103,7 @@ def flops_of_model(
 
     output = llm.get_output_embeddings()
     layers = _weights_per_token(llm, text, output)
-    own = adapters.get("language_model", 0)
+    own = added["language_model"]
     forward_per_pair = 4 * sum(attention_widths(text))
     states = _state_flops(text)
     per_pair = forward_per_pair * (1 + 2 * reaches_layers)
@@ -123,29 +114,15 @@ def flops_of_model(
         per_token=layers * _times(reaches_layers, trains_layers) + own * 6 + states * (1 + 2 * reaches_layers),
         per_pair=per_pair,
         per_tile=_tower_flops(model.vision_tower.tower, tower, passes_tower, trains_tower)
-        + 6 * adapters.get("vision_tower", 0) * tower.num_positions * _tiles_of(tower)
+        + 6 * added["vision_tower"] * tower.num_positions * _tiles_of(tower)
         + _projector_flops(model.projector, tower, reaches_projector, parts, adapted)
-        + 6 * adapters.get("projector", 0) * tower.images.num_tokens
+        + 6 * added["projector"] * tower.images.num_tokens
         + in_blocks * (1 + 2 * reaches_layers),
         per_target=output.weight.numel() * _times(reaches_layers > 0, trains_output),
         forward_per_token=2 * (layers + own) + states,
         forward_per_pair=forward_per_pair,
         per_tile_pair=_tile_pair_flops(tower, passes_tower) + per_tile_pair * (1 + 2 * reaches_layers),
     )
-
-
-def _adapter_weights(
-    model: LlavaModel, args: ModelArguments, ready: "ReadyModel | None", text: PreTrainedConfig
-) -> dict[str, int]:
-    """Weights of LoRA's matrices that are used for a token, by part: of experts, those it is routed to."""
-    from llava_ds.model.lora import lora_layout
-
-    found: dict[str, int] = {}
-    for target in lora_layout(model, args, ready, text).targets:
-        part, times = target.name.partition(".")[0], text.num_experts_per_tok if target.is_stacked else 1
-        *_, rows, columns = model.get_parameter(target.weight).shape
-        found[part] = found.get(part, 0) + target.rank * (rows + columns) * times
-    return found
 
 
 def _times(passes: float, trains: float) -> float:
@@ -170,12 +147,12 @@ def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module
     return dense + routers + experts * text.num_experts_per_tok / count
 
 
-def _block_pairs(text: PreTrainedConfig, tower: "TowerPlan | ReadyVision") -> tuple[float, float]:
+def _block_pairs(text: PreTrainedConfig, tower: TowerPlan) -> tuple[float, float]:
     """FLOPs of the forward of pairs of tokens of an image of which the first sees the second, too: of a pair of tiles,
     and of a tile."""
-    if tower.ready is None or not tower.has_image_blocks:
+    if not tower.has_image_blocks:
         return 0.0, 0.0
-    pair, tokens = 4 * sum(attention_widths(text, tower.ready.family.blocks_need_windows)), tower.images.num_tokens
+    pair, tokens = 4 * sum(attention_widths(text, tower.blocks_need_windows)), tower.images.num_tokens
     # An image of n cells has n (n - 1) / 2 such pairs.
     return (0.0, pair * tokens * (tokens - 1) / 2) if tower.cells is None else (pair / 2, -pair / 2)
 
@@ -188,12 +165,12 @@ def _state_flops(text: PreTrainedConfig) -> int:
     return 6 * numbers * (text.num_hidden_layers - num_attention_layers(text))
 
 
-def _tiles_of(plan: "TowerPlan | ReadyVision") -> int:
+def _tiles_of(plan: TowerPlan) -> int:
     """Tiles that the tower sees of one: with S2, of every scale."""
     return sum((scale // plan.scales[0]) ** 2 for scale in plan.scales) if plan.scales else 1
 
 
-def _tower_flops(tower: nn.Module, plan: "TowerPlan | ReadyVision", passes: float, trains: float) -> float:
+def _tower_flops(tower: nn.Module, plan: TowerPlan, passes: float, trains: float) -> float:
     """FLOPs of one tile, at every scale of S2. The patch embedding passes no gradient on, and trains with all layers.
 
     passes, trains: the share of the layers that gradients flow through, and that train.
@@ -202,7 +179,7 @@ def _tower_flops(tower: nn.Module, plan: "TowerPlan | ReadyVision", passes: floa
     """
     positions, embedding = plan.num_positions, plan.patch_embedding(tower)
     layers, beside = _dense_weights(tower, but=embedding), 0.0
-    if isinstance(plan, TowerPlan) and plan.second is not None:
+    if plan.second is not None:
         second = tower.second.tower
         layers -= _dense_weights(second, but=embedding)
         beside = _tower_flops(second, plan.second, passes, trains)
@@ -217,7 +194,7 @@ def _tower_flops(tower: nn.Module, plan: "TowerPlan | ReadyVision", passes: floa
     return once * _tiles_of(plan) + beside
 
 
-def _tile_pair_flops(plan: "TowerPlan | ReadyVision", passes: float) -> float:
+def _tile_pair_flops(plan: TowerPlan, passes: float) -> float:
     """FLOPs of two cells of an image, one of which sees the other, in the layers without windows."""
     if plan.cells is None:
         return 0.0
@@ -227,7 +204,7 @@ def _tile_pair_flops(plan: "TowerPlan | ReadyVision", passes: float) -> float:
 
 def _projector_flops(
     projector: nn.Module,
-    plan: "TowerPlan | ReadyVision",
+    plan: TowerPlan,
     trains_tower: bool,
     parts: frozenset[str],
     adapted: frozenset[str],
@@ -238,7 +215,7 @@ def _projector_flops(
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
     matrices = [p for p in projector.parameters() if p.ndim > 1]
-    # A matrix that is no layer of its own (Gemma 3's) has a norm before it, whatever their order.
+    # A matrix that is no layer of its own has a norm before it, whatever their order.
     layers = [m.weight for m in projector.modules() if isinstance(m, MATRICES)]
     first = matrices[0] if layers and next(projector.parameters()) is layers[0] else None
     per_feature = sum(

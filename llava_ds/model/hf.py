@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from llava_ds.batch import Batch, Inputs
-from llava_ds.model.families.ready import READY, family_of
+from llava_ds.extensions.active import architecture_of
 from llava_ds.model.llava import merge_features
 from llava_ds.model.projector import with_newlines
 from llava_ds.model.vision import VisionTower
@@ -29,11 +29,9 @@ HF_CLASSES = {  # by model_type
 
 
 def hf_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """transformers' class of a LLaVA or a ready model; None for another kind."""
-    if config.model_type in READY:
-        from llava_ds.model.ready import outer_class
-
-        return outer_class(config)
+    """transformers' class of a LLaVA, or of an architecture of an extension; None for another kind."""
+    if (architecture := architecture_of(config)) is not None:
+        return architecture.outer_class()
     return HF_CLASSES.get(config.model_type)
 
 
@@ -45,14 +43,14 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 def attention_options(config: PreTrainedConfig) -> dict[str, object]:
     """Arguments of from_pretrained for a LLaVA's attention, by its configuration.
 
-    transformers 5.17 takes SDPA for Gemma 2 by itself, which leaves its soft caps out without a word; 5.23 does not.
+    transformers 5.17 takes SDPA for models with soft caps by itself, which leaves these out; 5.23 does not.
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": {"text_config": "eager"}} if capped else {}
 
 
 def let_generate_take_embeddings(model: HFModel) -> None:
-    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where Gemma's takes it by
+    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where some take it by
     **kwargs."""
     own = model.prepare_inputs_for_generation
     if "inputs_embeds" in inspect.signature(own).parameters:
@@ -70,12 +68,7 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
     transformers' own merge cuts every image of a LlavaNext into tiles, also where a sample shows several, and knows
     no frames.
     """
-    embeds = model.get_input_embeddings()(batch.input_ids)
-    if (family := family_of(model.config.model_type)) is not None:
-        features = family.features(model.get_submodule(family.vision), pixels, batch.tower)
-        connected = family.connect(model.get_submodule(*family.connector), model.config, features)
-        return merge_features(embeds, connected, batch.placing, None)[0]
-    inner = model.model
+    embeds, inner = model.get_input_embeddings()(batch.input_ids), model.model
     hidden = _tower_features(model, pixels, batch.tower)
     newline = partial(with_newlines, inner.image_newline) if hasattr(inner, "image_newline") else None
     return merge_features(embeds, inner.multi_modal_projector(hidden), batch.placing, newline)[0]

@@ -4,7 +4,7 @@
 """The composition of tower, projector and language model, over one micro-batch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,17 +19,14 @@ from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
 
-if TYPE_CHECKING:
-    from llava_ds.model.ready import Connector, ReadyTower, ReadyVision
-
 
 class LlavaModel(nn.Module):
     """A LLaVA over samples laid end to end."""
 
     def __init__(
         self,
-        vision_tower: "VisionTower | ReadyTower",
-        projector: "Projector | Connector",
+        vision_tower: VisionTower,
+        projector: Projector,
         language_model: nn.Module,
         newline: Newline | None = None,
         value_head: ValueHead | None = None,
@@ -45,7 +42,6 @@ class LlavaModel(nn.Module):
         self.learning_rate: float | None = None  # of a model that trains as another one's child; None for the other's
         self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
         self.short_last_layer = False
-        self.lora_start: dict[str, torch.Tensor] = {}  # set by add_lora
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:
@@ -80,7 +76,7 @@ class LlavaModel(nn.Module):
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:
-            options |= {"visual_pos_masks": batch.placing.positions, "deepstack_visual_embeds": deeper}
+            options |= self.vision_tower.deeper_options(batch.placing.positions, deeper)
         return embeds, options
 
     def end(self, hidden: torch.Tensor, batch: Batch, head: Head, wanted: torch.Tensor) -> Any:
@@ -95,7 +91,7 @@ class LlavaModel(nn.Module):
         return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.placing.positions)
 
     def layer_inputs(self, input_ids: torch.Tensor, image_positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The embeddings that layers of some models take beside the first one's, padding's at images (Gemma 4)."""
+        """The embeddings that layers of some models take beside the first one's, padding's at images."""
         config = self.language_model.config
         if not has_layer_embeddings(config):
             return {}
@@ -176,7 +172,7 @@ def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
 
 def assemble(
     text_config: PreTrainedConfig,
-    tower: "TowerPlan | ReadyVision",
+    tower: TowerPlan,
     args: ModelArguments,
     mean: torch.Tensor,
     std: torch.Tensor,

@@ -1,8 +1,8 @@
 """Plan of a model from its folders: configurations, tokenizer, and the names and shapes of all weights."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -11,26 +11,30 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import active
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import is_there, library_errors
 from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_depth, check_fit
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_prefix
-from llava_ds.model.open.merged_adapters import non_lora_file
+from llava_ds.model.open.folder import (
+    FLAG,
+    PRETRAINED,
+    ModelFolder,
+    projector_files,
+    read_folder,
+    without_prefix,
+)
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.value_head import ValueHead, value_head_file
-from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower, read_whole_processor
+from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.template_variables import set_variables
-from llava_ds.tokenizer import open_ready_tokenizer, open_tokenizer, read_template
-
-if TYPE_CHECKING:
-    from llava_ds.model.lora import LoraLayout
-    from llava_ds.model.ready import ReadyModel, ReadyVision
+from llava_ds.tokenizer import open_tokenizer, read_template
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -42,18 +46,20 @@ class Parts:
 
     folder: ModelFolder
     text_config: PreTrainedConfig
-    tower: "TowerPlan | ReadyVision"
+    tower: TowerPlan
     sources: Sources
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with LLaVA's ids or, for a ready model, its processor's."""
+        """The tokenizer, with LLaVA's ids or those of a folder that an extension reads."""
         return _open_tokenizer(self.folder)
 
 
 def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
     where = f"{FLAG} {folder.path}"
-    is_ready = folder.ready is not None
-    tokenizer = open_ready_tokenizer(folder.tokenizer, where) if is_ready else open_tokenizer(folder.tokenizer)
+    if folder.architecture is None:
+        tokenizer = open_tokenizer(folder.tokenizer)
+    else:
+        tokenizer = folder.architecture.open_tokenizer(folder.tokenizer, where)
     if folder.base is not None:  # an adapter has a template only for variables of its own
         tokenizer.chat_template = read_template(Path(folder.path), where) or tokenizer.chat_template
     return tokenizer
@@ -62,24 +68,15 @@ def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
 def read_parts(args: ModelArguments) -> Parts:
     """Read the parts that the flags compose, from configurations and tensor names. Raises ConfigError and DataError."""
     folder = read_folder(args.model_name_or_path, args.model_base)
-    if args.lora_enable and folder.base is not None:
-        raise ConfigError(
-            f"--lora_enable True over {FLAG} {folder.path}, which is a LoRA adapter itself: an adapter of an adapter "
-            f"opens nowhere. Go on with it by --lora_weight_path {folder.path} over {FLAG} {folder.base}, or merge it "
-            "with run/export.py first"
-        )
     tower, own, rest = _tower_of(folder, args)
     projector, newline = folder.projector, folder.newline
-    beside = non_lora_file(args)  # what was trained beside an adapter wins over what that training began with
-    for flag, given in (("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter), ("--lora_weight_path", beside)):
-        if given is not None:
-            projector = Source(flag, given, formats.projector_from_llava)
-            brought = Source(flag, given, formats.newline_from_llava)
-            if newline is None or brought.open().shapes:
-                newline = brought
-    if beside is not None:
-        trained = Source("--lora_weight_path", beside, without_prefix(formats.tower_from_llava))
-        if trained.open().shapes:
+    for flag, given in projector_files(args).items():
+        projector = Source(flag, given, formats.projector_from_llava)
+        brought = Source(flag, given, formats.newline_from_llava)
+        if newline is None or brought.open().shapes:
+            newline = brought
+        trained = Source(flag, given, without_prefix(formats.tower_from_llava))
+        if flag != PRETRAINED and trained.open().shapes:
             own, rest = trained, rest or own
     head = value_head_file(folder.path)
     value_head = None if head is None else Source(FLAG, str(head), lambda name: name)
@@ -87,17 +84,14 @@ def read_parts(args: ModelArguments) -> Parts:
     return Parts(folder, folder.text_config, tower, sources)
 
 
-def _tower_of(folder: ModelFolder, args: ModelArguments) -> "tuple[TowerPlan | ReadyVision, Source, Source | None]":
+def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
     """The tower, the source of the layers that run, and the source of the rest if that is another."""
-    if folder.ready is not None:
-        from llava_ds.model.ready import plan_vision
-
+    if folder.architecture is not None:
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
         if not any(map(is_there, files)):  # an adapter has one only for sizes of its own
             own = Path(folder.base or folder.path)
-        settings = read_processor(own, where), read_whole_processor(own, where)
-        return plan_vision(folder.ready, *settings, _open_tokenizer(folder), where), folder.vision_tower, None
+        return folder.architecture.plan_tower(own, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
     elsewhere = given and _tower_source(given, folder)
     if folder.vision_config is not None:
@@ -147,18 +141,20 @@ class ModelPlan:
     """All that is known of a model before it is built."""
 
     text_config: PreTrainedConfig
-    tower: "TowerPlan | ReadyVision"
+    tower: TowerPlan
     tokenizer: PreTrainedTokenizerBase
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about what the flags make of the model
-    lora: "LoraLayout | None" = None  # None without --lora_enable
+    checkpoint: Path | None = None  # that the run resumes from
+    only_experts: str | None = None  # the only way to compute experts (--experts_implementation), where there is one
+    own: Mapping[str, object] = field(default_factory=dict)  # what extensions plan of it, by their names
 
     @property
-    def ready(self) -> "ReadyModel | None":
-        """A ready model's family and configuration; None for a composition of this package."""
-        return self.tower.ready
+    def architecture(self) -> Architecture | None:
+        """That of a model that an extension reads; None for the core's own composition."""
+        return self.tower.architecture
 
     def last_layer_note(self) -> str:
         """A line about the positions of the last layer."""
@@ -191,10 +187,9 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     value_head: give the model one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
     packages, and DataError for weights that don't fit.
     """
-    if args.lora_enable or args.bits < 16:
-        from llava_ds.model.lora import check_lora
-
-        check_lora(args)
+    wraps = active(args.own).wraps
+    for wrap in wraps:
+        wrap.check(args)
     parts = read_parts(args)
     _check_last_layers(args, parts)
     _check_layer_embeddings(args, parts)
@@ -203,7 +198,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     if problem := length_problem(text_config, max_length):
         raise ConfigError(problem)
     tokenizer = parts.open_tokenizer()
-    version = "processor" if parts.folder.ready is not None else args.version
+    version = "processor" if parts.folder.architecture is not None else args.version
     notes = set_variables(tokenizer, args.chat_template_kwargs, version)
     text_config, sources, grown = fit_vocabulary(text_config, sources, tokenizer, args)
     notes += grown
@@ -224,10 +219,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
             check_fit(part, opened.weights, opened.what)
     if text_config.vocab_size != parts.text_config.vocab_size:
         plan = replace(plan, notes=(*plan.notes, *frozen_rows(model.language_model, args)))
-    if args.lora_enable:
-        from llava_ds.model.lora import lora_layout
-
-        plan = replace(plan, lora=lora_layout(model, args, plan.ready, text_config))
+    for wrap in wraps:
+        plan = wrap.planned(plan, model, args)
     return plan
 
 
@@ -244,7 +237,7 @@ def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
 
 
 def _check_layer_embeddings(args: ModelArguments, parts: Parts) -> None:
-    if parts.folder.ready is None and has_layer_embeddings(parts.text_config):
+    if parts.folder.architecture is None and has_layer_embeddings(parts.text_config):
         raise ConfigError(
             f"--model_name_or_path {args.model_name_or_path} is of the kind {parts.text_config.model_type}, whose "
             "layers take embeddings of their own by the ids of tokens: transformers' Llava does not give them any, so "

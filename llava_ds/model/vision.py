@@ -16,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.batch import Inputs
-from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
+from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import library_errors, read_config, shown
 from llava_ds.files.processor_files import image_settings, video_settings, whole_settings
 from llava_ds.geometry import BICUBIC, FILTERS, ImageOptions, ImageSpec, image_options, native_options
@@ -49,7 +50,9 @@ class TowerPlan:
     stride: int = 1
     cells: FlexTiling | None = None
     second: "TowerPlan | None" = None
-    ready: ClassVar[None] = None  # as of a ReadyVision
+    architecture: ClassVar[Architecture | None] = None
+    has_image_blocks: ClassVar[bool] = False  # tokens of an image see each other in the language model
+    blocks_need_windows: ClassVar[bool] = False  # in its layers with a window alone
 
     def image_options(self, args: Arguments) -> ImageOptions:
         """Image preprocessing for this tower with the given flags. Raises ConfigError for flags that don't fit it."""
@@ -145,7 +148,7 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
         "--s2 True": args.s2,
         "--mm_native_resolution True": args.mm_native_resolution,
         f"--unfreeze_topk_vision {args.unfreeze_topk_vision}": args.unfreeze_topk_vision > 0,
-        f"--lora_modules {args.lora_modules}": "vision_tower" in lora_parts(args),
+        "an adapter of the tower": "vision_tower" in adapted_parts(args),
     }
     if problems := [flag for flag, is_given in others.items() if is_given]:
         raise ConfigError(
@@ -424,6 +427,12 @@ class VisionTower(nn.Module):
     def forward(self, pixel_values: torch.Tensor, tower_inputs: Inputs | None = None) -> torch.Tensor:
         """(N, 3, S, S) uint8 to (N, P, C). tower_inputs: Batch's, for images in their own shape."""
         return self.features((pixel_values.float() / 255 - self.mean) / self.std, tower_inputs)
+
+    def prompt_mask(
+        self, config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
+    ) -> torch.Tensor:
+        """The mask of prompts (B, L) that the language model takes, with 0 at padding. is_image (B, L) bool."""
+        return mask
 
     def features(self, pixels: torch.Tensor, tower_inputs: Inputs | None = None) -> torch.Tensor:
         """(N, 3, S, S), normalised, to (N, P, C)."""

@@ -1,84 +1,100 @@
-"""The axes over which ranks share a model and its data: pp, of a pipeline's stages, dp, of data with ZeRO, sp, of
-sequences, and tp, of tensors.
+"""The axes over which ranks share a model and its data: dp, of data with ZeRO, and those that extensions add to it.
 
 Beside them ep: ranks of dp, next to each other, that share the experts of a mixture.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.base import Axis, MeshPart
 from llava_ds.runtime.ranks import Ranks
 
 Group = torch.distributed.ProcessGroup | None  # None: all ranks, or none beside this one, as its owner says
+DATA = "dp"
+
+
+class Place(NamedTuple):
+    """This rank's place on an axis: the index-th of size. group: of these ranks, None for a rank that is alone;
+    divides_model: as in Axis."""
+
+    index: int = 0
+    size: int = 1
+    group: Group = None
+    divides_model: bool = False
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place on every axis. Data, gradients and counts follow the mesh; files and messages follow Ranks.
 
-    rank = ((pp_rank * dp + dp_rank) * sp + sp_rank) * tp + tp_rank. dp: groups of ranks with different samples, and
-    dp_rank the place of this rank's among them; sp: ranks that share the tokens of every micro-batch, and sp_rank this
-    one's place among those; tp: ranks that share the language model's matrices, and tp_rank this one's place among
-    those; pp: ranks that have a stage each of the layers, and pp_rank this one's stage; ep: ranks next to each other on
-    the data axis that share experts, ep_group. sp_group, tp_group and
-    pp_group: the process groups of these, None for a rank that has all to itself; shared_host_group: of all ranks with
-    the same samples, for what lies on the host. data_group: the ranks that hold the same parameters and parts of
-    matrices, over which counts, losses and gradients are summed (None: all ranks).
+    dp: groups of ranks with different samples, and dp_rank the place of this rank's among them; places: this rank's on
+    the other axes, by name; ep: ranks next to each other on the data axis that share experts, ep_group.
+    shared_host_group: of all ranks with the same samples, for what lies on the host. data_group: the ranks that hold
+    the same parameters and parts of matrices, over which counts, losses and gradients are summed (None: all ranks).
+    parts: what the axes need of a run.
     """
 
     dp: int
     dp_rank: int
-    sp: int = 1
-    sp_rank: int = 0
-    tp: int = 1
-    tp_rank: int = 0
-    pp: int = 1
-    pp_rank: int = 0
-    sp_group: Group = None
-    tp_group: Group = None
-    pp_group: Group = None
+    places: Mapping[str, Place] = field(default_factory=dict)
     shared_host_group: Group = None
     data_group: Group = None
     ep: int = 1
     ep_group: Group = None
+    parts: tuple[MeshPart, ...] = ()
 
     @classmethod
-    def of(cls, ranks: Ranks, sp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1) -> "Mesh":
-        """Lay out all ranks. All call it together. Raises ConfigError for axes that don't fit them."""
-        check_sizes(ranks.world_size, sp, tp, pp)
-        check_experts(ranks.world_size, sp * tp * pp, ep)
-        dp = ranks.world_size // (pp * sp * tp)
-        rank_of = torch.arange(ranks.world_size).view(pp, dp, sp, tp)
-        pp_rank, dp_rank, sp_rank, tp_rank = (
-            ranks.rank // (dp * sp * tp), ranks.rank // (sp * tp) % dp, ranks.rank // tp % sp, ranks.rank % tp
-        )  # fmt: skip
-        is_shared, is_divided = pp * sp * tp > 1, pp * tp > 1
+    def of(cls, ranks: Ranks, axes: Sequence[Axis] = (), ep: int = 1, parts: tuple[MeshPart, ...] = ()) -> "Mesh":
+        """Lay out all ranks, by the axes' order. All call it together. Raises ConfigError for axes that don't fit."""
+        check_sizes(ranks.world_size, axes)
+        shared = math.prod(axis.size for axis in axes)
+        check_experts(ranks.world_size, axes, ep)
+        dp = ranks.world_size // shared
+        laid_out = sorted([(axis.order, axis.name, axis.size) for axis in axes] + [(0, DATA, dp)])
+        names, sizes = [name for _, name, _ in laid_out], [size for _, _, size in laid_out]
+        grid = torch.arange(ranks.world_size).view(sizes)
+        own = dict(zip(names, (grid == ranks.rank).nonzero()[0].tolist()))
+
+        def group_along(along: Collection[str], backend: str | None = None) -> Group:
+            """The group of the ranks that differ from this one on some axes alone."""
+            others = [i for i, name in enumerate(names) if name not in along]
+            inside = [i for i, name in enumerate(names) if name in along]
+            rows = grid.permute(*others, *inside).reshape(-1, math.prod(sizes[i] for i in inside))
+            return _own_group(rows, backend)
+
+        divided = [axis.name for axis in axes if axis.divides_model]
+        alike = [name for name in names if name not in divided]
+        assert len(alike) <= 2, f"two axes share tokens: {alike}"
         return cls(
             dp,
-            dp_rank,
-            sp,
-            sp_rank,
-            tp,
-            tp_rank,
-            pp,
-            pp_rank,
-            sp_group=_own_group(rank_of.transpose(2, 3).reshape(-1, sp)) if sp > 1 else None,
-            tp_group=_own_group(rank_of.reshape(-1, tp)) if tp > 1 else None,
-            pp_group=_own_group(rank_of.reshape(pp, -1).T) if pp > 1 else None,
-            shared_host_group=_own_group(rank_of.transpose(0, 1).reshape(dp, -1), "gloo") if is_shared else None,
-            data_group=_own_group(rank_of.permute(0, 3, 1, 2).reshape(pp * tp, -1)) if is_divided else None,
+            own[DATA],
+            {a.name: Place(own[a.name], a.size, group_along([a.name]), a.divides_model) for a in axes},
+            shared_host_group=group_along([a.name for a in axes], "gloo") if axes else None,
+            data_group=group_along(alike) if divided else None,
             ep=ep,
-            ep_group=_own_group(rank_of.reshape(-1, ep)) if ep > 1 else None,
+            ep_group=_own_group(grid.reshape(-1, ep)) if ep > 1 else None,
+            parts=parts,
         )
+
+    def at(self, axis: str) -> Place:
+        """This rank's place on an axis, which the mesh may not have."""
+        return self.places.get(axis, Place())
+
+    @property
+    def part(self) -> Place:
+        """This rank's place among those that share the tokens of every micro-batch."""
+        return next((place for place in self.places.values() if not place.divides_model), Place())
 
     @property
     def grad_ranks(self) -> int:
         """Ranks over which the engine averages gradients: the factor that turns its average into a sum."""
-        return self.dp * self.sp
+        return self.dp * self.part.size
 
     @property
     def ep_rank(self) -> int:
@@ -88,17 +104,31 @@ class Mesh:
     @property
     def shared(self) -> int:
         """Ranks with the same samples."""
-        return self.pp * self.sp * self.tp
+        return math.prod(place.size for place in self.places.values())
 
     @property
     def shared_rank(self) -> int:
         """This rank's place among those with the same samples."""
-        return (self.pp_rank * self.sp + self.sp_rank) * self.tp + self.tp_rank
+        found = 0
+        for place in self.places.values():
+            found = found * place.size + place.index
+        return found
+
+    @property
+    def is_divided(self) -> bool:
+        """True if no rank has the whole model, whatever ZeRO shards."""
+        return self.ep > 1 or any(place.divides_model for place in self.places.values())
+
+    def adapt(self, model: torch.nn.Module) -> None:
+        """Let a model with its weights take what this rank has of micro-batches."""
+        for part in self.parts:
+            if part.adapt is not None:
+                part.adapt(model, self)
 
     def complete(self, own: torch.Tensor) -> torch.Tensor:
         """Sum what the ranks that share a micro-batch's tokens have of it. Backward gives each rank's own part the
         gradient of the sum."""
-        return own if self.sp == 1 else _SumOver.apply(own, self.sp_group)
+        return own if self.part.size == 1 else _SumOver.apply(own, self.part.group)
 
 
 class _SumOver(torch.autograd.Function):
@@ -118,12 +148,12 @@ class _SumOver(torch.autograd.Function):
 ALONE = Mesh(1, 0)  # of a process that trains or reads a model on its own
 
 
-def check_sizes(world_size: int, sp: int, tp: int, pp: int = 1) -> None:
+def check_sizes(world_size: int, axes: Sequence[Axis]) -> None:
     """Raise ConfigError for axes that don't fit so many ranks."""
-    if world_size % (sp * tp * pp) == 0:
+    product = math.prod(axis.size for axis in axes)
+    if world_size % product == 0:
         return
-    flags = {"--sequence_parallel_size": sp, "--tensor_parallel_size": tp, "--pipeline_parallel_size": pp}
-    given = [f"{flag} {size}" for flag, size in flags.items() if size > 1]
+    given = [f"--{axis.flag} {axis.size}" for axis in axes]
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     if len(given) == 1:
         raise ConfigError(
@@ -133,19 +163,19 @@ def check_sizes(world_size: int, sp: int, tp: int, pp: int = 1) -> None:
     products = (sizes for sizes in itertools.product(divisors, repeat=len(given)) if world_size % math.prod(sizes) == 0)
     fitting = [" x ".join(map(str, sizes)) for sizes in products]
     raise ConfigError(
-        f"{' times '.join(given)} is {math.prod(flags.values())}, which does not divide {world_size} ranks: give one "
-        f"of {', '.join(fitting)}, or start another number of ranks"
+        f"{' times '.join(given)} is {product}, which does not divide {world_size} ranks: give one of "
+        f"{', '.join(fitting)}, or start another number of ranks"
     )
 
 
-def check_experts(world_size: int, shared: int, ep: int) -> None:
-    """Raise ConfigError for ranks that can't share experts. shared: ranks with the same samples."""
+def check_experts(world_size: int, axes: Sequence[Axis], ep: int) -> None:
+    """Raise ConfigError for ranks that can't share experts."""
     if ep == 1:
         return
-    if shared > 1:
+    if axes:
         raise ConfigError(
-            f"--ep_size {ep} can't be combined with ranks that share samples (--sequence_parallel_size, "
-            "--tensor_parallel_size, --pipeline_parallel_size): leave one of them out"
+            f"--ep_size {ep} can't be combined with ranks that share samples "
+            f"({', '.join(f'--{axis.flag}' for axis in axes)}): leave one of them out"
         )
     if world_size % ep:
         divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)

@@ -29,7 +29,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
     problems: of the command line, without regard to its model.
     """
     # Imports that take seconds, once something is wrong.
-    from llava_ds.engine.ds_config.parallel import check_axes
+    from llava_ds.engine.ds_config.parallel import check_model
     from llava_ds.model.open.folder import read_folder
     from llava_ds.model.open.merged_adapters import is_adapter
 
@@ -44,17 +44,16 @@ def _refuse_impossible(problems: FlagProblems) -> None:
     if lines := _never(args, folder):
         raise ConfigError("\n".join(lines))
     try:
-        check_axes(args, folder.text_config)
+        check_model(args, folder.text_config)
     except ConfigError as error:
         raise ConfigError(f"{error}\n{problems}") from None
 
 
 def _never(args: "Arguments", folder: "ModelFolder") -> list[str]:
-    from llava_ds.model.open.folder import ready_problems
     from llava_ds.model.upcycling import check_upcycled
 
-    if folder.ready is not None:
-        return ready_problems(args, folder)
+    if folder.architecture is not None:
+        return folder.problems(args)
     try:
         check_upcycled(args, folder.text_config)
     except ConfigError as error:

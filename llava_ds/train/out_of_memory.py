@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.properties import features
 from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, sample_ids
@@ -101,19 +101,25 @@ def name_samples_of(plan: StepPlan, step: int, rank: int) -> str:
 
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
     """List what to change, the cheapest first."""
-    training, stage = resolved.args.training, resolved.zero_stage
-    pp, ep = training.pipeline_parallel_size, training.ep_size
-    has_experts = resolved.args.model.moe_enable or ep > 1
-    lines = [*_about_layers(training), *_about_tokens(resolved.args, batch, longest_sample)]
-    most = 1 if pp > 1 else 2 if has_experts else 3
+    args, training, stage = resolved.args, resolved.args.training, resolved.zero_stage
+    ep, broken = training.ep_size, {name for each in features(args) for name in each.breaks}
+    has_experts = args.model.moe_enable or ep > 1
+    # Of a rank.
+    longest = -(-longest_sample // args.ranks_per_token)
+    tokens = max(longest, batch.input_ids.shape[1] if batch is not None else 0)
+    least = max(longest, tokens // 2)
+    lines = [*_about_layers(training, broken), *_about_tokens(training, tokens, least)]
+    for name in EXTENSIONS:
+        lines += flags_class(name).saving_memory(args, tokens, is_one_sample=least >= tokens)
+    if least >= tokens:
+        lines.append(f"--model_max_length below {longest_sample}: the longest sample alone does not fit")
+    most = 1 if "sharded_gradients" in broken else 2 if "sharded_weights" in broken else 3
     if stage < most:
         higher = ", or higher" if stage + 1 < most else ""
         lines.append(f"--deepspeed_config ds_configs/zero{stage + 1}.json{higher}, on several GPUs: shards more")
-    if offload_device(resolved.config, "offload_optimizer") == "none" and pp == ep == 1:
+    if offload_device(resolved.config, "offload_optimizer") == "none" and "offload" not in broken:
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
-    if pp > 1:
-        lines.append(f"--pipeline_parallel_size {2 * pp}: fewer layers on each GPU")
     if has_experts:
         lines.append(f"--ep_size {2 * ep}, on several GPUs: fewer experts on each")
     # A checkpoint belongs to its layout and stage.
@@ -121,8 +127,8 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
     return [f"to need less, the cheapest first ({restart}):", *(f"  {line}" for line in lines)]
 
 
-def _about_layers(training: TrainingArguments) -> list[str]:
-    if training.gradient_checkpointing == "off" and training.pipeline_parallel_size > 1:
+def _about_layers(training: TrainingArguments, broken: set[str]) -> list[str]:
+    if training.gradient_checkpointing == "off" and "whole_layers" in broken:
         return ["--gradient_checkpointing all: every layer keeps its input alone"]
     if training.gradient_checkpointing == "off":
         return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]
@@ -131,28 +137,14 @@ def _about_layers(training: TrainingArguments) -> list[str]:
     return []
 
 
-def _about_tokens(args: Arguments, batch: Batch | None, longest_sample: int) -> list[str]:
-    training = args.training
-    has_experts = args.model.moe_enable or training.ep_size > 1
-    sp = training.sequence_parallel_size
-    longest_sample, whole = -(-longest_sample // sp), longest_sample  # of a rank
-    tokens = max(longest_sample, batch.input_ids.shape[1] if batch is not None else 0)
-    least = max(longest_sample, tokens // 2)
+def _about_tokens(training: TrainingArguments, tokens: int, least: int) -> list[str]:
+    """Smaller micro-batches. tokens: of one on a rank; least: that it could have."""
     lines = []
     if training.loss_reduction == "token" and not training.steps_across_epochs and least < tokens:
         lines.append(f"--tokens_per_micro_batch {least}: the same steps in more, smaller micro-batches")
     size = training.per_device_train_batch_size
     if training.tokens_per_micro_batch is None and size > 1:
-        half = size // 2
-        more = (
-            ""
-            if training.train_batch_size
-            else (f" --gradient_accumulation_steps {training.gradient_accumulation_steps * 2}")
-        )
-        lines.append(f"--per_device_train_batch_size {half}{more}: likewise")
-    if least >= tokens:
-        if not has_experts:
-            lines += [line for name in EXTENSIONS for line in flags_class(name).saving_memory(args, tokens)]
-            lines.append(f"--sequence_parallel_size {2 * sp}, on several GPUs: more of them share each sample")
-        lines.append(f"--model_max_length below {whole}: the longest sample alone does not fit")
+        more = f" --gradient_accumulation_steps {training.gradient_accumulation_steps * 2}"
+        more = "" if training.train_batch_size else more
+        lines.append(f"--per_device_train_batch_size {size // 2}{more}: likewise")
     return lines

@@ -10,6 +10,7 @@ from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.config.arguments import Arguments
+from llava_ds.config.properties import clashes, features
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset, open_together
@@ -24,7 +25,7 @@ from llava_ds.data.step_plan import (
     with_steps_of_epochs,
 )
 from llava_ds.data.templates import resolve_template
-from llava_ds.engine.ds_config.parallel import check_axes
+from llava_ds.engine.ds_config.parallel import check_model
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
 from llava_ds.engine.schedule import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
@@ -34,7 +35,6 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled, length_note
 from llava_ds.model.families.upcycled import OF_UPCYCLED
 from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.open.folder import sharing_problems
 from llava_ds.model.plan import ModelPlan, plan_model
 from llava_ds.runtime.ranks import (
     Ranks,
@@ -138,11 +138,9 @@ def make_plan(start: Start) -> Plan:
         args = tiny.fill_in(start.args)
     args = args.replaced(version=resolve_template(args.model.version))
     model, images, form = _plan_model(args)
-    if model.ready is not None:
-        from llava_ds.train.ready_trial import check_ready
-
-        tried = model, images, model.sources.vision_tower.path, args.data.cache_dir
-        print_first(broadcast_from_first(ranks, partial(check_ready, *tried)))
+    if model.architecture is not None:
+        tried = partial(model.architecture.try_out, model, images, args.data.cache_dir)
+        print_first(broadcast_from_first(ranks, tried))
     own = active(args.own).plan(PlanDraft(args, model, images, ranks))
     raw_config = start.raw_config
     if raw_config is None:
@@ -175,13 +173,15 @@ def make_plan(start: Start) -> Plan:
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.traits.scores)
-    if model.ready is not None and (shared := sharing_problems(args, "this is a ready model")):  # in the JSON, too
+    if model.architecture is not None and (shared := model.architecture.sharing_problems(args)):  # in the JSON, too
         raise ConfigError("\n".join(shared))
-    check_axes(args, model.text_config)
+    if lines := clashes(features(args)):  # of flags that the JSON or the model's folder gives, too
+        raise ConfigError("\n".join(lines))
+    check_model(args, model.text_config)
     print_first(*model.notes, *_check_experts(args, model))
     if args.training.router_aux_loss_coef:
         model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
-    if args.training.sequence_parallel_size > 1:
+    if args.ranks_per_token > 1:
         model = dataclasses.replace(model, whole_last_layer="the ranks that share a sample do so evenly")
     if note := length_note(model.text_config, args.data.model_max_length):
         print_first(note)
@@ -196,10 +196,10 @@ def _check_experts(args: Arguments, model: ModelPlan) -> list[str]:
     """Raise ConfigError for flags that the model's experts don't go with, or that need experts; returns lines."""
     lines = []
     if args.training.router_aux_loss_coef or args.training.experts_implementation:
-        from llava_ds.model.mixture import check_experts_with_lora, check_mixture_flags
+        from llava_ds.model.mixture import check_mixture_flags, check_way
 
         check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
-        check_experts_with_lora(args.training, model.lora)
+        check_way(args.training.experts_implementation, model.only_experts)
     if is_upcycled(model.text_config) or args.training.ep_size > 1 or args.given & OF_UPCYCLED:
         from llava_ds.model.upcycling import capacity_note, check_upcycled
 
@@ -229,7 +229,7 @@ def _plan_steps(
     tokens = known.args.training.tokens_per_micro_batch
     if tokens == "auto":
         tokens = choice("tokens_per_micro_batch", tokens)(known, model, dataset, order, ranks)
-    packing = Packing.of(known.args.training, dp, tokens, flops.pair_cost)
+    packing = Packing.of(known.args, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
     # Resolved again from the flags as given: some keys depend on the number of steps and on the tokens chosen.

@@ -10,11 +10,10 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from llava_ds.constants import IMAGE_TOKEN_INDEX
-from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.collate import LoadedSample, collate, padded_left
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.ready import ReadyTower
 from llava_ds.runtime.waiting import waiting
 
 
@@ -120,24 +119,18 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
     lengths = [len(prompt.input_ids) for prompt in prompts]
     longest = max(lengths)
     missing = torch.tensor([longest - length for length in lengths], device=device)
-    mask = (torch.arange(longest, device=device) >= missing[:, None]).long()  # (B, L)
     # Padding is masked, so neither its embedding nor its position matters.
-    padded = torch.stack([F.pad(row, (0, 0, longest - len(row), 0)) for row in embeds[0].split(lengths)])  # (B, L, D)
+    padded, mask = padded_left(embeds[0], prompts)  # (B, L, D), (B, L)
     axes = batch.position_ids.flatten(0, -2).split(lengths, 1)  # of each prompt (1, its tokens), or (3, its tokens)
     position_ids = torch.stack([F.pad(row, (longest - row.shape[1], 0)) for row in axes], 1)  # (1 or 3, B, L)
-    options, seen = {}, mask
-    if isinstance(model.vision_tower, ReadyTower):
-        is_image = [prompt.input_ids == IMAGE_TOKEN_INDEX for prompt in prompts]
-        is_image = torch.stack([F.pad(row, (longest - len(row), 0)) for row in is_image]).to(device)  # (B, L)
-        family, config = model.vision_tower.plan.ready.family, model.language_model.config
-        seen = family.prompt_mask(config, padded, mask, is_image)
+    is_image = torch.cat([prompt.input_ids == IMAGE_TOKEN_INDEX for prompt in prompts]).to(device)
+    seen = model.vision_tower.prompt_mask(model.language_model.config, padded, mask, padded_left(is_image, prompts)[0])
+    options = {}
     if deeper:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
         shift = (missing.cumsum(0))[rows]  # of a token's place among all, by the padding before it
-        options = {
-            "visual_pos_masks": batch.placing.positions + shift[batch.placing.positions],
-            "deepstack_visual_embeds": deeper,
-        }
+        positions = batch.placing.positions
+        options = model.vision_tower.deeper_options(positions + shift[positions], deeper)
     for name, rows in model.layer_inputs(batch.input_ids, batch.placing.positions).items():
         parts = [F.pad(row, (0, 0, 0, 0, longest - len(row), 0)) for row in rows[0].split(lengths)]
         options[name] = torch.stack(parts)  # (B, L, layers, width)

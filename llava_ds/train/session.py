@@ -9,11 +9,9 @@ import deepspeed
 import torch
 from transformers import PreTrainedConfig
 
-from llava_ds.checkpoint.checkpoint_files import read_lora_start
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
 from llava_ds.checkpoint.training_state import restore
-from llava_ds.config.arguments import changes_base
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
@@ -136,19 +134,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
     """Choose what runs micro-batches over this mesh."""
-    if mesh.pp == 1:
-        return Direct(engine)
-    from llava_ds.engine.pipeline import Pipelined
-
-    return Pipelined(engine)
-
-
-def _share_tokens(model: LlavaModel, mesh: Mesh) -> None:
-    """Let the ranks of a mesh that share a micro-batch's tokens do so."""
-    if mesh.sp > 1:
-        from llava_ds.model.shared_tokens import share_tokens
-
-        share_tokens(model)
+    makes = [part.runner for part in mesh.parts if part.runner is not None]
+    return makes[0](engine) if makes else Direct(engine)
 
 
 def finish(session: Session, hooks: Sequence[Hook]) -> int:
@@ -206,13 +193,13 @@ def _build_engine(
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
-    if point is not None and changes_base(args.model):
-        model_plan = replace(model_plan, lora=replace(model_plan.lora, start=read_lora_start(point)))
+    if point is not None:
+        model_plan = replace(model_plan, checkpoint=point)
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
     print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
-    print_first(*plan.active.filled(model, plan.model, resolved, ranks))
-    _share_tokens(model, mesh)
+    print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
+    mesh.adapt(model)
     share_experts(model, mesh)
     choose_trainable(model, args)
     asked = plan.own.get("eval_tasks")
@@ -281,5 +268,5 @@ def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:
 
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
     saver = Saver(engine, training, plan.resume, ranks, model_writer)
-    saver.lora_start = engine.module.lora_start
+    saver.states = plan.active.states
     return saver

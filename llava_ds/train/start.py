@@ -1,6 +1,7 @@
 """The start of a run: flags, the lock on --output_dir, and the ranks, checked to be the same everywhere."""
 
 import contextlib
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +10,10 @@ from llava_ds.config.arguments import Arguments
 from llava_ds.config.parsing import CHOOSE_DS_CONFIG, explained, recipe_values, tiny_defaults
 from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import EXPERT, PIPELINE, SEQUENCE, TENSOR
 from llava_ds.engine.ds_config.resolve import axes_from, flags_in, read_ds_config
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.export.shard_size import parse_size
+from llava_ds.extensions.active import active
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.runtime.cli import read_training_flags
 from llava_ds.runtime.determinism import use_deterministic_kernels
@@ -48,6 +49,20 @@ def name_sources(argv: list[str], message: str) -> str:
     return message
 
 
+def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
+    """Lay out the ranks, and print a line where those of an axis that belong together lie on several machines."""
+    mesh = Mesh.of(ranks, args.axes, args.training.ep_size, active(args.own).mesh_parts)
+    together = {f"--{axis.flag}": axis.size for axis in args.axes if axis.order > 0}
+    together |= {"--ep_size": mesh.ep} if mesh.ep > 1 else {}
+    number = math.prod(together.values())
+    if local_ranks() % number:
+        print_first(
+            f"the {number} ranks that share layers ({' x '.join(together)}) do not divide the {local_ranks()} of a "
+            "machine: layers send tokens between machines, which is slow"
+        )
+    return mesh
+
+
 def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     """Read flags and DeepSpeed JSON, lock --output_dir, and meet the other ranks.
 
@@ -73,14 +88,7 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
     same = {**args.same_on_every_rank(), "the DeepSpeed JSON": raw_config or {}}
     check_same(same, ranks, "start every machine with the same flags")
     print_first(*notes, *more_notes)
-    axes = (SEQUENCE, TENSOR, PIPELINE, EXPERT)
-    mesh = Mesh.of(ranks, *(args.as_dict()[axis] for axis in axes))
-    together = mesh.sp * mesh.tp * mesh.ep
-    if local_ranks() % together:
-        print_first(
-            f"the {together} ranks that share layers (--sequence_parallel_size x --tensor_parallel_size, or --ep_size) "
-            f"do not divide the {local_ranks()} of a machine: layers send tokens between machines, which is slow"
-        )
+    mesh = _lay_out(args, ranks)
     if batch_size := broadcast_from_first(ranks, lambda: saved_batch_size(args, mesh.dp)):
         args = args.replaced(train_batch_size=batch_size)
     if args.data.dataloader_num_workers is None:

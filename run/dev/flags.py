@@ -70,7 +70,9 @@ def train_flags() -> list[str]:
     """A table for each section of the dataclasses, and then for each extension."""
     options = {action.dest: action for action in build_parser()._actions}
     lines = []
-    extensions = {f"{name}: {trigger.title}": flags_class(name) for name, trigger in EXTENSIONS.items()}
+    extensions = {
+        f"{name}: {trigger.title}": flags_class(name) for name, trigger in EXTENSIONS.items() if trigger.flags
+    }
     for title, section in {**SECTIONS, **extensions}.items():
         if not fields(section):  # values of other flags ask for it
             continue

@@ -9,6 +9,8 @@ import llavas
 import pytest
 import torch
 import toys
+from extension_there import AXES
+from known_flags import needs
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.resume import find_resume_point, saved_batch_size
@@ -118,7 +120,8 @@ def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_pa
 
 def test_ranks_that_share_samples_or_experts_change_no_routers_loss():
     before = vars(run(world_size=2, router_aux_loss_coef=0.01))
-    assert not run(world_size=4, sequence_parallel_size=2, router_aux_loss_coef=0.01).differences(before)
+    for flag in AXES:
+        assert not run(world_size=4, router_aux_loss_coef=0.01, **{flag: 2}).differences(before)
     assert not run(world_size=2, ep_size=2, router_aux_loss_coef=0.01).differences(before)
 
 
@@ -262,6 +265,7 @@ def test_more_rows_are_another_run():
     assert not run().differences(before) and list(grown.differences(before)) == changes
 
 
+@needs("lora_enable")
 def test_a_flag_that_is_left_out_at_a_resume_is_a_difference(tmp_path):
     """Also where its feature is not loaded, so that the new run does not have the flag at all."""
     absent = ("lora_enable", "lora_r")

@@ -14,31 +14,25 @@ from toys import language_model_config
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import check_axes, with_axes
+from llava_ds.engine.ds_config.parallel import check_model, with_axes
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
+from llava_ds.extensions.active import active
 
 ROOT = Path(__file__).parents[2]
 GOLDENS = Path(__file__).parent / "goldens" / "pairs.json"
 BASE = {"model_name_or_path": ROOT, "vision_tower": ROOT, "data_path": ROOT / "setup.py", "output_dir": "o"}
 BASE |= {"learning_rate": 1e-3, "train_batch_size": 8, "image_folder": ROOT}
-LORA, MOE = {"lora_enable": True}, {"moe_enable": True}
+MOE = {"moe_enable": True}
 EVAL = {"eval_fraction": 0.1, "eval_steps": 10}
 FEATURES: dict[str, dict[str, object]] = {
     "zero0": {"stage": 0},
     "zero3": {"stage": 3},
     "offload": {"stage": "3_offload"},
     "bf16": {"bf16": True},
-    "sequence": {"sequence_parallel_size": 2},
-    "tensor": {"tensor_parallel_size": 2},
-    "pipeline": {"pipeline_parallel_size": 2, "stage": 1},
     "experts": MOE,
     "experts over ranks": {**MOE, "ep_size": 2},
     "capacity": {**MOE, "capacity_factor": 1.5},
     "router loss": {"router_aux_loss_coef": 0.01},
-    "lora": LORA,
-    "qlora": {**LORA, "bits": 4},
-    "dora": {**LORA, "use_dora": True},
-    "pissa": {**LORA, "init_lora_weights": "pissa"},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
     "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
@@ -65,8 +59,10 @@ def verdict(*names: str) -> str:
         args, _ = parse_arguments(["--deepspeed_config", str(path), *words])
         raw = read_ds_config(path)
         args = with_axes(args, raw)
-        check_axes(args, language_model_config(num_attention_heads=4, num_key_value_heads=2))
-        resolve_ds_config(raw, args, dp=2, hidden_size=32, num_steps=100)
+        check_model(args, language_model_config(num_attention_heads=4, num_key_value_heads=2))
+        resolved = resolve_ds_config(raw, args, dp=2, hidden_size=32, num_steps=100)
+        own = resolved.args.own  # others ask what is installed
+        active([name for name, flags in own.items() if flags.axis is not None]).check(resolved)
     except ConfigError as error:
         return str(error).replace(str(ROOT), "").splitlines()[0]
     return ""

@@ -11,10 +11,11 @@ from fake_models import arguments, backward, built, sample, tower_plan
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llava_ds.data.collate import collate
-from llava_ds.data.cut import Part, cut, fill
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model.heads import SummedLoss
-from llava_ds.model.shared_tokens import share_tokens
+
+cutting = pytest.importorskip("llava_ds.extensions.sequence_parallel.cut")
+sharing = pytest.importorskip("llava_ds.extensions.sequence_parallel.shared_tokens")
 
 pytestmark = pytest.mark.cuda
 
@@ -41,14 +42,14 @@ def test_forward_and_backward_of_a_part(group, rank, family, change):
     options = toys.image_options()
     args, text = arguments(), toys.language_model_config(family)
     samples = [sample(options, 9, [("image", ((40, 30),))]), sample(options, 30), sample(options, 14)]
-    whole = fill(collate(samples, options), RANKS)
-    part, tiles = cut(whole, Part(rank, RANKS), options)
+    whole = collate(samples, options)
+    part, tiles = cutting.cut(whole, options, rank, RANKS)
     pixels = whole.pixel_values[tiles] if tiles else torch.zeros_like(whole.pixel_values[:1])
-    part = dataclasses.replace(part, pixel_values=pixels, trunk={"sequence_group": group})
+    part = dataclasses.replace(part, pixel_values=pixels)
     with gpu() as rules:
         with rules.building():
             model = built(text, tower_plan("clip", args), args, short=False)
-            share_tokens(model)
+            sharing.share_tokens(model, group)
             if change == "recomputed":
                 checkpoint_layers(model.language_model)
             if change == "tiled":

@@ -10,9 +10,10 @@ from fake_models import arguments, built, sample, tower_plan
 
 from llava_ds.data.collate import collate
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
-from llava_ds.engine.pipeline import backward_from
 from llava_ds.model.heads import SummedLoss
-from llava_ds.model.stages import HIDDEN, keep_stage
+
+schedule = pytest.importorskip("llava_ds.extensions.pipeline.stage_runner")
+stages = pytest.importorskip("llava_ds.extensions.pipeline.stages")
 
 pytestmark = pytest.mark.cuda
 
@@ -29,7 +30,7 @@ def test_forward_and_backward_of_a_stage(index, family, recomputed):
     with gpu() as rules:
         with rules.building():
             model = built(text, tower_plan("clip", args), args, short=False)
-            keep_stage(model, COUNTS, index, None)
+            stages.keep_stage(model, COUNTS, index, None)
             if index == len(COUNTS) - 1:
                 model.shorten_last_layer()
             if recomputed:
@@ -38,13 +39,13 @@ def test_forward_and_backward_of_a_stage(index, family, recomputed):
         shape = (1, batch.input_ids.shape[1], model.stage.width)
         if index > 0:
             received = torch.empty(shape, dtype=model.stage.dtype, device="cuda", requires_grad=True)
-            batch = dataclasses.replace(batch, extra={HIDDEN: received})
+            batch = dataclasses.replace(batch, extra={stages.HIDDEN: received})
         if model.stage.is_last:
             loss, _ = model(batch, SummedLoss(1))
         else:
             output = model(batch)
             assert (tuple(output.shape), output.dtype, output.device.type) == (shape, model.stage.dtype, "cuda")
-            loss = backward_from(output, torch.empty_like(output))
+            loss = schedule.backward_from(output, torch.empty_like(output))
         loss.backward()
         if index > 0:
             assert (received.grad.shape, received.grad.dtype) == (received.shape, model.stage.dtype)

@@ -4,49 +4,36 @@ import sys
 from dataclasses import replace
 
 import pytest
-import ready_models
 import torch
 import toys
-from daily import few, rest
+from daily import rest
 from fake_gpu import HostWait, gpu
 from fake_models import (
+    IMAGE,
     arguments,
     backward,
     built,
-    delta_net_kernels,
     flash_attn_2,
     flash_attn_3,
     liger,
     on_gpu,
     sample,
+    talks,
     tower_plan,
 )
+from known_flags import needs
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.model import attention
 from llava_ds.model.heads import LogProbs, SummedLoss
 from llava_ds.model.open.probe import examine
-from llava_ds.model.plan import plan_model
 from llava_ds.model.projector import feature_stride
-from llava_ds.videos import Footage
 
 pytestmark = pytest.mark.cuda
 
 OPTIONS = toys.image_options()
-IMAGE = ("image", ((40, 30),))
-
-
-CLIP = ("frames", ((40, 30),) * 5, Footage(5, 1.0))
 ANYRES = {"aspect_ratio": "anyres_max_4", "merge_type": "spatial_unpad"}
-
-
-def talks(options=OPTIONS) -> list:
-    """Samples with one image, with text alone, and with two images; with a ready model's videos, if it has them."""
-    found = [sample(options, 9, [IMAGE]), sample(options, 30), sample(options, 14, [IMAGE] * 2, source=1)]
-    if options.video is not None:
-        found.append(sample(options, 12, [CLIP, IMAGE]))
-    return found
 
 
 def trained_once(
@@ -136,6 +123,7 @@ def test_the_projector_alone(projector, family):
     trained_once(family, options=options, tune_mm_mlp_adapter=True, mm_projector_type=projector)
 
 
+@needs("lora_enable")
 @pytest.mark.parametrize(
     "flags", [{}, {"lora_dropout": 0.0}, {"lora_bias": "all"}, {"tune_mm_mlp_adapter": True}], ids=str
 )
@@ -144,6 +132,7 @@ def test_lora(family, flags):
     trained_once(family, lora_enable=True, lora_r=4, **flags)
 
 
+@needs("lora_enable")
 def test_lora_on_experts():
     trained_once("qwen3_moe", lora_enable=True, lora_r=4, lora_dropout=0.0, lora_target_modules="q_proj,down_proj")
 
@@ -199,6 +188,7 @@ def test_activation_checkpointing(family, how):
     trained_once(family, change=change, mm_tunable_parts="mm_vision_tower,mm_mlp_adapter,mm_language_model")
 
 
+@needs("lora_enable")
 def test_activation_checkpointing_keeps_random_states_without_a_wait():
     trained_once(
         change=lambda model: checkpoint_layers(model.language_model), lora_enable=True, lora_r=4, lora_dropout=0.1
@@ -245,60 +235,10 @@ def test_pairs_of_answers_come_to_the_device_as_one_batch():
         assert micro.num_samples == 1 and reference.is_cuda and reference.dtype == torch.float64
 
 
+@needs("lora_enable")
 @pytest.mark.parametrize("double_quant", [True, *rest(False)])
 @pytest.mark.parametrize("quant_type", ["nf4", *rest("fp4")])
 def test_weights_in_4_bits_with_lora(quant_type, double_quant):
     model = trained_once(lora_enable=True, bits=4, quant_type=quant_type, double_quant=double_quant)
     packed = [p for p in model.language_model.parameters() if p.dtype == torch.uint8]
     assert packed and all(p.is_cuda and p.grad is None for p in packed)
-
-
-@pytest.mark.parametrize("trained", [True, *rest(False)], ids=["trained", "frozen"])
-@pytest.mark.parametrize("family", few(ready_models.FAMILIES, ("smolvlm", "qwen2_5_vl", "gemma4")))
-def test_ready_models(family, trained, tmp_path):
-    ready_model_trained_once(family, tmp_path, trained)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("package", "capability"), [(flash_attn_2, (8, 0)), (flash_attn_3, (9, 0))])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_images_that_see_each_other_with_flash_attn(monkeypatch, tmp_path, package, capability, checkpointed):
-    module = package()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    ready_model_trained_once("gemma3", tmp_path, capability=capability, checkpointed=checkpointed)
-    assert module.calls == 2 * 2 * (1 + checkpointed)  # of each layer once for all tokens, once for images
-    module.calls = 0
-    ready_model_trained_once("gemma4", tmp_path / "4", capability=capability, checkpointed=checkpointed)
-    in_tower = 2
-    assert module.calls == in_tower + 3 * (1 + checkpointed)  # of one layer for all tokens alone
-
-
-@pytest.mark.parametrize("checkpointed", [True, *rest(False)])
-@pytest.mark.parametrize("family", ["gemma4", *rest("gemma4_e")])
-def test_heads_that_are_too_wide_for_every_kernel(family, tmp_path, checkpointed):
-    """Their samples are computed one by one, by lengths that the host knows."""
-    ready_model_trained_once(family, tmp_path, checkpointed=checkpointed, global_head_dim=264)
-
-
-@pytest.mark.parametrize("checkpointed", [True, *rest(False)])
-def test_states_of_a_pack_with_kernels(monkeypatch, tmp_path, checkpointed):
-    calls = delta_net_kernels(monkeypatch)
-    ready_model_trained_once("qwen3_5", tmp_path, checkpointed=checkpointed)
-    assert calls == dict.fromkeys(calls, 2 * (1 + checkpointed))  # of each of two layers
-
-
-def ready_model_trained_once(family, tmp_path, trained=False, capability=(9, 0), checkpointed=False, **text):
-    args = arguments(**ready_models.write_ready(tmp_path, family, **text), version="processor", tune_mm_vision=trained,
-                     tune_mm_mlp=True, tune_mm_llm=True)  # fmt: skip
-    plan = plan_model(args.model, 512)
-    options = plan.tower.image_options(args)
-    with gpu(capability=capability) as rules:
-        with rules.building():
-            model = built(plan.text_config, plan.tower, args, short=plan.whole_last_layer is None)
-            if checkpointed:
-                checkpoint_layers(model.language_model)
-        (micro,) = on_gpu(talks(options), options)
-        loss, _ = model(micro.batch, SummedLoss(2))
-        backward(model, loss)
-        assert not rules.waits
-    assert any(p.grad is not None for p in model.vision_tower.parameters()) == trained

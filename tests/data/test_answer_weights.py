@@ -12,7 +12,6 @@ import toys
 from extension_there import needs_extension
 from launching import ROOT
 from PIL import Image
-from ready_models import write_ready
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llava_ds.constants import IGNORE_INDEX, DataError
@@ -193,6 +192,7 @@ def test_the_loss_of_a_data_set_follows_its_weights(opened):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl"])
 def test_ready_models_weigh_answers_by_their_own_templates(inspect_data, tmp_path, family):
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(tmp_path / "model", family)
     Image.new("RGB", (60, 40), "red").save(tmp_path / "a.png")
     turns = [("user", "<image>What is it?"), ("assistant", "A cat."), ("user", "Sure?"), ("assistant", "It is red.")]

@@ -5,7 +5,6 @@ import json
 import pytest
 import toys
 from PIL import Image
-from ready_models import write_ready
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
@@ -107,6 +106,7 @@ def test_a_word_has_its_own_letters_ids(folder, tokenizer, parts):
 
 
 def test_a_model_whose_image_token_is_the_word_refuses_it(folder):
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(folder / "model", "smolvlm")
     parts = read_parts(ModelArguments(model_name_or_path=str(folder / "model")))
     args = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())

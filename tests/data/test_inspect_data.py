@@ -17,7 +17,6 @@ import toys
 from extension_there import needs_extension
 from launching import ROOT
 from PIL import Image, ImageDraw
-from ready_models import write_ready
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError
 
@@ -89,6 +88,7 @@ def test_the_page_shows_images_and_what_was_left_out(inspect_data, tmp_path, toy
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl"])
 def test_boxes_are_drawn_on_the_objects(inspect_data, tmp_path, toy_base, family):
     """They come from the numbers in the text: fractions of a padded square, pixels of a resized image, thousandths."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     flags = {**toy_base, "image_aspect_ratio": "pad"}
     if family != "llava":
         flags = write_ready(tmp_path / "model", family)
@@ -143,6 +143,7 @@ def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, t
 
 @needs_extension("preference")
 def test_a_ready_model_that_training_would_refuse_has_one_reason(inspect_data, tmp_path, capsys):
+    write_ready = pytest.importorskip("ready_models").write_ready
     flags = write_ready(tmp_path / "model", "smolvlm")
     (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "What?", "chosen": "A cat.", "rejected": "A dog."}]))
     flags |= {"data_path": str(tmp_path / "pairs.json"), "objective": "dpo"}
@@ -210,6 +211,7 @@ def test_names_of_files_that_are_no_utf8_are_shown_escaped(inspect_data, tmp_pat
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl", "gemma3"])
 def test_tokens_without_a_row_are_named_and_their_records_rejected(inspect_data, tmp_path, capsys, family):
     """Until the embedding is grown; a record that spells none is taken in any case."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     base = toys.write_base(tmp_path / "m") if family == "llama" else write_ready(tmp_path / "m", family)
     toys.add_plain_tokens(Path(base["model_name_or_path"]), "<press>", "<hold>")
     talk = [[{"from": "human", "value": "And?"}, {"from": "gpt", "value": text}] for text in ("On.", "<hold> it.")]

@@ -10,6 +10,7 @@ import pytest
 from llava_ds.data import step_plan
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan, largest_share, pack_of
+from llava_ds.extensions.base import Axis
 
 HOWS = ("random", "file", "modality", "modality_auto", "length", "varlen", "bucket")
 
@@ -98,7 +99,7 @@ def test_the_largest_share_is_that_of_the_largest_step(how):
 def test_ranks_that_share_samples_have_the_same_micro_batches():
     order = SampleOrder(8, 8, seed=1)
     dataset = SimpleNamespace(lengths=np.full(8, 10), is_whole=True, wait_for=lambda samples: None)
-    plan = StepPlan(dataset, order, Packing(2, 2, 2, None, sp=2), num_steps=1)
+    plan = StepPlan(dataset, order, Packing(2, 2, 2, None, axes=(Axis("sp", "sp_size", 2, 1, False),)), num_steps=1)
     of_dp = plan.step(1).of_ranks
     assert [plan.of_rank(1, rank) for rank in range(4)] == [of_dp[0], of_dp[0], of_dp[1], of_dp[1]]
     assert plan.of_ranks(1) == of_dp[0] + of_dp[1] and plan.of_ranks(1, [3, 2]) == of_dp[1]

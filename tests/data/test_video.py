@@ -13,7 +13,7 @@ from llava_ds.data.images import video
 from llava_ds.data.images.decode import load_media, probe
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, media_layout
-from llava_ds.videos import moment_times, video_frames
+from llava_ds.videos import video_frames
 
 OPTIONS = ImageOptions(24, 8, (0.5, 0.5, 0.5), video_fps=5, frames_upbound=8)
 needs_av = pytest.mark.skipif(importlib.util.find_spec("av") is None, reason="PyAV is not installed")
@@ -121,5 +121,5 @@ def test_times_of_an_uneven_video_are_transformers(tmp_path, suffix):
         assert (metadata.total_num_frames, metadata.fps) == (0, 30)
         return
     assert found.rate == pytest.approx(metadata.fps)
-    assert moment_times(indices, found.rate, 1) == pytest.approx(metadata.timestamps)
+    assert [index / found.rate for index in indices] == pytest.approx(metadata.timestamps)
     assert len(indices) / found.num_frames * found.rate == pytest.approx(metadata.sampled_fps)

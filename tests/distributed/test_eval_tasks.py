@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import ready_models
 import toys
 import yaml
 from extension_there import if_there, needs_extension
+from known_flags import known_cases
 from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 
 from llava_ds.checkpoint.commit import checkpoints
@@ -25,11 +25,13 @@ RUNS = {
     "zero3-lora": (3, LORA),
     **({"zero2-grpo": (2, GRPO)} if GRPO else {}),
 }
+RUNS = known_cases(RUNS)
 READY = ("smolvlm", "qwen3_vl")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    ready_models = pytest.importorskip("ready_models")
     folder = tmp_path_factory.mktemp("tasks")
     given = toys.write_base(folder / "base") | toys.write_data(folder / "data", "itti" * 5)
     entry = {"data_path": given["data_path"], "image_folder": given["image_folder"], "max_new_tokens": 8}

@@ -1,11 +1,13 @@
 """A run's export equals the export of its last checkpoint, bit for bit, at every stage."""
 
+import itertools
 import json
 import shutil
 
 import pytest
 import torch
 import toys
+from extension_there import AXES
 from launching import ds_config, run_many, run_script, tight_config, toy_run
 from safetensors.torch import load_file
 
@@ -140,19 +142,9 @@ def test_damaged_checkpoints_and_other_base_models_are_refused(runs, tmp_path):
         run_script("export.py", tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "axes"),
-    [
-        (1, {}),
-        (2, {}),
-        (2, {"sequence_parallel_size": 2}),
-        (2, {"tensor_parallel_size": 2}),
-        (4, {"tensor_parallel_size": 2}),
-        (2, {"pipeline_parallel_size": 2}),
-        (4, {"pipeline_parallel_size": 2}),
-    ],
-)
-def test_every_stage_and_precision(num_ranks, axes, tmp_path):
+@pytest.mark.parametrize(("num_ranks", "flag"), [(1, None), (2, None), *itertools.product((2, 4), AXES)])
+def test_every_stage_and_precision(num_ranks, flag, tmp_path):
+    axes = {} if flag is None else {flag: 2}
     stages = range(2) if "pipeline_parallel_size" in axes else range(4)
     runs = {name: (stage, flags | axes) for name, (stage, flags) in MORE_RUNS.items() if stage in stages}
     out, _ = trained(tmp_path / "runs", runs, num_ranks)

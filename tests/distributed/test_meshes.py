@@ -1,12 +1,14 @@
 """Every axis on two ranks, a little of each: losses and gradients are those of one rank that has all of it.
 
-The whole of it is in test_sequence_parallel.py, test_tensor_parallel.py and test_pipeline_parallel.py.
+The whole of it is in the tests of each axis.
 """
 
 from pathlib import Path
 
 import pytest
 import toys
+from extension_there import needs_extension
+from known_flags import known_cases
 from launching import losses
 from sharing import LONG, TOLERANCE, TORN, TRAINED_TOWER, check_same, rows, train_all, write_data
 
@@ -27,6 +29,7 @@ RUNS = {
     "plain-pp2": (2, 1, {**PP, **PACKED, **TRAINED_TOWER}),
     "weighed-pp2": (2, 1, {**PP, **PACKED, **TORN}),
 }
+RUNS = known_cases(RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,7 @@ def test_the_trained_data_hold_a_long_sample_and_packs_are_cut(runs):
     assert max(row["tokens"] for row in rows(runs["plain"])) > LONG
 
 
+@needs_extension("sequence_parallel")
 def test_a_sample_that_one_rank_cannot_decode_is_left_out_on_all(runs):
     one, shared = runs["torn"], runs["torn-sp2"]
     assert sum(row["broken_samples"] for row in rows(one)) > 1
@@ -54,7 +58,7 @@ def test_a_sample_that_one_rank_cannot_decode_is_left_out_on_all(runs):
     assert rows(one, "skipped.jsonl") == rows(shared, "skipped.jsonl")
 
 
-@pytest.mark.parametrize("axis", ["dp", "sp", "pp"])
+@pytest.mark.parametrize("axis", [axis for axis in ("dp", "sp", "pp") if f"weighed-{axis}2" in RUNS])
 def test_weighed_answers_train_as_on_one_rank(runs, axis):
     """Packed or not, and with samples left out whose images are torn."""
     one, shared = runs["weighed"], runs[f"weighed-{axis}2"]
@@ -68,12 +72,14 @@ def test_weighed_answers_train_otherwise_than_others(runs):
     assert abs(losses(runs["weighed"])[0] - losses(runs["torn"])[0]) > 0.05
 
 
+@needs_extension("sequence_parallel")
 def test_the_eval_loss_is_that_of_one_rank(runs):
     (one,), (shared,) = ([row for row in rows(runs[name], "evals.jsonl")] for name in ("torn", "torn-sp2"))
     assert shared["loss"] == pytest.approx(one["loss"], rel=TOLERANCE)
     assert one.keys() == shared.keys()
 
 
+@needs_extension("sequence_parallel")
 def test_sample_questions_are_answered_alike(runs):
     one, shared = (rows(runs[name], "samples.jsonl") for name in ("torn", "torn-sp2"))
     assert one and [row["answer"] for row in one] == [row["answer"] for row in shared]

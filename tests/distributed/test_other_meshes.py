@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import toys
 from checkpoints import break_off, differences
+from known_flags import known_cases
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
@@ -25,6 +26,7 @@ MESHES = {
     "pp2xdp2": (4, {"pipeline_parallel_size": 2}),
     "pp2xsp2": (4, {"pipeline_parallel_size": 2, "sequence_parallel_size": 2}),
 }
+MESHES = known_cases(MESHES)
 # Another one here and there.
 STAGE = {"dp2": 2, "sp2": 3, "dp4": 3, "dp2xsp2": 1, "tp2": 0, "dp2xtp2": 3, "sp2xtp2": 1}
 STAGE |= {"pp2": 1, "pp2xdp2": 0, "pp2xsp2": 1}

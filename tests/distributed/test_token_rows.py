@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ready_models
 import torch
 import toys
+from known_flags import known_cases
 from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -23,9 +23,12 @@ GROWS = {"resize_token_embeddings": True}
 PADDED = {**GROWS, "pad_embeddings_to_multiple_of": 64}
 # Runs of a LLaVA that is put together, two steps each.
 MESHES = {
-    "zero3": (3, {}), "zero0": (0, {}), "pipeline": (1, {"pipeline_parallel_size": 2}),
+    "zero3": (3, {}),
+    "zero0": (0, {}),
+    "pipeline": (1, {"pipeline_parallel_size": 2}),
     "tensor": (1, {"tensor_parallel_size": 2}),
-}  # fmt: skip
+}
+MESHES = known_cases(MESHES)  # fmt: skip
 
 
 def write_data(folder: Path) -> dict[str, str]:
@@ -59,6 +62,7 @@ def grow_with_transformers(source: Path, target: Path, rows: int) -> dict[str, s
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     """The folder of all runs, on two ranks in one launch."""
+    ready_models = pytest.importorskip("ready_models")
     folder = tmp_path_factory.mktemp("rows")
     data = write_data(folder / "data")
     ready = {**data, **ready_models.write_ready(folder / "base", "smolvlm")}

@@ -15,7 +15,6 @@ import torch
 import toys
 from exporting import RANKS, export
 from launching import ROOT
-from ready_models import write_ready
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
@@ -151,6 +150,7 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
 
 def test_questions_about_videos(tmp_path, monkeypatch):
     """Of a ready model, which is shown all frames."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(tmp_path / "model", "smolvlm")
     data = toys.write_data(tmp_path / "data", "vit")
     flags = {**data, "model_path": str(tmp_path / "model"), "max_new_tokens": "4", "output": str(tmp_path / "x.json")}

@@ -12,7 +12,6 @@ import pytest
 from exporting import export_toy
 from launching import command_line, run_script
 from PIL import Image
-from ready_models import image_processor_of, write_ready
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.images.decode import load_image
@@ -362,6 +361,8 @@ def test_eval_tasks_takes_every_benchmark(tmp_path):
 
 def test_a_box_in_pixels_of_the_resized_image_is_right(tmp_path, monkeypatch):
     """Qwen2.5-VL's coordinates, by the size that transformers' own processor gives."""
+    image_processor_of = pytest.importorskip("ready_models").image_processor_of
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(tmp_path / "model", "qwen2_5_vl")
     width, height = 290, 140
     images = image_processor_of("qwen2_5_vl")

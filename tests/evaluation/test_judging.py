@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ready_models
 import torch
 import toys
 from exporting import export
@@ -129,6 +128,7 @@ def test_the_best_of_n_is_drawn_by_the_seed_and_chosen_by_the_judge(toy):
 
 
 def test_a_judge_that_can_not_score_is_refused(toy):
+    ready_models = pytest.importorskip("ready_models")
     with pytest.raises(ConfigError, match=r"--reward_model_name_or_path .* has no value_head.safetensors"):
         Judge("--reward_model_name_or_path", str(toy.folder / "plain"), EngineOptions(), RANKS, must_score=True)
     with pytest.raises(ConfigError, match=r"--engine deepspeed does not judge"):

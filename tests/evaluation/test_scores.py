@@ -20,9 +20,7 @@ from llava_ds.evaluation.option_letters import matched_letter, named_letter, say
 from llava_ds.evaluation.question import Question, with_resized_sizes
 from llava_ds.evaluation.score_table import as_json
 from llava_ds.evaluation.scores import METRICS, metric_of, reference_for
-from llava_ds.geometry import ReadyImageOptions
 from llava_ds.infer.generate import Prompt
-from llava_ds.tilings import CellTiling
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -169,8 +167,9 @@ def test_mmes_sums_are_the_official_ones():
 
 def test_boxes_in_pixels_of_the_resized_image_are_those_of_the_image():
     """As Qwen2.5-VL answers, whose sizes come from its processor's rule."""
-    tiling = CellTiling(28, 2, 56 * 56, 28 * 28 * 64, "<i>")
-    options = ReadyImageOptions(28, 28, (0.5,) * 3, tiling=tiling, boxes=BoxFormat("real"))
+    images = pytest.importorskip("llava_ds.extensions.ready.ready_images")
+    tiling = images.CellTiling(28, 2, 56 * 56, 28 * 28 * 64, "<i>")
+    options = images.ReadyImageOptions(28, 28, (0.5,) * 3, tiling=tiling, boxes=BoxFormat("real"))
     sizes = [(640, 480), (300, 500)]
     references = [{"answer": [0.25 * w, 0.5 * h, 0.75 * w, h], "size": [w, h]} for w, h in sizes]
     questions = with_resized_sizes(asked(references), options)

@@ -10,7 +10,6 @@ import toys
 from exporting import RANKS, export
 from launching import ROOT
 from llavas import STAGE_0, arguments
-from ready_models import write_ready
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -80,6 +79,7 @@ def test_the_export_has_the_rows_and_the_tokens(tmp_path, form, vocab_size, mult
 def test_what_is_asked_of_a_model_without_the_rows_is_refused(tmp_path):
     """Its embedding never grew (the export adds rows up to that of <image>, which nothing trained), or its tokenizer
     was changed afterwards."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     folder = exported(tmp_path / "never", "hf", resize_token_embeddings=False)[2]
     assert settings(folder)["text_config"]["vocab_size"] == 404 and settings(folder)["llava_ds_vocab_size"] == 400
     later = exported(tmp_path / "later", "hf")[2]
@@ -108,6 +108,7 @@ def test_what_is_asked_of_a_model_without_the_rows_is_refused(tmp_path):
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "gemma4_e", "qwen2_5_vl"])
 def test_a_ready_folder_is_grown_by_a_command(tmp_path, family):
     """What the model computes of old tokens stays, and a new one is as probable as the mean of logits says."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(tmp_path / "base", family)
     before = AutoModelForImageTextToText.from_pretrained(tmp_path / "base").eval()
     old = before.config.get_text_config().vocab_size
@@ -130,6 +131,7 @@ def test_a_ready_folder_is_grown_by_a_command(tmp_path, family):
 
 
 def test_flags_of_rows_that_change_nothing_are_refused(tmp_path):
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(tmp_path / "base", "smolvlm")
     with pytest.raises(ConfigError, match="--pad_embeddings_to_multiple_of has no effect without --resize_token_emb"):
         convert(tmp_path / "base", "--pad_embeddings_to_multiple_of", "8", "--output_dir", tmp_path / "grown")

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import toys
+from known_flags import known_cases
 from launching import DEEPSPEED, ROOT, TRAIN, command_line, ds_config, environment, toy_run
 from safetensors.torch import load_file
 
@@ -45,10 +46,17 @@ KINDS = {
     "zero2-shared-experts": (2, {"moe_enable": True, "moe_mode": "dense", "num_experts": 4, "ep_size": 2}),
     "zero2-dropping-experts": (
         2,
-        {"moe_enable": True, "moe_mode": "dense", "ep_size": 2, "capacity_factor": 0.6, "tokens_per_micro_batch": 120},
+        {
+            "moe_enable": True,
+            "moe_mode": "dense",
+            "ep_size": 2,
+            "capacity_factor": 0.6,
+            "tokens_per_micro_batch": 120,
+        },
     ),
     "zero1-stages": (1, {"pipeline_parallel_size": 2, "bf16": True, "async_save": True}),
 }
+KINDS = known_cases(KINDS)
 # Who is killed: one rank, both, or the launcher and all that it started.
 VICTIMS = ("0", "1", "both", "all")
 # What a step of the log says about the result, and not about time or memory.

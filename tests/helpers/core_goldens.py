@@ -75,7 +75,8 @@ def materials(project: Path, folder: Path) -> dict[str, dict[str, object]]:
     made = folder / "flags.json"
     if not made.exists():
         code = (
-            f"import sys, json; sys.path[:0] = [{str(project)!r}, {str(project / 'tests/helpers')!r}]\n"
+            f"import sys, json; sys.path[:0] = [{str(project)!r}, {str(project / 'tests/helpers')!r}, "
+            f"{str(project / 'tests/extensions/ready')!r}]\n"
             "from pathlib import Path; import toys\n"
             "from textbook_pairs import write_pairs; from ready_models import write_ready\n"
             f"f = Path({str(folder)!r}); base = toys.write_base(f / 'base')\n"

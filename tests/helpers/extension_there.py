@@ -2,7 +2,10 @@
 
 import pytest
 
+from llava_ds.config.arguments import every_flag
 from llava_ds.extensions.table import EXTENSIONS
+
+AXES = [name for name, flag in every_flag().items() if flag.shares_samples]  # flags of sizes
 
 
 def if_there(name: str, **flags: object) -> dict[str, object]:

@@ -4,7 +4,6 @@
 import torch
 
 from llava_ds.batch import ImageBlocks
-from llava_ds.data.collate import image_blocks
 
 
 def attend_as_documented(
@@ -38,7 +37,7 @@ def blocks_of(lengths: list[int], images: list[tuple[int, int, int]]) -> tuple[I
     for sample, first, tokens in images:
         rows = slice(int(starts[sample]) + first, int(starts[sample]) + first + tokens)
         is_image[rows] = seen[rows, rows] = True
-    return image_blocks(is_image, starts), seen
+    return ImageBlocks.of(is_image, starts), seen
 
 
 def attend_by_mask(query, key, value, seen: torch.Tensor, rule) -> torch.Tensor:

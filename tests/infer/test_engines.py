@@ -18,11 +18,10 @@ from llava_ds.evaluation.benchmark_files import Given
 from llava_ds.evaluation.tasks import read_questions
 from llava_ds.geometry import ImageOptions
 from llava_ds.infer import engines
-from llava_ds.infer.engines import NO_KERNELS, EngineOptions, load_for_inference, zero_config
+from llava_ds.infer.engines import NO_KERNELS, TENSOR_PARALLEL, EngineOptions, load_for_inference, zero_config
 from llava_ds.infer.formats import open_model
 from llava_ds.infer.generate import Prompt, Sampling, answer, greedy_answers, stream
 from llava_ds.infer.load import fill_model, load_model
-from llava_ds.model.families.language import TENSOR_PARALLEL
 from llava_ds.model.hf import TOLERANCE
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import Ranks

@@ -165,11 +165,9 @@ def test_max_pixels_bounds_the_patches(folder):
             "siglip2",
             {
                 "data": {"max_pixels": 63, "min_pixels": 64, "fast_image_decoding": True},
-                "training": {"sequence_parallel_size": 2, "pipeline_parallel_size": 2},
             },
-            "with --fast_image_decoding True, --min_pixels 64, --max_pixels 63, --sequence_parallel_size 2, "
-            "--pipeline_parallel_size 2: every image keeps its own shape, with "
-            "at most --max_pixels, 64 or more, and no ranks share it: leave the others out",
+            "with --fast_image_decoding True, --min_pixels 64, --max_pixels 63: every image keeps its own shape, with "
+            "at most --max_pixels, 64 or more: leave the others out",
         ),
     ],
 )

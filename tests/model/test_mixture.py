@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import toys
-from ready_models import write_ready
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llava_ds.config.arguments import ModelArguments
@@ -63,7 +62,8 @@ def test_loss_and_gradients_are_those_of_transformers_on_one_sample(family, reco
 
 
 def test_loss_and_routers_gradients_of_a_ready_model_are_those_of_transformers(tmp_path):
-    """On a sample of text; tests/distributed/test_ready_models.py has images."""
+    """On a sample of text; tests/extensions/ready has images."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(tmp_path, "qwen3_vl_moe")
     plan = plan_model(ModelArguments(model_name_or_path=str(tmp_path), version="processor"), 512)
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)

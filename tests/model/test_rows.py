@@ -10,7 +10,6 @@ import pytest
 import torch
 import toys
 from llavas import RANKS, STAGE_0, opened
-from ready_models import write_ready
 from safetensors.torch import load_file
 
 from llava_ds.config.arguments import ModelArguments
@@ -182,6 +181,7 @@ def test_rows_grow_for_added_tokens(tmp_path, family, multiple, capsys):
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3", "gemma4_e", "qwen2_vl", "internvl"])
 def test_rows_of_ready_models_grow(tmp_path, family):
     """With embeddings of layers, too; and with the language model's settings on the first level of config.json."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     given = {**write_ready(tmp_path, family), "version": "processor"}
     old = plan_model(ModelArguments(**given), 64).text_config.vocab_size
     toys.add_plain_tokens(tmp_path, *ADDED)

@@ -196,11 +196,7 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
 @pytest.mark.parametrize(
     ("model", "training", "message"),
     [
-        ({"lora_enable": True}, {}, "--lora_enable True: "),
         ({"tune_mm_mlp_adapter": True}, {}, "--tune_mm_mlp_adapter True: it writes a projector"),
-        ({}, {"sequence_parallel_size": 2}, "--sequence_parallel_size 2 needs dense MLPs"),
-        ({}, {"tensor_parallel_size": 2}, "--tensor_parallel_size 2 needs dense MLPs"),
-        ({}, {"pipeline_parallel_size": 2}, "--pipeline_parallel_size 2 needs MLPs without routers"),
     ],
 )
 def test_what_does_not_go_with_experts_is_refused(model, training, message):

@@ -123,8 +123,8 @@ def test_in_eval_and_in_a_hook_no_sample_of_a_step_is_named():
         ),
         (
             # Micro-batches of the longest sample's 40 tokens are no shorter: what is left is to share it.
-            {"tokens_per_micro_batch": 40, "sequence_parallel_size": 2, "batch_tokens": 20},
-            ["--gradient_checkpointing auto", "--sequence_parallel_size 4", "below 40: the"],
+            {"tokens_per_micro_batch": 40, "batch_tokens": 40},
+            ["--gradient_checkpointing auto", "below 40: the"],
             ["--tokens_per_micro_batch", "per_device"],
         ),
         (

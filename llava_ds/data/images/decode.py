@@ -19,7 +19,7 @@ from llava_ds.data.images.deep_images import described, is_deep, is_wide, to_eig
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
-from llava_ds.geometry import ImageOptions, NativeImageOptions, ReadyImageOptions, Size
+from llava_ds.geometry import ImageOptions, Size, TiledImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Cut
 from llava_ds.videos import Footage, even_frames, video_frames
@@ -135,7 +135,7 @@ def load_media(
     return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
 
 
-def _tiles_by(media: Media, sizes: tuple[Size, ...], options: ReadyImageOptions | NativeImageOptions) -> torch.Tensor:
+def _tiles_by(media: Media, sizes: tuple[Size, ...], options: TiledImageOptions) -> torch.Tensor:
     """Tiles of an image or video as its tower's own processor makes them. sizes: from probe."""
     cut = geometry.tiled_cut(media.kind, sizes, options)
     if media.kind == "image":
@@ -158,7 +158,7 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
         yield frame
 
 
-def moments_of(frames: Iterable[Image.Image], cut: Cut, options: ReadyImageOptions) -> torch.Tensor:
+def moments_of(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptions) -> torch.Tensor:
     """Tiles of a video, (n, 3, T * S, S) uint8: the frames of each moment below each other; the last one again where
     too few are left."""
     tiles = [cut_by(frame, cut, options.size, options.resample) for frame in frames]  # (tiles, 3, S, S) each

@@ -111,6 +111,11 @@ def as_json(value: object) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
+def size_shown(value: object) -> object:
+    """A size as a message repeats it: what was written, if it can be one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else "N"
+
+
 def trial_error(run: Callable[[], object]) -> str | None:
     """The error of building something with the JSON's values; None if there is none. Warnings are not shown."""
     logger = logging.getLogger("DeepSpeed")

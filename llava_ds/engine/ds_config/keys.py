@@ -12,6 +12,8 @@ from llava_ds.config.arguments import every_flag
 from llava_ds.constants import did_you_mean, in_short
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
 from llava_ds.engine.ds_config.schema import DeepSpeedJson, fields_of, options, section_of, sections, strict_model
+from llava_ds.extensions.active import flags_class, own_keys
+from llava_ds.extensions.table import EXTENSIONS
 
 # Removed in DeepSpeed 0.19, and what to use. Older guides and configurations still have them.
 REMOVED = {
@@ -54,12 +56,7 @@ RENAMED = {
 }
 
 # Other trainers' names of an axis' size.
-_TENSOR = (
-    "tp", "tp_size", "tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree", "autotp_size",
-)  # fmt: skip
-_PIPELINE = ("pp", "pp_size", "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_stages", "stages")
 _EXPERT = ("ep", "ep_size", "expert_model_parallel_size", "expert_parallel_size", "moe_ep_size")
-_SEQUENCE = ("cp", "cp_size", "sp", "sp_size", "context_parallel_size", "ulysses_size", "ulysses_parallel_size")
 _RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
 
 # Features that this trainer doesn't have, by key, with the values that don't ask for them.
@@ -72,15 +69,9 @@ UNSUPPORTED = {
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always beside each other"),
     # Other trainers' names, which DeepSpeed would ignore.
-    **{name: ((1,), 'write "tensor_parallel": {{"autotp_size": {size}}}') for name in _TENSOR},
-    **{name: ((1,), 'write "pipeline": {{"stages": {size}}}') for name in _PIPELINE},
     **{
         name: ((1,), 'write "moe_expert_parallel_size": {size}, which shares experts out over ranks')
         for name in _EXPERT
-    },
-    **{
-        name: ((1,), 'write "sequence_parallel_size": {size}, which shares the tokens of a sample out by heads')
-        for name in _SEQUENCE
     },
     **{name: ((), "it follows from the ranks that are started and from the other axes") for name in _RANKS},
     **{
@@ -88,12 +79,6 @@ UNSUPPORTED = {
         for name in ("dtype", "torch_dtype", "param_dtype", "precision", "mixed_precision")
     },
     "fp8": ((), "weights train in the precision of bf16, fp16 or fp32"),
-    "model_parallel_size": (
-        (1,),
-        'write "tensor_parallel": {{"autotp_size": {size}}} for matrices that are cut, or "pipeline": '
-        '{{"stages": {size}}} for layers',
-    ),
-    "mp_size": ((1,), 'write "tensor_parallel": {{"autotp_size": {size}}}: mp_size is of DeepSpeed\'s inference'),
     **{
         name: ((False,), "it is a key of DeepSpeed's inference, and this JSON is for training")
         for name in ("kernel_inject", "replace_with_kernel_inject", "injection_policy", "max_out_tokens", "max_tokens")
@@ -168,7 +153,7 @@ def _refuse_unsupported(draft: Draft) -> None:
         asks = next((k for k in OFF if isinstance(value, dict) and k in value and value[k] not in OFF[k]), None)
         found = f"{key}.{asks} is {as_json(value[asks])}" if asks else f"{key} is {as_json(value)}"
         draft.refuse(f"{found} in the DeepSpeed JSON: remove it, {why}")
-    for key, (harmless, why) in UNSUPPORTED.items():
+    for key, (harmless, why) in (UNSUPPORTED | _names_of_others(draft.config)).items():
         value = value_at(draft.config, key)
         if value is None:
             continue
@@ -178,6 +163,13 @@ def _refuse_unsupported(draft: Draft) -> None:
             draft.refuse(f"{key} is {as_json(value)} in the DeepSpeed JSON: remove it, {why.format(size=size)}")
         if asks or key not in fields_of(DeepSpeedJson):
             _remove(draft.config, key)
+
+
+def _names_of_others(config: dict) -> dict[str, tuple[tuple, str]]:
+    """The same as UNSUPPORTED, of extensions; looked up where there are keys that nothing here knows."""
+    if not config.keys() - fields_of(DeepSpeedJson).keys() - UNSUPPORTED.keys():
+        return {}
+    return {key: rule for name in EXTENSIONS for key, rule in flags_class(name).other_keys.items()}
 
 
 def _is_off(value: object) -> bool:
@@ -233,7 +225,6 @@ def _without_auto(section: dict, model: type[BaseModel]) -> dict:
     return copy
 
 
-SIZES = {"tensor_parallel": "autotp_size", "pipeline": "stages"}  # the key of a section that has no other use
 KINDS = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -253,9 +244,6 @@ def _message(key: str, value: object, problem: dict) -> str:
     if kind == "missing":
         return f"{key} is missing in the DeepSpeed JSON: write it, or remove its section"
     wanted = KINDS.get(kind)
-    if kind == "dict_type" and key in SIZES:
-        size = value if isinstance(value, int) and not isinstance(value, bool) else "N"
-        wanted = f'{{"{SIZES[key]}": {size}}}'
     if kind == "model_type":
         wanted = f"an object with {', '.join(list(fields_of(sections()[key]))[:3])}, ..."
     if kind == "literal_error":
@@ -283,7 +271,8 @@ def _unknown(parent: str, name: str, value: object) -> str:
         hint = f"it is a flag, give --{name} {in_short(value)}"
     else:
         otherwise = f"{parent} has {', '.join(known)}" if parent else "DeepSpeed would ignore it, remove it"
-        hint = did_you_mean(name, [key for key in known if _is_of_kind(value, fields[key])], otherwise)
+        fitting = [key for key in known if _is_of_kind(value, fields[key])]
+        hint = did_you_mean(name, [*fitting, *([] if parent else own_keys())], otherwise)
     shown = name if name.isascii() and name.replace("_", "a").isalnum() else as_json(name)
     return f"{parent + '.' if parent else ''}{shown} in the DeepSpeed JSON is no key of DeepSpeed's: {hint}"
 

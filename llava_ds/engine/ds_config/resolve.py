@@ -23,6 +23,7 @@ from llava_ds.engine.ds_config.parallel import take_axes, with_axes
 from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
 from llava_ds.engine.ds_config.scheduler import RATE_KEYS, resolve_scheduler
 from llava_ds.engine.ds_config.zero import resolve_zero
+from llava_ds.extensions.active import flags_class, own_keys, reading
 from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
 
 DEEPEST = 20  # objects and lists within each other
@@ -153,6 +154,8 @@ def resolve_ds_config(
     resolve_activation_checkpointing(draft)
     resolve_compile(draft)
     resolve_monitoring(draft)
+    for line in (line for flags in args.own.values() for line in flags.json_problems(draft.config)):
+        draft.refuse(line)
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)
@@ -195,12 +198,8 @@ def flags_in(raw: dict) -> dict[str, str]:
         "fp16.enabled": "fp16",
         **{f"optimizer.params.{key}": flag for key, flags in FROM_FLAGS.items() for flag in flags},
         **{f"scheduler.params.{key}": "learning_rate" for key in RATE_KEYS.values()},
-        "sequence_parallel_size": "sequence_parallel_size",
-        "tensor_parallel.autotp_size": "tensor_parallel_size",
-        "tensor_parallel.tp_size": "tensor_parallel_size",
-        "tensor_parallel.tp.tp_size": "tensor_parallel_size",
-        "pipeline.stages": "pipeline_parallel_size",
         "moe_expert_parallel_size": "ep_size",
+        **{key: flag for name in reading(raw) for key, flag in flags_class(name).keys.items()},
     }
     found = {flag: (key, value_at(raw, key)) for key, flag in keys.items() if value_at(raw, key) not in (None, AUTO)}
     return {flag: f"{key} {as_json(value)}" for flag, (key, value) in found.items()}
@@ -231,10 +230,11 @@ def _draft(raw: dict, args: Arguments, dp: int, hidden_size: int, device_type: s
 def _resolve_precision_and_axes(draft: Draft) -> None:
     from llava_ds.engine.ds_config.keys import check_keys  # imports DeepSpeed, which takes seconds and prints
 
+    own = {key: draft.config.pop(key) for key in own_keys() if key in draft.config}
     check_keys(draft)
     resolve_precision(draft)
     draft.agree("gradient_clipping", "max_grad_norm")
-    take_axes(draft)
+    take_axes(draft, own)
 
 
 def _depth(value: object) -> int:

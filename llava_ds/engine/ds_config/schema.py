@@ -152,10 +152,7 @@ class DeepSpeedJson(_Section):
     expert_parallel: dict = {}
     hybrid_engine: dict = {}
     moe: dict = {}
-    pipeline: dict = {}
-    sequence_parallel_size: Whole = 1
     moe_expert_parallel_size: Whole = 1  # the project's own, as --ep_size
-    tensor_parallel: dict = {}
     use_data_before_expert_parallelism: bool = False
     weight_quantization: dict = {}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint.run_identity import saved_identity
-from llava_ds.config.arguments import Arguments, ranks_per_sample
+from llava_ds.config.arguments import Arguments
 from llava_ds.config.shipped import DS_CONFIGS
 from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
@@ -67,7 +67,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
     unknown, auto checkpoints no layer, and takes micro-batches of whole shares.
     """
     training = resolved.args.training
-    sp, weight_bytes = training.sequence_parallel_size, resolved.dtype.itemsize
+    sp, weight_bytes = resolved.args.ranks_per_token, resolved.dtype.itemsize
     data = data.shared_by(sp)
     bound = training.tokens_per_micro_batch
     accumulated = (resolved.config.get("data_types") or {}).get("grad_accum_dtype")
@@ -80,8 +80,8 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         accumulates=training.gradient_accumulation_steps > 1 or (isinstance(bound, int) and bound < data.share),
         moments=num_moments(resolved.config) + resolved.args.extra_moments,
         sp=sp,
-        tp=training.tensor_parallel_size,
-        pp=training.pipeline_parallel_size,
+        tp=resolved.args.size_of("tp"),
+        pp=resolved.args.size_of("pp"),
         ep=training.ep_size,
     )
     run = Run(shape, zero_placement(resolved.config), setup, None, data.longest_sample)
@@ -154,9 +154,7 @@ def run_on_ranks(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
 ) -> Run:
     """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
-    training = resolved.args.training
-    sp = training.sequence_parallel_size
-    dp = ranks.world_size // ranks_per_sample(training)
+    sp, dp = resolved.args.ranks_per_token, ranks.world_size // resolved.args.ranks_per_sample
     share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, dp))
     facts = dataset.index.facts
     data = Data(
@@ -226,7 +224,7 @@ def choose_ds_config(
     most, runs = most_stage(shape), {}
     resolve = partial(
         resolve_ds_config,
-        dp=max(1, devices.num_ranks // ranks_per_sample(args.training)),
+        dp=max(1, devices.num_ranks // args.ranks_per_sample),
         hidden_size=shape.hidden_size,
         device_type=devices.kind,
         is_local=devices.are_local,

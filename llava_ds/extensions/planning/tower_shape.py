@@ -6,10 +6,9 @@ from itertools import pairwise
 
 from torch import nn
 
-from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.ready import ReadyVision
 from llava_ds.model.vision import TowerPlan
 
 
@@ -44,7 +43,7 @@ class TowerShape:
         return self.num_patches * self.shuffled + self.class_tokens
 
 
-def tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Arguments) -> TowerShape:
+def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerShape:
     """Read the sizes off a model on the meta device."""
     each = [_saved_by(layer) for layer in repeated_layers(model.vision_tower.tower)]  # of a second tower, too
     saved, saved_fp32 = (math.ceil(sum(numbers) / tower.num_layers) for numbers in zip(*each))
@@ -59,7 +58,7 @@ def tower_shape(model: LlavaModel, tower: TowerPlan | ReadyVision, args: Argumen
         image_size=tower.images.size,
         projector_layers=len(linears),
         num_parameters=sum(p.numel() for p in model.vision_tower.parameters()),
-        trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
+        trained="vision_tower" in trained_parts(args.model) | adapted_parts(args.model),
         shuffled=tower.patches_per_feature,
         class_tokens=tower.num_positions - tower.images.num_tokens * tower.patches_per_feature,
         saved=saved,

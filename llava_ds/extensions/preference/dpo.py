@@ -85,10 +85,10 @@ class DPO(PairObjective):
         reference = torch.zeros_like(log_probs) if reference is None else reference.view(pairs, 2)
         losses = self.loss(log_probs, reference, lengths)  # (pairs,)
         counted = torch.ones_like(losses).detach()
-        if self.mesh.sp > 1:
+        if self.mesh.part.size > 1:
             # All ranks that share a pair log it, and nothing of one that some rank could not decode is supervised.
             is_shown = lengths.amin(1) > 0
-            losses, counted = torch.where(is_shown, losses, 0.0), is_shown / self.mesh.sp
+            losses, counted = torch.where(is_shown, losses, 0.0), is_shown / self.mesh.part.size
         metrics = self._metrics(log_probs.detach(), reference, lengths)
         sums = {name: (each * counted).sum() for name, each in metrics.items()}
         return self.micro_loss(losses, rows, batch, sums, counted)

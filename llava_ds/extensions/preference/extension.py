@@ -9,7 +9,6 @@ from llava_ds.extensions.base import Extension, SessionPart
 from llava_ds.extensions.preference.dpo import DPO, PairLoss
 from llava_ds.extensions.preference.reference import Reference, add_reference, forward_digest
 from llava_ds.extensions.preference.reward import Reward, RewardLoss
-from llava_ds.model.shared_tokens import share_tokens
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import print_first
 from llava_ds.train.objectives.objective import Objective
@@ -43,8 +42,8 @@ class References(SessionPart):
             return
         dtype, other = plan.resolved.compute_dtype, plan.own["preference"]
         model = engine if other is None else open_frozen(other, dtype, ranks)
-        if other is not None and mesh.sp > 1:
-            share_tokens(model)
+        if other is not None:
+            mesh.adapt(model)
         described = plan.model, plan.args.model, plan.images
         described = described if other is None else (other.model, other.args, other.images)
         reference = Reference(model, dtype, forward_digest(*described))

@@ -29,9 +29,8 @@ from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.loading import SUM_NUMBERS, bits_of
-from llava_ds.model.packed import is_packed
+from llava_ds.model.packed import is_packed, scales_of
 from llava_ds.model.plan import ModelPlan
-from llava_ds.model.quantize import scales_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
@@ -90,11 +89,12 @@ def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) 
     These are its configurations (rope_theta), the flags (lora_alpha, bits), the image options and the versions of the
     libraries. A flag of the model counts even if it only says what trains: then a pass is made that need not be.
     """
-    configs = [plan.text_config, plan.tower.config, *([plan.ready.config] if plan.ready else [])]
+    configs = [plan.text_config, plan.tower.config, *([plan.architecture.config] if plan.architecture else [])]
     tower = getattr(plan.tower, "second", None)
     while tower is not None:
         configs, tower = [*configs, tower.config], tower.second
-    flags = {name: value for name, value in vars(args).items() if name not in FOLDER_FLAGS}
+    values = (pair for section in (args, *args.own.values()) for pair in vars(section).items())
+    flags = {name: value for name, value in values if name not in (*FOLDER_FLAGS, "own")}
     return digest_of(
         [
             *(json.dumps(_without_places(config.to_dict()), sort_keys=True, default=str) for config in configs),
@@ -158,7 +158,7 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
     for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
         shard = getattr(tensor, "ds_tensor", None)
         is_cut = bool(slices.get(tensor))
-        counts = shard is not None or mesh.dp_rank == mesh.sp_rank == 0  # of copies one
+        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # of copies one
         counts = counts and (placement.index == 0 or is_cut)
         held = tensor.detach() if shard is None else shard
         part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)

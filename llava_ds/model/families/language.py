@@ -1,12 +1,13 @@
 """Language-model families: their names in LLaVA's format and in configurations, and what these configurations allow.
 
 To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
-copy. Add a line to LLAVA_CLASSES if LLaVA has a class of its own for it, to MLP_WIDTHS or EXPERT_WIDTHS if its
-configuration has another name for these widths, to EXPERTS if it is a mixture, and to TENSOR_PARALLEL once
-tests/infer/test_engines.py passes with it. Then add its small configuration to FAMILIES in tests/helpers/toys.py and a
-row to docs/language_models.md.
+copy. Add a line to llava_classes.json if LLaVA has a class of its own for it, to MLP_WIDTHS or EXPERT_WIDTHS if its
+configuration has another name for these widths, to EXPERTS if it is a mixture, and to TENSOR_PARALLEL of
+infer/engines.py once tests/infer/test_engines.py passes with it. Then add its small configuration to FAMILIES in
+tests/helpers/toys.py and a row to docs/language_models.md.
 """
 
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +20,9 @@ from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import OWN_CODE, check_folder, library_errors, read_config, shown
 
 # LLaVA's and LLaVA-NeXT's model_type and class, by the language model's own model_type.
-LLAVA_CLASSES = {
-    "llama": ("llava_llama", "LlavaLlamaForCausalLM"),
-    "mistral": ("llava_mistral", "LlavaMistralForCausalLM"),
-    "mixtral": ("llava_mixtral", "LlavaMixtralForCausalLM"),
-    "qwen2": ("llava_qwen", "LlavaQwenForCausalLM"),
-    "qwen2_moe": ("llava_qwen_moe", "LlavaQwenMoeForCausalLM"),
-    "gemma": ("llava_gemma", "LlavaGemmaForCausalLM"),
-    "phi": ("llava_phi", "LlavaPhiForCausalLM"),
+LLAVA_CLASSES: dict[str, tuple[str, str]] = {
+    family: tuple(names)
+    for family, names in json.loads(Path(__file__).with_name("llava_classes.json").read_text(encoding="utf-8")).items()
 }
 MOE_PREFIX = "moe_"  # of MoE-LLaVA's model_type, before LLaVA's
 UPCYCLED = "moe"  # the field of a configuration that describes its experts, as in MoE-LLaVA
@@ -67,10 +63,6 @@ EXPERTS = {
     ),
     "qwen3_vl_moe_text": ExpertNames(None, may_be_turned=True),  # as published it is
 }
-
-# Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
-# attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
-TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
 STATEFUL = "linear_attention"  # in layer_types: a layer that carries a state from token to token
 WINDOWED = "sliding_attention"  # the same: one in which a token sees a window
@@ -247,7 +239,7 @@ def mlp_width(config: PreTrainedConfig) -> int:
 
 
 def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Apply Granite's division and Gemma 2's final soft cap to the output layer's result, where the model has them.
+    """Apply Granite's division and the final soft cap of some to the output layer's result, where the model has them.
 
     transformers' Llava leaves both out. They change no order of the logits, and so no greedy answer.
     """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from transformers import PreTrainedConfig
@@ -20,6 +20,8 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.extensions.active import folder_part
+from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
 from llava_ds.model.families.language import (
     EXPERTS,
@@ -29,7 +31,6 @@ from llava_ds.model.families.language import (
     text_config_of_llava,
     trunk_name,
 )
-from llava_ds.model.families.ready import NOT_YET, READY
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.file_order import passed_over
@@ -39,18 +40,15 @@ from llava_ds.model.open.merged_adapters import (
     Adapter,
     Merged,
     is_adapter,
-    non_lora_file,
     read_adapter,
 )
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
 from llava_ds.model.vision import read_processor, vision_config
 
-if TYPE_CHECKING:
-    from llava_ds.model.ready import ReadyModel
-
 FLAG = "--model_name_or_path"
 
 HF = ("llava", "llava_next", "llava_onevision")  # with a text_config and a vision_config inside
+PRETRAINED = "--pretrain_mm_mlp_adapter"
 _STAGE_1_HINT = "it is stage 1's output: give it to --pretrain_mm_mlp_adapter, beside the language model's folder"
 
 # Fields of LLaVA's config.json that are flags of the same name, and LLaVA's defaults for missing ones.
@@ -82,13 +80,6 @@ IMAGE_OPTION_FLAGS = {
     "pool_mode": "mm_spatial_pool_mode",
     "value_range": "image_value_range",
 }
-# Flags of LLaVA's own composition and templates, which a ready model's files decide.
-COMPOSING_FLAGS = (
-    "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
-    "mm_native_resolution",
-    "pretrain_mm_mlp_adapter", "version", "mm_use_im_start_end", "mm_use_im_patch_token", "split_special_tokens",
-    "mm_patch_merge_type", "image_aspect_ratio", "image_grid_pinpoints", "fast_image_decoding",
-)  # fmt: skip
 # Flags that a trained projector depends on: another value needs another projector.
 PROJECTOR_FLAGS = ("mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales")
 _PINPOINTS = Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1, max_length=10_000)]
@@ -101,7 +92,8 @@ class ModelFolder:
     kind: for messages; tokenizer: the folder that has it; flags: values that the model was trained with, by flag;
     projector, newline and vision_tower are None where the folder has none; vision_config: of the tower in the folder;
     trained_with: the tower that the model was trained with, and the width of its features; base: the folder under an
-    adapter; tower_changes: its changes to a tower that comes from elsewhere; ready: of a ready vision-language model.
+    adapter; tower_changes: its changes to a tower that comes from elsewhere; architecture: of a folder that
+    an extension reads.
     """
 
     path: str
@@ -117,7 +109,12 @@ class ModelFolder:
     trained_with: tuple[str | None, int | None] = (None, None)
     base: str | None = None
     tower_changes: tuple[Callable[[Weights], Weights], ...] = ()
-    ready: "ReadyModel | None" = None
+    architecture: Architecture | None = None
+
+    def problems(self, args: Arguments) -> list[str]:
+        """Return lines on flags that an extension's architecture does not go with."""
+        kind = f"{FLAG} {self.path} is {self.kind}"
+        return [] if self.architecture is None else self.architecture.problems(args, kind)
 
 
 def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
@@ -133,13 +130,8 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
     kind = config.get("model_type")
     if kind in HF and "text_config" in config:
         return _read_hf(path, config)
-    if isinstance(kind, str) and kind in READY:
-        return _read_ready(path, config)
-    if isinstance(kind, str) and kind in NOT_YET:
-        raise ConfigError(
-            f"{FLAG} {path} is a {kind}, which can't be trained here yet ({NOT_YET[kind]}): give one of "
-            f"{', '.join(READY)}, or a language model with --vision_tower"
-        )
+    if (part := folder_part(kind)) is not None:
+        return part.read(path, config, f"{FLAG} {path}")
     if kind == "llava_mpt":
         raise ConfigError(f"{FLAG} {path} is LLaVA's MPT, which is not supported: give a model of another family")
     if is_llava_type(kind):
@@ -147,11 +139,11 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
     text_config = read_text_config(path)
     rename = partial(formats.language_model_from_disk, trunk=trunk_name(text_config))
     return ModelFolder(
-        path, "a language model", text_config, _language_model(path, text_config, rename), tokenizer=path
+        path, "a language model", text_config, language_model_source(path, text_config, rename), tokenizer=path
     )
 
 
-def _language_model(path: str, config: PreTrainedConfig, rename: Callable[[str], str | None]) -> Source:
+def language_model_source(path: str, config: PreTrainedConfig, rename: Callable[[str], str | None]) -> Source:
     """The source of a language model, whose experts are stacked as they are read. rename: as Source's."""
     experts = EXPERTS.get(config.model_type)
     if experts is None:
@@ -202,11 +194,12 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
             f"{FLAG} {path} has a {resampler} resampler between tower and projector, which is not supported"
         )
     text_config = text_config_of_llava(config, f"{FLAG} {path}")
+    rename = partial(formats.language_model_from_llava, trunk=trunk_name(text_config))
     return ModelFolder(
         path,
         "a LLaVA in LLaVA's format",
         text_config,
-        _language_model(path, text_config, partial(formats.language_model_from_llava, trunk=trunk_name(text_config))),
+        language_model_source(path, text_config, rename),
         tokenizer=path,
         flags=_flags_of_llava(config),
         projector=Source(FLAG, path, formats.projector_from_llava),
@@ -243,33 +236,13 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
         path,
         f"a LLaVA in transformers' format ({config['model_type']})",
         text,
-        _language_model(path, text, rename),
+        language_model_source(path, text, rename),
         tokenizer=path,
         flags=_flags_of_hf(whole, read_processor(path, where), where),
         projector=Source(FLAG, path, formats.projector_from_hf),
         newline=Source(FLAG, path, formats.newline_from_llava) if any(map(formats.newline_from_llava, names)) else None,
         vision_tower=Source(FLAG, path, formats.tower_from_hf),
         vision_config=vision_config(whole.vision_config.to_dict(), where),
-    )
-
-
-def _read_ready(path: str, config: dict) -> ModelFolder:
-    """A ready model, whose own processor says how images and conversations are written."""
-    from llava_ds.model.open.ready_folder import language_model_rename, read_ready
-
-    ready, text, names = read_ready(path, config, f"{FLAG} {path}")
-    renames = names.renames()
-    return ModelFolder(
-        path,
-        f"a ready model of {ready.family.name} ({config['model_type']})",
-        text,
-        _language_model(path, text, language_model_rename(renames["language_model"], names.is_tied)),
-        tokenizer=path,
-        flags={"version": "processor"},
-        projector=Source(FLAG, path, renames["projector"]),
-        vision_tower=Source(FLAG, path, renames["vision_tower"]),
-        vision_config=ready.config.vision_config,
-        ready=ready,
     )
 
 
@@ -448,6 +421,12 @@ def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
     return flags
 
 
+def projector_files(args: ModelArguments) -> dict[str, str]:
+    """Files with a projector in place of the model's, by their flag: of the last, if it has them, newline and tower."""
+    found = {} if args.pretrain_mm_mlp_adapter is None else {PRETRAINED: args.pretrain_mm_mlp_adapter}
+    return found | {flag: file for flags in args.own.values() for flag, file in flags.projector_files().items()}
+
+
 def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     """Fill in the flags that the user did not give from the model's own settings; returns lines that report it, too.
 
@@ -456,10 +435,10 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)
     brings_projector = folder is not None and folder.projector is not None
-    given_projector = args.model.pretrain_mm_mlp_adapter is not None or non_lora_file(args.model) is not None
+    given_projector = bool(projector_files(args.model))
     lines = []
     if folder is not None:
-        if folder.ready is not None and (problems := ready_problems(args, folder)):
+        if problems := folder.problems(args):
             raise ConfigError("\n".join(problems))
         lines += _files_passed_over(args, folder)
         values = _defaults(args, folder, brings_projector and not given_projector)
@@ -479,52 +458,14 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
 def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
     """A line for each folder with files that disagree: the model's, the one under an adapter, and the towers'."""
     where = f"{FLAG} {folder.path}"
-    has_tower, is_ready = folder.vision_config is not None, folder.ready is not None
+    has_tower, has_template = folder.vision_config is not None, folder.architecture is not None
     own = folder.base or folder.path
-    lines = passed_over(own, where, images=has_tower, template=is_ready)
+    lines = passed_over(own, where, images=has_tower, template=has_template)
     if folder.base is not None:  # whose folder may have sizes of images of its own
         lines += passed_over(folder.path, where, images=has_tower)
     for tower in () if has_tower else tower_folders(args.model.vision_tower):
         lines += passed_over(tower, f"--vision_tower {tower}")
     return lines
-
-
-def ready_problems(args: Arguments, folder: ModelFolder) -> list[str]:
-    """Lines about flags that a ready model has no use for, and about what it can't be trained with yet."""
-    given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
-    given += ["version"] * ("version" in args.given and args.model.version != "processor")
-    kind, training, problems = f"{FLAG} {folder.path} is {folder.kind}", args.training, []
-    if training.objective != "sft":
-        problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
-    problems += sharing_problems(args, kind)
-    if args.model.bits != 16:
-        problems.append(f"--bits {args.model.bits}: {kind}, whose weights can't be quantized so far: give 16")
-    if args.model.lora_weight_path is not None:
-        problems.append(
-            f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
-            f"adapter's folder to {FLAG}, which merges it"
-        )
-    if given:
-        problems.append(
-            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
-            "prepared: leave them out"
-        )
-    return problems
-
-
-def sharing_problems(args: Arguments, kind: str) -> list[str]:
-    """Lines about experts, and about ranks that share parts of a model, which a ready model can't have yet."""
-    axes = ("sequence_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "ep_size")
-    sizes = {name: getattr(args.training, name) for name in axes}
-    upcycled = [f"--moe_enable True: {kind}, whose MLPs can't become experts so far: leave it out"]
-    return [
-        *(
-            f"--{name} {size}: {kind}, which ranks can't share so far: give 1"
-            for name, size in sizes.items()
-            if size > 1
-        ),
-        *(upcycled if args.model.moe_enable else []),
-    ]
 
 
 def _defaults(args: Arguments, folder: ModelFolder, keeps_projector: bool) -> dict[str, object]:

@@ -33,7 +33,7 @@ from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import open_data
 from llava_ds.data.step_plan import sample_order
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.model.families.ready import family_of
+from llava_ds.extensions.active import architecture_of
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.ranks import first_rank_first, quiet_libraries
@@ -102,13 +102,19 @@ def training_arguments(args: Arguments, recompute: bool, on_cpu: bool) -> Traini
 
 def freeze(model: nn.Module, args: Arguments) -> None:
     """Leave the parts trainable that the flags name."""
-    parts, family = trained_parts(args.model), family_of(model.config.model_type)
+    parts, family = trained_parts(args.model), _family_of(model.config)
     vision = "model.vision_tower" if family is None else family.vision
     projector = ["model.multi_modal_projector"] if family is None else family.connector
     model.requires_grad_("language_model" in parts)
     model.get_submodule(vision).requires_grad_("vision_tower" in parts)
     for name in projector:  # a tower may have it in it
         model.get_submodule(name).requires_grad_("projector" in parts)
+
+
+def _family_of(config: PreTrainedConfig):
+    """The family of a ready model, which says where its parts are and what its processor makes of images."""
+    architecture = architecture_of(config)
+    return None if architecture is None else architecture.family
 
 
 class PaddingCollator:
@@ -121,7 +127,7 @@ class PaddingCollator:
         self, image_token: int, mean: tuple[float, ...], std: tuple[float, ...], config: PreTrainedConfig | None = None
     ) -> None:
         self.image_token, self.config = image_token, config
-        self.family = family_of(getattr(config, "model_type", None))
+        self.family = None if config is None else _family_of(config)
         self.mean, self.std = (torch.tensor(values)[:, None, None] * 255 for values in (mean, std))
 
     def __call__(self, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:

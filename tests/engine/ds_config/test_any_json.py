@@ -113,4 +113,4 @@ def test_any_json_of_known_keys_resolves_or_is_refused_once(wildness):
         if config.get("aio", {}).get("use_gds"):
             continue  # DeepSpeed asks the machine for a GPU
         DeepSpeedConfig(config)
-    assert refused > 15 and (resolved > 15 or wildness > 0.1)
+    assert refused > 15 and (resolved > 10 or wildness > 0.1)

@@ -1,230 +1,17 @@
 """The sizes of the mesh in flags and JSON, and what can't be trained on it."""
 
-import re
-
 import pytest
-import toys
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import check_axes, for_engine, with_axes
-from llava_ds.engine.ds_config.resolve import resolve_ds_config
+from llava_ds.engine.ds_config.parallel import for_engine, with_axes
+from llava_ds.extensions.base import Axis
 from llava_ds.runtime.mesh import check_experts, check_sizes
 
 
 def arguments(*flags: str):
     needed = ["--output_dir", "here", "--deepspeed_config", __file__]
     return parse_arguments([*needed, *flags])[0]
-
-
-@pytest.mark.parametrize(
-    ("raw", "flags", "size"),
-    [
-        (None, [], 1),
-        ({}, ["--sequence_parallel_size", "4"], 4),
-        ({}, ["--sp_size", "4"], 4),
-        ({"sequence_parallel_size": "auto"}, ["--sp_size", "4"], 4),
-        ({"sequence_parallel_size": 4}, [], 4),
-        ({"sequence_parallel_size": 4}, ["--sp_size", "4"], 4),
-        ({"sequence_parallel_size": 1}, [], 1),
-        ({"sequence_parallel_size": None}, [], 1),
-    ],
-)
-def test_flag_and_json_are_one_number(raw, flags, size):
-    assert with_axes(arguments(*flags), raw).training.sequence_parallel_size == size
-
-
-@pytest.mark.parametrize(
-    ("raw", "flags", "size"),
-    [
-        (None, ["--tensor_parallel_size", "2"], 2),
-        (None, ["--tp_size", "2"], 2),
-        (None, ["--deepspeed_autotp_size", "2"], 2),
-        ({"autotp_size": 2}, [], 2),
-        ({"tp_size": 2}, [], 2),
-        ({"tp": {"tp_size": 2, "tp_grain_size": 1}}, [], 2),
-        ({"autotp_size": 2, "tp": {"tp_size": 1}}, ["--tp_size", "2"], 2),
-        ({"autotp_size": "auto"}, ["--tp_size", "2"], 2),
-        ({"autotp_size": 0}, [], 1),
-        ({}, [], 1),
-    ],
-)
-def test_flag_and_deepspeeds_section_are_one_number(raw, flags, size):
-    args = arguments(*flags)
-    assert with_axes(args, {"tensor_parallel": raw}).training.tensor_parallel_size == size
-
-
-@pytest.mark.parametrize(
-    ("raw", "flags", "size"),
-    [
-        (None, ["--pipeline_parallel_size", "2"], 2),
-        (None, ["--pp_size", "2"], 2),
-        ({"stages": 2}, [], 2),
-        ({"stages": 2, "partition": "best", "seed_layers": False}, ["--pp_size", "2"], 2),
-        ({"stages": "auto"}, ["--pp_size", "2"], 2),
-        ({"stages": 1}, [], 1),
-        ({}, [], 1),
-    ],
-)
-def test_flag_and_the_section_of_a_pipeline_are_one_number(raw, flags, size):
-    assert with_axes(arguments(*flags), {"pipeline": raw}).training.pipeline_parallel_size == size
-
-
-@pytest.mark.parametrize("value", [0, -2, 2.0, True, "two", [2], 10**30])
-def test_what_is_no_size_is_refused(value):
-    with pytest.raises(ConfigError, match=r"sequence_parallel_size is .* in the DeepSpeed JSON: write a whole number"):
-        with_axes(arguments(), {"sequence_parallel_size": value})
-
-
-def test_a_section_that_is_no_object():
-    with pytest.raises(ConfigError, match=r'tensor_parallel is 2 in the DeepSpeed JSON: write \{"autotp_size": 2\}'):
-        with_axes(arguments(), {"tensor_parallel": 2})
-
-
-def test_two_sizes_are_refused():
-    with pytest.raises(ConfigError, match="2 in the DeepSpeed JSON but --sequence_parallel_size is 4: make them equal"):
-        with_axes(arguments("--sp_size", "4"), {"sequence_parallel_size": 2})
-
-
-def test_heads_that_cannot_be_shared_out():
-    llama = toys.language_model_config("llama")  # 4 heads, 2 of keys
-    for size in ("1", "2", "4"):
-        check_axes(arguments("--sp_size", size), llama)
-    reason = "--sequence_parallel_size is 3: .* 4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2, 4"
-    with pytest.raises(ConfigError, match=reason):
-        check_axes(arguments("--sp_size", "3"), llama)
-
-
-def test_every_reason_against_cut_matrices_is_given_at_once():
-    llama = toys.language_model_config("llama", attention_dropout=0.1)
-    with pytest.raises(ConfigError) as caught:
-        check_axes(arguments("--tp_size", "3"), llama)
-    lines = str(caught.value).splitlines()
-    assert all(line.startswith("--tensor_parallel_size is 3: ") for line in lines)
-    reasons = (
-        "4 heads, with 2 of keys, can't be shared out over 3 ranks: give 1, 2",
-        "attention_dropout is 0.1 in its config.json",
-        "q_proj.weight can't be divided into 3 parts",
-    )
-    assert len(lines) == len(reasons) and all(reason in line for reason, line in zip(reasons, lines))
-
-
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "hpz_partition_size makes groups of ranks"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile cuts matrices by rules of its own"),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-            'zero_optimization.offload_param.device is "nvme", which is not tried: write "cpu"',
-        ),
-        ({"optimizer": {"type": "lamb", "params": {"lr": 0.1}}}, "Lamb's updates depend on a layer's norm"),
-        ({"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}}, "Adafactor's updates depend on a matrix's rows"),
-    ],
-)
-def test_what_does_not_go_with_cut_matrices(raw, said):
-    with pytest.raises(ConfigError) as caught:
-        resolve_ds_config({**raw, "tensor_parallel": {"autotp_size": 2}}, arguments(), dp=2, hidden_size=32)
-    lines = [line for line in str(caught.value).splitlines() if said in line]
-    assert len(lines) == 1 and lines[0].startswith("--tensor_parallel_size is 2, but ")
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "granite"])
-def test_families_whose_matrices_are_cut(family):
-    check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
-
-
-@pytest.mark.parametrize(
-    ("family", "found"),
-    [
-        ("phi3", "qkv_proj.weight"),
-        ("gpt2", "other names"),
-        ("opt", "out_proj.weight"),
-        ("mixtral", "mlp.gate.weight"),
-        ("olmoe", "q_norm.weight"),
-    ],
-)
-def test_families_that_are_not_cut_are_refused_by_name(family, found):
-    with pytest.raises(ConfigError, match=rf"the language model's layers have .*{found}, and what is cut is self_attn"):
-        check_axes(arguments("--tp_size", "2"), toys.language_model_config(family))
-
-
-def test_more_stages_than_layers():
-    with pytest.raises(ConfigError, match="--pipeline_parallel_size is 3: the language model has 2 layers"):
-        check_axes(arguments("--pp_size", "3"), toys.language_model_config("llama"))
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2_5", "qwen3", "mistral", "phi3"])
-def test_families_whose_layers_are_cut_into_stages(family):
-    check_axes(arguments("--pp_size", "2"), toys.language_model_config(family))
-
-
-@pytest.mark.parametrize(
-    ("family", "found"),
-    [
-        ("qwen2", "output layer is its embedding"),
-        ("gpt2", "names of layers"),
-        ("granite", "trunk changes what goes into its layers"),
-        ("mixtral", "routers' loss is not carried between stages"),
-    ],
-)
-def test_families_that_are_not_cut_into_stages(family, found):
-    with pytest.raises(ConfigError, match=found):
-        check_axes(arguments("--pp_size", "2"), toys.language_model_config(family))
-
-
-def test_an_upcycled_folder_is_not_cut_into_stages():
-    config = toys.language_model_config("llama")
-    config.moe = {"num_experts": 4}
-    with pytest.raises(ConfigError, match="routers' loss is not carried between stages, nor are experts"):
-        check_axes(arguments("--pp_size", "2"), config)
-
-
-@pytest.mark.parametrize(
-    ("raw", "said"),
-    [
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, at which ranks would send the gradients"),
-        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, at which ranks would gather a stage's"),
-        (
-            {
-                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": False,
-            },
-            'zero_optimization.offload_optimizer.device is "cpu", which is not tried',
-        ),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast is on"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile traces a whole model"),
-    ],
-)
-def test_what_does_not_go_with_stages(raw, said):
-    with pytest.raises(ConfigError) as caught:
-        resolve_ds_config({**raw, "pipeline": {"stages": 2}}, arguments(), dp=2, hidden_size=32)
-    lines = [line for line in str(caught.value).splitlines() if said in line]
-    assert len(lines) == 1 and lines[0].startswith("--pipeline_parallel_size is 2, but ")
-
-
-def test_heads_that_are_cut_and_exchanged():
-    with pytest.raises(ConfigError, match="--sequence_parallel_size is 4 and --tensor_parallel_size 2: of a rank's"):
-        check_axes(arguments("--tp_size", "2", "--sp_size", "4"), toys.language_model_config("llama"))
-    check_axes(arguments("--tp_size", "2", "--sp_size", "2"), toys.language_model_config("llama"))
-
-
-def test_deepspeed_cuts_by_rules_of_this_trainer():
-    own = for_engine({"tensor_parallel": {"autotp_size": 2}})["tensor_parallel"]
-    assert own["autotp_size"] == 2 and own["partition_config"]["use_default_specs"] is False
-    rules = own["partition_config"]["layer_specs"]
-    layer = "language_model.model.layers.3."
-    kinds = {
-        f"{layer}self_attn.q_proj.weight": "column",
-        f"{layer}mlp.up_proj": "column",
-        f"{layer}self_attn.o_proj": "row",
-        f"{layer}mlp.down_proj.weight": "row",
-        f"{layer}self_attn.k_norm.weight": "skip",
-    }
-    for name, kind in kinds.items():
-        assert [rule["partition_type"] for rule in rules if re.match(rule["patterns"][0], name)] == [kind], name
-    for name in ("vision_tower.tower.vision_model.encoder.layers.0.self_attn.q_proj", "language_model.lm_head"):
-        assert not any(re.match(rule["patterns"][0], name) for rule in rules), name
 
 
 @pytest.mark.parametrize(
@@ -247,11 +34,13 @@ def test_deepspeed_cuts_by_rules_of_this_trainer():
     ],
 )
 def test_axes_fit_the_ranks(world_size, sp, tp, pp, said):
+    sizes = {"sequence": sp, "tensor": tp, "pipeline": pp}
+    axes = [Axis(name, f"{name}_parallel_size", size, 1, True) for name, size in sizes.items() if size > 1]
     if said is None:
-        check_sizes(world_size, sp, tp, pp)
+        check_sizes(world_size, axes)
         return
     with pytest.raises(ConfigError, match=said):
-        check_sizes(world_size, sp, tp, pp)
+        check_sizes(world_size, axes)
 
 
 def test_deepspeed_is_not_told_how_many_samples_a_step_has():
@@ -276,11 +65,14 @@ def test_flag_and_json_say_how_many_ranks_share_experts(raw, flags, size):
     assert with_axes(arguments(*flags), raw).training.ep_size == size
 
 
+AXIS = [Axis("tp", "tensor_parallel_size", 2, 2, True)]
+
+
 def test_ranks_that_cant_share_experts_are_refused():
-    check_experts(3, 1, 1)
-    check_experts(6, 2, 1)
-    check_experts(6, 1, 3)
+    check_experts(3, [], 1)
+    check_experts(6, AXIS, 1)
+    check_experts(6, [], 3)
     with pytest.raises(ConfigError, match="--ep_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
-        check_experts(6, 1, 4)
+        check_experts(6, [], 4)
     with pytest.raises(ConfigError, match="--ep_size 2 can't be combined with ranks that share samples"):
-        check_experts(4, 2, 2)
+        check_experts(4, AXIS, 2)

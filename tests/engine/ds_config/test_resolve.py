@@ -339,7 +339,6 @@ def test_any_combination_resolves_without_auto_or_is_refused():
 def test_what_the_engine_understood_is_compared_with_what_was_meant():
     resolved = resolve({"zero_optimization": {"stage": 2}}, bf16=True, max_grad_norm=1.0)
     understood = {
-        "autotp_size": 0,
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 1,
         "zero_optimization_stage": 2,
@@ -355,12 +354,9 @@ def test_what_the_engine_understood_is_compared_with_what_was_meant():
         return SimpleNamespace(dp_world_size=ranks, **methods)
 
     check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0))
-    check_engine(engine(ranks=2), resolved, Mesh(dp=1, dp_rank=0, sp=2))
-    check_engine(engine(autotp_size=2), resolved, Mesh(dp=1, dp_rank=0, tp=2))
+    check_engine(engine(ranks=2), resolved, Mesh(dp=2, dp_rank=0))
     with pytest.raises(ConfigError, match="ranks: 1 in the engine, 2 in the resolved JSON"):
-        check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0, sp=2))
-    with pytest.raises(ConfigError, match="autotp_size: 1 in the engine, 2 in the resolved JSON"):
-        check_engine(engine(), resolved, Mesh(dp=1, dp_rank=0, tp=2))
+        check_engine(engine(), resolved, Mesh(dp=2, dp_rank=0))
     with pytest.raises(ConfigError) as caught:
         offloaded = SimpleNamespace(device="cpu")
         understood_otherwise = {"gradient_clipping": 0.0, "get_data_types": (torch.float32, None)}

@@ -15,8 +15,6 @@ from pathlib import Path
 import torch
 
 from llava_ds.batch import Batch
-from llava_ds.engine.pipeline import forward_and_backward
-from llava_ds.model.stages import stage_of
 from llava_ds.train import loop
 
 TRAIN = Path(__file__).parents[3] / "run" / "train.py"
@@ -61,7 +59,9 @@ def _run_steps(found: dict[str, int]):
 
 def _run_backward(engine, batches: list[Batch]) -> None:
     """All of an optimizer step but its end."""
-    if stage_of(engine) is not None:
+    if hasattr(engine.module, "stage"):
+        from llava_ds.extensions.pipeline.stage_runner import forward_and_backward
+
         forward_and_backward(engine, batches, lambda engine, batch: engine(batch), lambda _, loss: (loss / 100, None))
         return
     for i, batch in enumerate(batches):

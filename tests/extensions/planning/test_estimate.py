@@ -205,17 +205,6 @@ def test_as_a_command_it_exits_with_2_and_gives_nothing_but_json():
     assert good.returncode == 0 and json.loads(good.stdout)["num_parameters"] == 13 * 10**9
 
 
-def test_the_json_may_say_how_many_share_a_sample(figures, main, tmp_path):
-    written = tmp_path / "shared.json"
-    written.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}))
-    flags = ["--model", "llava-v1.5-7b", "--deepspeed_config", str(written), "--num_gpus"]
-    shared = figures(*flags, "8")
-    assert shared == figures(*flags, "8", "--sequence_parallel_size", "4")
-    assert shared["setup"]["sp"] == 4
-    with pytest.raises(ConfigError, match="--sequence_parallel_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
-        main([*flags, "6"])
-
-
 def test_rows_that_the_flags_add_are_counted(figures, tmp_path):
     base = toys.write_base(tmp_path)
     toys.add_plain_tokens(Path(base["model_name_or_path"]), "<left>", "<right>", "<grasp>")

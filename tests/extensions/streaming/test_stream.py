@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import toys
-from ready_models import write_ready
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import DataError
@@ -210,6 +209,7 @@ def _state(pid: int) -> str:
 
 def test_videos_of_a_ready_model_are_streamed(tmp_path):
     """Their tokens and tiles are those of data that is encoded before."""
+    write_ready = pytest.importorskip("ready_models").write_ready
     write_ready(tmp_path / "model", "smolvlm")
     parts = read_parts(ModelArguments(model_name_or_path=str(tmp_path / "model")))
     options = parts.tower.image_options(Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset()))

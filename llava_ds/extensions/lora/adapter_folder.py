@@ -1,0 +1,14 @@
+"""The folder of an adapter to start from (--lora_weight_path)."""
+
+import hashlib
+from pathlib import Path
+
+from llava_ds.files.writing import sha256
+from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapter_file
+
+
+def adapter_digest(folder: Path) -> str:
+    """Hash an adapter folder: its settings, its weights, and the projector beside them."""
+    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
+    listed = [(file.name, sha256(file)) for file in files if file is not None and file.is_file()]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()

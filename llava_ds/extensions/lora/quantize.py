@@ -1,0 +1,153 @@
+# I, O widths of a linear layer
+"""Frozen weights in 4 or 8 bits, through bitsandbytes: QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
+
+The quantized layers are those with LoRA: the linear layers of the language model but its output layer. A weight is
+packed when it is read, so the whole model never exists in its own precision; under ZeRO-3 it is partitioned at once.
+"""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.lora.flags import Flags
+from llava_ds.model.packed import is_4bit, is_packed, scales_of
+
+BLOCK = 64  # weights of one scale in 4 bits
+OUTLIERS = 6.0  # activations above it are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)
+
+
+def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, dtype: torch.dtype) -> None:
+    """Replace linear layers by bitsandbytes': biases stay, weights come with pack(). dtype: of the computation."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        linear = language_model.get_submodule(name)
+        shape = (linear.in_features, linear.out_features, linear.bias is not None)
+        if flags.bits == 4:
+            if linear.in_features * linear.out_features % 2:
+                raise ConfigError(
+                    f"--bits 4: {name} has {linear.in_features} x {linear.out_features} weights, an odd number, which "
+                    "can't be packed in pairs: train this model with --bits 16"
+                )
+            layer = Linear4bit(
+                *shape,
+                compute_dtype=dtype,
+                compress_statistics=flags.double_quant,
+                quant_type=flags.quant_type,
+                device="meta",
+            )
+            # bitsandbytes 0.50 would repack the weights in place for good, in the first forward outside of training.
+            layer.support_avx512bf16_for_cpu = False
+        else:
+            layer = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
+        layer.bias = linear.bias
+        layer.pack = partial(pack, layer)
+        layer.register_state_dict_post_hook(_without_statistics)
+        setattr(language_model.get_submodule(parent), child, layer)
+    gc.collect()  # zero.Init's weights have cycles: their partitions would stay in memory
+
+
+def scale_bits(flags: Flags) -> float:
+    """Bits of scales for a weight of --bits, with double quantization 8 for a block and 32 for 256 of them; those of 8
+    bits, one for a row, don't count."""
+    if flags.bits != 4:
+        return 0
+    return (8 + 32 / 256) / BLOCK if flags.double_quant else 32 / BLOCK
+
+
+def move_unpacked(model: nn.Module, device: torch.device) -> None:
+    """Move everything but the weights that are not loaded yet to the device."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta" and not hasattr(tensor, "ds_id"):
+            tensor.data = tensor.data.to(device)
+
+
+def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metadata: dict) -> None:
+    """Drop the scales of frozen weights from checkpoints, which have no frozen weights."""
+    for key in [key for key in state_dict if key.startswith((f"{prefix}weight.", f"{prefix}weight_format"))]:
+        del state_dict[key]
+    state_dict.pop(f"{prefix}SCB", None)
+
+
+@torch.no_grad()
+def pack(layer: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
+    """Quantize a weight (O, I) on the device, put it into a layer, and return it. name: of the weight, for messages.
+
+    weight: on the CPU, in any precision. Raises ConfigError when the quantized weight differs by more than half of the
+    format's coarsest step: bitsandbytes 0.50 on CPUs with AVX-512 unpacks 4 bits wrong where a row is no whole number
+    of blocks, as in toys.
+    """
+    empty = layer.weight
+    if is_4bit(layer):
+        weight = weight.to(layer.compute_dtype)
+        options = {key: getattr(empty, key) for key in ("compress_statistics", "quant_type", "quant_storage")}
+        layer.weight = type(empty)(weight, requires_grad=False, module=layer, **options).to(device)
+    else:
+        layer.weight = type(empty)(weight, requires_grad=False, has_fp16_weights=False).to(device)
+    _check_error(layer, name, weight.to(device))
+    return layer.weight
+
+
+def quantize_and_back(weight: torch.Tensor, flags: Flags) -> torch.Tensor:
+    """Quantize a weight (O, I) to --bits and back: float32, computed in the weight's precision."""
+    holder = nn.Module()
+    holder.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    quantize_layers(holder, ["linear"], flags, weight.dtype)
+    pack(holder.linear, "linear.weight", weight, weight.device)
+    return unpacked(holder.linear)
+
+
+@torch.no_grad()
+def unpacked(layer: nn.Module) -> torch.Tensor:
+    """The weight (O, I) that a layer computes with, float32 if it is packed; it has to be gathered."""
+    weight = layer.weight
+    if not is_packed(weight):
+        return weight.detach()
+    if is_4bit(layer):
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(weight.data, layer.quant_state).float()
+    return weight.data.float() * (scales_of(layer)[0].float()[:, None] / 127)
+
+
+def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Raise ConfigError for errors above half a step: a third of the range in nf4 and fp4, a 127th in 8 bits."""
+    weight = weight.float()
+    error = (unpacked(layer) - weight).abs()
+    if is_4bit(layer):
+        pad = -weight.numel() % BLOCK
+        error, sizes = (F.pad(x.flatten(), (0, pad)).view(-1, BLOCK) for x in (error, weight.abs()))
+        # Quantized scales add a small error.
+        allowed = 0.18 * sizes.amax(1) + 0.01 * sizes.max()
+    else:
+        allowed = 0.006 * weight.abs().amax(1)
+    if not (error.amax(1) <= allowed).all():
+        rows = "" if weight.shape[1] % BLOCK == 0 else f" (its rows of {weight.shape[1]} are no multiple of {BLOCK})"
+        raise ConfigError(
+            f"{name} was not quantized right{rows}: what the {layer.weight.device.type} computes with is up to "
+            f"{error.max():.3g} off, in weights of up to {weight.abs().max():.3g}: check bitsandbytes' installation, "
+            "or train with --bits 16"
+        )
+
+
+@contextlib.contextmanager
+def exact_products(module: nn.Module) -> Iterator[None]:
+    """Let 8-bit layers multiply by their dequantized weights, without rounding activations to 8 bits.
+
+    So does a merged model, whose logits are compared. 4-bit layers always do this.
+    """
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear) and is_packed(m.weight) and not is_4bit(m)]
+    for layer in layers:
+        layer.forward = lambda x, layer=layer: F.linear(x, unpacked(layer).to(x.dtype), layer.bias)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward

@@ -1,0 +1,61 @@
+"""Pipeline parallelism in a run: what can be cut into stages, and how these are built and run."""
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedConfig
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.draft import value_at
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
+from llava_ds.extensions.base import Extension, MeshPart
+from llava_ds.extensions.pipeline import stage_runner, stages
+from llava_ds.model.families.language import is_mixture, is_upcycled
+
+
+def check(resolved: ResolvedConfig) -> Iterator[str]:
+    """Name what does not go with stages."""
+    flag, config = f"--pipeline_parallel_size is {resolved.args.size_of('pp')}", resolved.config
+    stage = value_at(config, "zero_optimization.stage")
+    if stage in (2, 3):
+        what = "send the gradients of every micro-batch" if stage == 2 else "gather a stage's weights for every one"
+        yield (
+            f"{flag}, but zero_optimization.stage is {stage}, at which ranks would {what}: write 1, a stage has "
+            "no more than its own part of the model"
+        )
+    for part in OFFLOADED:
+        if (device := offload_device(config, part)) != "none":
+            yield f'{flag}, but zero_optimization.{part}.device is "{device}", which is not tried: remove it'
+    for key in ("fp16", "torch_autocast"):
+        if value_at(config, f"{key}.enabled") is True:
+            yield f"{flag}, but {key} is on, whose loss scale stages would have to agree on: use bf16 or fp32"
+    if deep_compiles(config):
+        yield f"{flag}, but compile.deepcompile traces a whole model: remove one of them"
+
+
+def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
+    """The reasons why a language model can't be cut into stages."""
+    size = args.size_of("pp")
+    flag = f"--pipeline_parallel_size is {size}"
+    if config.num_hidden_layers < size:
+        yield f"{flag}: the language model has {config.num_hidden_layers} layers: give as many or fewer"
+    if problem := stages.problem(config):
+        yield f"{flag}: the language model's {problem}: take another axis"
+    if is_mixture(config) or is_upcycled(config):
+        yield f"{flag}: routers' loss is not carried between stages, nor are experts: take another axis"
+
+
+extension = Extension(
+    check=check,
+    fits=fits,
+    mesh=MeshPart(
+        "pp",
+        cut=stage_runner.cutting,
+        owners=stages.owners,
+        build=stage_runner.build,
+        engine=stage_runner.options,
+        started=stage_runner.started,
+        runner=stage_runner.Pipelined,
+    ),
+)

@@ -1,0 +1,61 @@
+"""The flag of pipeline parallelism."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llava_ds.config.bounds import Count
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import Axis, ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_pipeline, _ = flags_of("pipeline")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flag of pipeline parallelism."""
+
+    needs: ClassVar = {
+        "whole_matrices": "AutoTP makes groups of all ranks",
+        "routerless_mlps": "routers' loss is not carried between stages",
+        "trained_layers": "a stage without trained weights has nothing to do",
+    }
+    breaks: ClassVar = ("whole_layers", "sharded_gradients", "sharded_weights", "offload")
+    keys: ClassVar = {"pipeline.stages": "pipeline_parallel_size"}
+    other_keys: ClassVar = dict.fromkeys(
+        ("pp", "pp_size", "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_stages", "stages"),
+        ((1,), 'write "pipeline": {{"stages": {size}}}'),
+    )
+    other_names: ClassVar = {
+        "--pipeline_parallel_size": "--pipeline_model_parallel_size --pp --pipeline_stages --num_stages",
+    }
+
+    pipeline_parallel_size: Count = _pipeline(
+        1,
+        "Stages of a pipeline: ranks that have some of the language model's layers each, for nodes joined by slow "
+        "links. A step should have many micro-batches (--gradient_accumulation_steps): the more, the less stages wait.",
+        aliases=("--pp_size",),
+        resume="layout",
+        shares_samples=True,
+    )
+
+    @classmethod
+    def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
+        """The stages that DeepSpeed's section gives. Adds a line for each key that means something else."""
+        from llava_ds.extensions.pipeline.pipeline_json import stages_in  # where there is one
+
+        return {"pipeline_parallel_size": (stages_in(raw["pipeline"], problems), "pipeline.stages")}
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
+        """More stages, where there are some."""
+        if (size := args.size_of("pp")) > 1:
+            yield f"--pipeline_parallel_size {2 * size}: fewer layers on each GPU"
+
+    @property
+    def axis(self) -> Axis:
+        """Ranks as far from each other as they can be."""
+        return Axis("pp", "pipeline_parallel_size", self.pipeline_parallel_size, order=-1, divides_model=True)

@@ -1,0 +1,327 @@
+# T tokens of all samples laid end to end, D language-model width
+"""Pipeline parallelism: micro-batches go through the stages of stages.py, forward and backward in turns (1F1B).
+
+Every stage is trained by an engine of its own, with ZeRO over the ranks that have the same stage. All ranks of a
+pipeline load the same micro-batches, so what travels between stages is hidden states and their gradients alone, of
+shapes that both sides know: no sizes are sent, and the host never waits. DeepSpeed's PipelineModule (0.19.8) sends a
+shape before each tensor, and reads it on the host; and it divides gradients by numbers of its own.
+
+Source of the order: arXiv 2104.04473, 2.2.1.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16 import unfused_optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from llava_ds.batch import Batch
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.engine.non_finite import step_with
+from llava_ds.engine.placement import Placement, Share
+from llava_ds.engine.runner import Forward
+from llava_ds.extensions.pipeline.stages import HIDDEN, Stage, keep_stage, owners, stage_of
+from llava_ds.geometry import ImageOptions
+from llava_ds.model.flops import flops_of_model
+from llava_ds.model.llava import LlavaModel
+from llava_ds.model.plan import ModelPlan
+from llava_ds.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class OwnedByStages(Placement):
+    """Every parameter is on one stage of a pipeline. everything: the whole model's, in its order."""
+
+    everything: tuple[Share, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, stages: dict[str, int], mesh: Mesh) -> "OwnedByStages":
+        """Describe a model that is still whole. stages: of its parameters, by name."""
+        shares = (Share(n, tuple(p.shape), p.dtype, owner=stages[n]) for n, p in model.named_parameters())
+        place = mesh.at("pp")
+        return cls("pp", place.size, place.index, place.group, everything=tuple(shares))
+
+    def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
+        """Yield all parameters, each with this stage's."""
+        own = dict(model.named_parameters())
+        for share in self.everything:
+            yield share, own.get(share.name)
+
+
+def cutting(mesh: Mesh) -> Callable:
+    """Return what leaves out the images of a micro-batch on stages that see none."""
+    return with_all if mesh.at("pp").index == 0 else without_images
+
+
+def with_all(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
+    """Return a micro-batch, and the numbers of all its tiles."""
+    return batch, list(range(len(batch.pixel_values)))
+
+
+def without_images(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
+    """Return a micro-batch for stages that see no images: they decode none."""
+    return batch, []
+
+
+class ParallelUnit:
+    """What DeepSpeed asks its "mpu" for, under Megatron's names: a pipeline's stages are its model parallelism.
+
+    model: this rank's stage.
+    """
+
+    def __init__(self, mesh: Mesh, model: nn.Module) -> None:
+        self._mesh = mesh
+        for parameter in model.parameters():
+            parameter.model_parallel = True  # DeepSpeed counts others' gradients on the first stage alone
+
+    def get_data_parallel_group(self):
+        return self._mesh.data_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._mesh.grad_ranks
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self._mesh.data_group)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return torch.distributed.get_process_group_ranks(self._mesh.data_group)
+
+    def get_model_parallel_group(self):
+        return self._mesh.at("pp").group
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._mesh.at("pp").size
+
+    def get_model_parallel_rank(self) -> int:
+        return self._mesh.at("pp").index
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._mesh.at("pp").size
+
+
+def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) -> list[str]:
+    """Leave of a model without its weights what this rank's stage has."""
+    place = mesh.at("pp")
+    flops = flops_of_model(model, plan.text_config, plan.tower, args)
+    counts, stages = owners(model, flops, plan.images.num_tokens, place.size)
+    model.placement = OwnedByStages.of(model, stages, mesh)
+    keep_stage(model, counts, place.index, place.group)
+    return [f"layers of the pipeline's stages: {', '.join(map(str, counts))}"]
+
+
+def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
+    """Return what DeepSpeed asks about stages."""
+    return {"mpu": ParallelUnit(mesh, model)}
+
+
+def started(engine, mesh: Mesh) -> None:
+    """Let all stages of each pipeline meet once, and sum the norm of the gradients over them.
+
+    NCCL connects the ranks of a group in its first collective, and can't if this is between two of them alone.
+    """
+    torch.distributed.all_reduce(torch.zeros(1, device=engine.device), group=mesh.at("pp").group)
+    sum_norm_over_stages(engine.optimizer, mesh)
+
+
+def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
+    """Let the norm of the gradients be that of all stages of a pipeline, by one sum over them.
+
+    DeepSpeed 0.19.8 sums over stages once for each of a stage's parameter groups, at ZeRO-1 and at stage 0 in bf16. The
+    first stage, with tower and projector, has more groups than the others: they would wait for each other for ever. Its
+    other optimizers ask for one norm of all groups.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        _sum_norm_of_zero(optimizer, mesh)
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        device = optimizer.fp32_groups[0][0].device
+
+        def of_all(norm_list: list) -> float:
+            squares = torch.as_tensor(of_groups(norm_list), dtype=torch.float32, device=device).square()
+            torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
+            return squares.sqrt().item()  # which the step reads on the host anyway
+
+        of_groups, of_group = unfused_optimizer.get_global_norm, unfused_optimizer.get_weight_norm
+        own = {"get_weight_norm": lambda tensors, mpu: of_group(tensors), "get_global_norm": of_all}
+        step_with(optimizer, unfused_optimizer, **own)
+
+
+def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
+    of_stage = optimizer.scaled_global_norm
+
+    def of_all(norm_type: int = 2) -> torch.Tensor:
+        assert optimizer.model_parallel_group is mesh.at("pp").group, "ZeRO sums over other ranks than a pipeline's"
+        optimizer.model_parallel_group = None  # as without stages
+        squares = of_stage(norm_type).square()  # infinite for gradients that are not finite
+        optimizer.model_parallel_group = mesh.at("pp").group
+        torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
+        return squares.sqrt()
+
+    optimizer.scaled_global_norm = of_all
+
+
+class Pipelined:
+    """The runner of a rank that has a stage of a pipeline. The last stage alone sees results."""
+
+    def __init__(self, engine) -> None:
+        self.engine, self.stage = engine, stage_of(engine)
+
+    def train(
+        self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
+    ) -> list[Any]:
+        """As Runner.train. Stages meet in the step of the last micro-batch, which updates the weights."""
+        found = forward_and_backward(self.engine, batches, forward, loss_of)
+        self.engine.step()
+        return found
+
+    def warm_up(self, batch: Batch, forward: Forward, accumulates: bool) -> None:
+        """As Runner.warm_up, with as many micro-batches at once as a step can have on a stage."""
+        micro_steps = self.engine.micro_steps
+        batches = [batch] * (self.stage.size if accumulates else 1)
+        forward_and_backward(self.engine, batches, forward, lambda _, loss_sum: (loss_sum * 0, None))
+        self.engine.micro_steps = micro_steps
+
+    def forward(self, model: Any, batch: Batch, forward: Forward) -> Any | None:
+        """As Runner.forward."""
+        neighbours = _Neighbours(self.stage, batch.input_ids.device)
+        hidden, _ = neighbours.exchange(wants_before=_shape(batch, self.stage))
+        batch = _with_hidden(batch, hidden)
+        if self.stage.is_last:
+            return forward(model, batch)
+        neighbours.exchange(after=model(batch))
+        return None
+
+    def agree(self, value: torch.Tensor) -> torch.Tensor:
+        """As Runner.agree: the last stage's."""
+        torch.distributed.broadcast(value, group=self.stage.group, group_src=self.stage.size - 1)
+        return value
+
+
+def forward_and_backward(
+    engine,
+    batches: Sequence[Batch],
+    forward: Forward,
+    loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]],
+) -> list[Any]:
+    """Run forward and backward of every micro-batch of one optimizer step on this stage.
+
+    forward: of the engine and a micro-batch, run on the last stage; loss_of: from a micro-batch's number and what
+    forward returned, the scalar to run backward on, and what to return of it, without its graph, which would keep the
+    micro-batch's activations. Returns all of these; on other stages nothing. What is left for the caller is the
+    engine's step of the last micro-batch, which updates the weights: in it stages meet.
+    Before its first backward a stage runs as many forwards as there are stages behind it, and then one of each in turn.
+    """
+    stage = stage_of(engine)
+    neighbours = _Neighbours(stage, engine.device)
+    number, ahead = len(batches), min(stage.size - 1 - stage.index, len(batches))
+    waiting: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches without backward yet
+    found = []
+
+    def forward_one(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        batch = _with_hidden(batches[i], None if hidden is None else hidden.requires_grad_())
+        output = forward(engine, batch) if stage.is_last else engine(batch)
+        waiting.append((hidden, output))
+        return None if stage.is_last else output.detach()
+
+    def backward_one(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        hidden, output = waiting.popleft()
+        if i > 0:
+            engine.step()  # of the micro-batch before
+        engine.set_gradient_accumulation_boundary(i == number - 1)
+        if stage.is_last:
+            loss, kept = loss_of(i, output)
+            found.append(kept)
+        else:
+            loss = backward_from(output, gradient)
+        engine.backward(loss, scale_wrt_gas=False)
+        return None if hidden is None else hidden.grad
+
+    for i in range(ahead):
+        neighbours.exchange(after=forward_one(i, neighbours.exchange(wants_before=_shape(batches[i], stage))[0]))
+    received = None
+    if ahead < number:
+        received, _ = neighbours.exchange(wants_before=_shape(batches[ahead], stage))
+    for i in range(number - ahead):
+        output = forward_one(i + ahead, received)
+        _, gradient = neighbours.exchange(after=output, wants_after=_shape(batches[i], stage))
+        coming = None if i + ahead + 1 == number else _shape(batches[i + ahead + 1], stage)
+        received, _ = neighbours.exchange(before=backward_one(i, gradient), wants_before=coming)
+    for i in range(number - ahead, number):
+        _, gradient = neighbours.exchange(wants_after=_shape(batches[i], stage))
+        neighbours.exchange(before=backward_one(i, gradient))
+    return found
+
+
+def _with_hidden(batch: Batch, hidden: torch.Tensor | None) -> Batch:
+    return batch if hidden is None else batch.with_extra(**{HIDDEN: hidden})
+
+
+def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:
+    return 1, batch.input_ids.shape[1], stage.width
+
+
+def backward_from(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a scalar whose backward goes on with the gradient of output that came from the next stage.
+
+    Whatever factor DeepSpeed puts on the scalar is ignored: the last stage has applied it.
+    """
+    return _Resumed.apply(output, gradient)
+
+
+class _Resumed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+class _Neighbours:
+    """The stages before and after this one. Outside the pipeline's ends nothing is sent and nothing comes."""
+
+    def __init__(self, stage: Stage, device: torch.device) -> None:
+        self._stage, self._device = stage, device
+
+    def exchange(
+        self,
+        before: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
+        wants_before: tuple[int, ...] | None = None,
+        wants_after: tuple[int, ...] | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Send tensors to the stages before and after, and return what comes from them, of these shapes.
+
+        What goes and comes at once is one operation, so that two neighbours never wait for each other.
+        """
+        stage, operations, found = self._stage, [], []
+        for step, sent, wanted in ((-1, before, wants_before), (1, after, wants_after)):
+            if not 0 <= stage.index + step < stage.size:
+                found.append(None)
+                continue
+            peer = torch.distributed.get_global_rank(stage.group, stage.index + step)
+            if sent is not None:
+                operations.append(
+                    torch.distributed.P2POp(torch.distributed.isend, sent.contiguous(), peer, stage.group)
+                )
+            coming = None
+            if wanted is not None:
+                coming = torch.empty(wanted, dtype=stage.dtype, device=self._device)
+                operations.append(torch.distributed.P2POp(torch.distributed.irecv, coming, peer, stage.group))
+            found.append(coming)
+        if operations:
+            for work in torch.distributed.batch_isend_irecv(operations):
+                work.wait()
+        return tuple(found)

@@ -1,0 +1,112 @@
+"""A ready model, as the core asks of a model that it doesn't compose itself (extensions/base.py, Architecture)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llava_ds.batch import Batch
+from llava_ds.config.arguments import Arguments
+from llava_ds.data.collate import LoadedSample
+from llava_ds.export.bit_check import Written
+from llava_ds.export.export_plan import ExportPlan
+from llava_ds.export.tensors import Entry
+from llava_ds.extensions.ready import outer_inputs
+from llava_ds.extensions.ready.family import ReadyModel
+from llava_ds.extensions.ready.ready_vision import ReadyVision, plan_vision
+from llava_ds.extensions.ready.refusals import ready_problems, sharing_problems
+from llava_ds.extensions.ready.tensor_names import ReadyNames
+from llava_ds.geometry import ImageOptions
+from llava_ds.layouts import MediaLayout
+from llava_ds.model.plan import ModelPlan
+from llava_ds.model.vision import read_processor, read_whole_processor
+from llava_ds.tokenizer import open_ready_tokenizer
+
+
+class ReadyArchitecture(ReadyModel):
+    """A family and a configuration. Methods whose code a run may do without import it when they are called."""
+
+    kind = "a ready model"
+
+    @property
+    def casts_pixels(self) -> bool:
+        """False if the tower takes pixels in fp32."""
+        return self.family.casts_pixels
+
+    def open_tokenizer(self, path: str, where: str) -> PreTrainedTokenizerBase:
+        """Open the tokenizer as the processor uses it."""
+        return open_ready_tokenizer(path, where)
+
+    def plan_tower(self, folder: Path, tokenizer: PreTrainedTokenizerBase, where: str) -> ReadyVision:
+        """Plan vision model, connector and images."""
+        return plan_vision(self, read_processor(folder, where), read_whole_processor(folder, where), tokenizer, where)
+
+    def problems(self, args: Arguments, kind: str) -> list[str]:
+        """Return lines on flags that don't go with the model."""
+        return ready_problems(args, kind)
+
+    def sharing_problems(self, args: Arguments) -> list[str]:
+        """Return those on ranks that share parts of the model."""
+        return sharing_problems(args)
+
+    def try_out(self, plan: ModelPlan, images: ImageOptions, cache_dir: str) -> str:
+        """Compare a small copy with transformers' class."""
+        from llava_ds.extensions.ready.ready_trial import check_ready
+
+        return check_ready(plan, images, cache_dir)
+
+    def names(self, text_config: PreTrainedConfig) -> ReadyNames:
+        """Return the names of the tensors."""
+        return ReadyNames(self, text_config)
+
+    def entries(self, export: ExportPlan, entries: list[Entry]) -> list[Entry]:
+        """Return the tensors by the names of the folder that the model came from."""
+        from llava_ds.extensions.ready.exported_folder import ready_entries
+
+        return ready_entries(export, entries)
+
+    def write(self, export: ExportPlan, entries: list[Entry], output_dir: Path, holes: bool) -> Written:
+        """Write the folder."""
+        from llava_ds.extensions.ready.exported_folder import write_ready
+
+        return write_ready(export, entries, output_dir, holes=holes)
+
+    def write_changed_settings(self, export: ExportPlan, output_dir: Path) -> None:
+        """Write the processor's files where the run prepared images otherwise than the source's files say."""
+        from llava_ds.extensions.ready.exported_folder import write_image_sizes
+
+        write_image_sizes(export, output_dir)
+
+    def saved_modules(self, names: Sequence[str]) -> list[str]:
+        """Return connectors and the tower, or the tower's parts where it has a connector in it.
+
+        peft takes no list of modules, but each of them.
+        """
+        found, family = {}, self.family
+        for name in names:
+            place = next((path for path in family.connector if name.startswith(f"{path}.")), family.vision)
+            parts = name.removeprefix(f"{place}.").split(".")
+            if parts[0].isdigit():  # of a list of connectors
+                place = f"{place}.{parts[0]}"
+            elif place == family.vision and any(path.startswith(f"{place}.") for path in family.connector):
+                place = f"{place}.{'.'.join(parts[: 2 if parts[1].isdigit() else 1])}"
+            found[place] = None
+        return list(found)
+
+    def first_inputs(
+        self,
+        model: PreTrainedModel,
+        batch: Batch,
+        layouts: list[MediaLayout],
+        pixels: torch.Tensor,
+        num_positions: int,
+    ) -> dict[str, torch.Tensor]:
+        """Return arguments of transformers' class for the first positions of a sample."""
+        return outer_inputs.first_inputs(self.family, model, batch, layouts, pixels, num_positions)
+
+    def prompt_inputs(
+        self, model: PreTrainedModel, samples: list[LoadedSample], batch: Batch, pixels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return arguments of generate()."""
+        return outer_inputs.prompt_inputs(self.family, model, samples, batch, pixels)

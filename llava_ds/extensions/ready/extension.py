@@ -1,0 +1,54 @@
+"""Folders of ready models, by the model_type of their config.json."""
+
+from transformers import PreTrainedConfig
+
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.base import Extension
+from llava_ds.extensions.ready.architecture import ReadyArchitecture
+from llava_ds.extensions.ready.known_families import NOT_YET, READY, family_of
+from llava_ds.extensions.ready.tensor_names import language_model_rename, read_ready
+from llava_ds.model.open.folder import FLAG, ModelFolder, language_model_source
+from llava_ds.model.open.weights import Source
+
+
+class Folders:
+    """Folders that transformers' AutoModelForImageTextToText opens, of the families that are known here."""
+
+    model_types = tuple(READY)
+
+    def read(self, path: str, config: dict, where: str) -> ModelFolder:
+        """Read a folder, whose own processor says how images and conversations are written."""
+        kind = config["model_type"]
+        if kind in NOT_YET:
+            raise ConfigError(
+                f"{where} is a {kind}, which can't be trained here yet ({NOT_YET[kind]}): give one of "
+                f"{', '.join(READY)}, or a language model with --vision_tower"
+            )
+        family = family_of(kind)
+        ready, text, names = read_ready(family, path, config, self.missing(config), where)
+        renames = names.renames()
+        rename = language_model_rename(renames["language_model"], names.is_tied)
+        return ModelFolder(
+            path,
+            f"a ready model of {family.name} ({kind})",
+            text,
+            language_model_source(path, text, rename),
+            tokenizer=path,
+            flags={"version": "processor"},
+            projector=Source(FLAG, path, renames["projector"]),
+            vision_tower=Source(FLAG, path, renames["vision_tower"]),
+            vision_config=ready.config.vision_config,
+            architecture=ReadyArchitecture(family, ready.config),
+        )
+
+    def missing(self, config: dict) -> list[str]:
+        """Return parts that aren't there, for which transformers would take its defaults."""
+        text = () if family_of(config["model_type"]).is_flat and "hidden_size" in config else ("text_config",)
+        return [name for name in (*text, "vision_config") if not isinstance(config.get(name), dict)]
+
+    def architecture(self, config: PreTrainedConfig) -> ReadyArchitecture:
+        """Return the family and the configuration."""
+        return ReadyArchitecture(family_of(config.model_type), config)
+
+
+extension = Extension(folder=Folders())

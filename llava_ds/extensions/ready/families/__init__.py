@@ -1,0 +1,1 @@
+"""Families of ready models, a file each."""

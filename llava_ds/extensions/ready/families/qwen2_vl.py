@@ -1,0 +1,66 @@
+# N cells of all images, C width of the tower, D width of the language model
+"""Qwen2-VL: every patch of an image sees all of it."""
+
+from functools import partial
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    PatchMerger,
+    Qwen2VisionTransformerPretrainedModel,
+    Qwen2VLTextModel,
+)
+
+from llava_ds.boxes import BoxFormat
+from llava_ds.extensions.ready.families import qwen_vl
+from llava_ds.extensions.ready.family import VISION, ReadyFamily, TileSpec
+
+
+class Qwen2VLForCausalLM(qwen_vl.CausalTrunk):
+    """Qwen2-VL's language model with its output layer."""
+
+    config_class, trunk = Qwen2VLTextConfig, Qwen2VLTextModel
+
+
+def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
+    return qwen_vl.cell_tiles(config, images, processor, tokenizer)
+
+
+def _build_connector(config: PreTrainedConfig) -> PatchMerger:
+    vision = config.vision_config
+    return PatchMerger(vision.hidden_size, vision.embed_dim, vision.spatial_merge_size)
+
+
+def _shrink(config: PreTrainedConfig) -> None:
+    vision = config.vision_config
+    vision.depth, vision.num_heads = VISION["num_hidden_layers"], VISION["num_attention_heads"]
+    vision.embed_dim, vision.hidden_size = VISION["hidden_size"], config.text_config.hidden_size
+
+
+FAMILY = ReadyFamily(
+    name="Qwen2-VL",
+    model_types=("qwen2_vl",),
+    vision=qwen_vl.VISION,
+    connector={f"{qwen_vl.VISION}.merger": ""},
+    trunk=qwen_vl.TRUNK,
+    tiles=_tiles,
+    build_connector=_build_connector,
+    features=qwen_vl.features,
+    connect=qwen_vl.merge,
+    patch_embedding=lambda tower: tower.patch_embed.proj,
+    outer_inputs=qwen_vl.outer_inputs,
+    resample=3,  # bicubic
+    processed=qwen_vl.processed,
+    videos=qwen_vl.videos,
+    build_tower=partial(qwen_vl.build_tower, Qwen2VisionTransformerPretrainedModel),
+    text_models=(Qwen2VLForCausalLM,),
+    is_flat=True,
+    shrink=_shrink,
+    tower_widths=lambda vision: (vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio)),
+    boxes=BoxFormat(
+        "norm1000",
+        "<|box_start|>({},{}),({},{})<|box_end|>",
+        "<|box_start|>({},{})<|box_end|>",
+        "<|object_ref_start|>{}<|object_ref_end|>",
+    ),
+)

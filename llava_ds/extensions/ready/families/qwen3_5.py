@@ -1,0 +1,73 @@
+# T tokens of all samples laid end to end
+"""Qwen3.5: Qwen3-VL's tower without DeepStack, and a language model most of whose layers have a state across tokens."""
+
+from functools import partial
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5TextModel,
+    Qwen3_5VisionModel,
+    Qwen3_5VisionPatchMerger,
+)
+
+from llava_ds.extensions.ready.families import qwen_vl
+from llava_ds.extensions.ready.family import ReadyFamily, TileSpec, shrink
+from llava_ds.model.delta_net import Samples, keep_samples_apart, let_the_cpu_compute
+
+
+class PackedTrunk(Qwen3_5TextModel):
+    """Qwen3.5's layers, which keep the samples of a pack apart."""
+
+    def __init__(self, config: Qwen3_5TextConfig) -> None:
+        super().__init__(config)
+        let_the_cpu_compute(modeling_qwen3_5)
+        keep_samples_apart(self)
+
+    def forward(
+        self, cu_seqlens: torch.Tensor | None = None, lengths: tuple[int, ...] | None = None, **options: object
+    ) -> BaseModelOutputWithPast:
+        """lengths: of the samples of a pack, on the host; the rest as varlen_attention and transformers have it."""
+        if cu_seqlens is not None:
+            options |= {"cu_seqlens": cu_seqlens, "samples": Samples.of(lengths, cu_seqlens)}
+        return super().forward(**options)
+
+
+class Qwen35ForCausalLM(qwen_vl.CausalTrunk):
+    """Qwen3.5's language model with its output layer."""
+
+    config_class, trunk = Qwen3_5TextConfig, PackedTrunk
+
+
+def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase) -> TileSpec:
+    side = int(config.vision_config.num_position_embeddings**0.5)
+    return qwen_vl.cell_tiles(config, images, processor, tokenizer, table=side)
+
+
+def _shrink(config: PreTrainedConfig) -> None:
+    shrink(config)
+    config.vision_config.out_hidden_size = config.text_config.hidden_size
+
+
+FAMILY = ReadyFamily(
+    name="Qwen3.5",
+    model_types=("qwen3_5",),
+    vision=qwen_vl.VISION,
+    connector={f"{qwen_vl.VISION}.merger": ""},
+    trunk=qwen_vl.TRUNK,
+    tiles=_tiles,
+    build_connector=lambda config: Qwen3_5VisionPatchMerger(config=config.vision_config),
+    features=qwen_vl.features,
+    connect=qwen_vl.merge,
+    patch_embedding=lambda tower: tower.patch_embed.proj,
+    outer_inputs=qwen_vl.outer_inputs,
+    resample=3,  # bicubic
+    processed=qwen_vl.processed,
+    videos=qwen_vl.videos,
+    build_tower=partial(qwen_vl.build_tower, Qwen3_5VisionModel),
+    text_models=(Qwen35ForCausalLM,),
+    shrink=_shrink,
+)

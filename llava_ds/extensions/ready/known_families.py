@@ -1,0 +1,52 @@
+"""The families of ready vision-language models that can be trained, and the way to one in a folder.
+
+To add a family: write its file in families/, whose FAMILY says what family.py lists, and put it into READY.
+Its tiles are in ready_tilings.py, its videos are a VideoRule (ready_videos.py). Then add its small model to
+tests/extensions/ready/ready_models.py and a row to docs/ready.md.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from transformers import AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from llava_ds.extensions.ready.family import ReadyFamily
+
+READY = {  # model_type in config.json: the file in families/, and its family's name there
+    "idefics3": ("idefics3", "FAMILY"),
+    "smolvlm": ("idefics3", "FAMILY"),
+    "internvl": ("internvl", "FAMILY"),
+    "gemma3": ("gemma3", "FAMILY"),
+    "gemma4": ("gemma4", "FAMILY"),
+    "qwen2_vl": ("qwen2_vl", "FAMILY"),
+    "qwen2_5_vl": ("qwen2_5_vl", "FAMILY"),
+    "qwen3_vl": ("qwen3_vl", "FAMILY"),
+    "qwen3_vl_moe": ("qwen3_vl", "MIXTURE"),
+    "qwen3_5": ("qwen3_5", "FAMILY"),
+}
+
+# Ready models of transformers' that people fine-tune, and the reason why not with this program.
+NOT_YET = {
+    **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),
+    "gemma3n": "its layers have several streams of hidden states",
+    "gemma4_unified": "its images go into the language model without a tower",
+    "paligemma": "its prompts see all of themselves",
+    "qwen3_5_moe": "its experts are not tried beside layers with a state across tokens",
+    "mllama": "its images are not in the sequence",
+}
+
+
+def family_of(model_type: str) -> "ReadyFamily | None":
+    """The family of a ready model, whose file is imported; None for another kind of model."""
+    if model_type not in READY:
+        return None
+    file, name = READY[model_type]
+    return getattr(import_module(f"{__package__}.families.{file}"), name)
+
+
+def register_text_models(family: "ReadyFamily") -> None:
+    """Let transformers build the language models of a ready family alone where it has no class for them, or none that
+    keeps samples apart."""
+    for model in family.text_models:
+        AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)

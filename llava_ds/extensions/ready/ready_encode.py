@@ -1,0 +1,99 @@
+"""Encoding of conversations as a ready model's own processor writes them."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.data.chat_template import render_ready, render_ready_prompt
+from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, Piece
+from llava_ds.data.sample import Transcript
+from llava_ds.data.special_tokens import LITERAL_IMAGE
+from llava_ds.data.templates import Segment, Span
+from llava_ds.data.word_tokenizer import WholeRow, WordRow
+from llava_ds.geometry import ImageOptions
+from llava_ds.layouts import ImageText
+from llava_ds.tokenizer import framing_ids
+
+
+class ReadyEncoder(Encoder):
+    """Encodes conversations to the ids of a ready model's processor, and labels by character offsets.
+
+    In place of an image or video comes the text of its layout, in which a token stands for so many features.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> None:
+        self.image_token, self.placeholder = images.tiling.image_token, images.tiling.placeholder
+        self.video = images.video
+        self.places = [self.placeholder, *([] if self.video is None else [self.video.token])]
+        self.in_place = re.compile("|".join(map(re.escape, self.places)))
+        super().__init__(tokenizer, options)
+        self.bos = self.tokenizer.bos_token
+        self.framing, last = framing_ids(self.tokenizer)
+        if last:
+            raise ConfigError(
+                f"the tokenizer of {self.tokenizer.name_or_path} adds {self.tokenizer.convert_ids_to_tokens(last)} "
+                "behind every text, which its chat template does not write: set add_eos_token to false in it"
+            )
+
+    def _find_image_token(self) -> None:
+        tokens = [self.image_token] if self.video is None else [self.image_token, self.video.frame.image_token]
+        self.image_ids = tuple(self.backend.token_to_id(token) for token in dict.fromkeys(tokens))
+
+    def _template(self, has_videos: bool) -> str | None:
+        """The chat template of a conversation, None for the tokenizer's own."""
+        return self.video.template if has_videos and self.video is not None else None
+
+    def _render(self, conversation: Transcript, features: Sequence[ImageText]) -> list[Segment]:
+        source = self._template(any(mark.is_video for mark in features))
+        guarded = self._guarded(conversation)
+        prompt = self._answer_prompt(conversation, source)
+        return render_ready(guarded, self.tokenizer, prompt, _kinds(features), source)
+
+    def _prompt_text(self, conversation: Transcript, features: Sequence[ImageText]) -> str:
+        source = self._template(any(mark.is_video for mark in features))
+        return render_ready_prompt(conversation, self.tokenizer, _kinds(features), source)
+
+    def _pieces(self, segments: Sequence[Segment], features: Sequence[ImageText]) -> tuple[list[Piece], list[Span]]:
+        """The text with every image's or video's own text in its place, and its supervised spans."""
+        spans, parts, end, left = [], [], 0, iter([mark.text for mark in features])
+        for text, supervised, _, *rest in self._chosen(segments):
+            text = self.in_place.sub(lambda found: next(left, found[0]), text)
+            start, end = end, end + len(text)
+            if supervised:
+                spans.append(Span(start, end, *rest))
+            parts.append(text)
+        written = "".join([segment.text for segment in segments])
+        found = sum([written.count(token) for token in {self.image_token, *self.places}])
+        whole = "".join(parts)
+        num_videos = sum([mark.is_video for mark in features])
+        if self.video is not None and written.count(self.video.token) != num_videos:
+            raise DataError(
+                f"the conversation holds {written.count(self.video.token)} of the model's video token "
+                f"{self.video.token} for {num_videos} videos: its text must not spell that token, and the chat "
+                "template has to write it for a video"
+            )
+        if found != len(features) or (LITERAL_IMAGE in whole and self.image_token == IMAGE_TOKEN):
+            raise DataError(
+                f"the conversation holds {found} of the model's image token {self.image_token} for {len(features)} "
+                "images: its text must not spell that token, and every image needs its mark"
+            )
+        before = [] if self.bos and whole.startswith(self.bos) else self.framing
+        return [Piece(whole.replace(LITERAL_IMAGE, IMAGE_TOKEN), before, 0)], spans
+
+    def _join(
+        self,
+        pieces: Sequence[Piece],
+        coded: Iterator[WordRow | WholeRow],
+        spans: Sequence[Span],
+        features: Sequence[ImageText],
+    ) -> Encoded:
+        tokens = [self.video.frame.image_token if mark.is_video else self.image_token for mark in features]
+        counts = [mark.features for mark, token in zip(features, tokens) for _ in range(mark.text.count(token))]
+        return super()._join(pieces, coded, spans, counts)
+
+
+def _kinds(features: Sequence[ImageText]) -> list[str]:
+    """What every mark stands for, as a chat template knows it."""
+    return ["video" if mark.is_video else "image" for mark in features]

@@ -1,0 +1,82 @@
+"""Image options of ready models, whose own processors decide what becomes of images and videos."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from llava_ds.boxes import THOUSANDTHS, BoxFormat
+from llava_ds.extensions.ready.ready_tilings import CellTiling, FrameCells
+from llava_ds.extensions.ready.ready_videos import VideoRule
+from llava_ds.geometry import ImageOptions, TiledImageOptions
+from llava_ds.layouts import MediaLayout
+from llava_ds.tilings import AskedSize, Grid
+
+if TYPE_CHECKING:
+    import torch
+
+    from llava_ds.extensions.ready.ready_encode import ReadyEncoder
+
+
+@dataclass(frozen=True)
+class ReadyImageOptions(TiledImageOptions):
+    """Image options of a ready model.
+
+    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes,
+    video: how boxes and points are written, and what videos become, which data without any don't depend on; no_videos:
+    why there are none.
+    """
+
+    has_image_blocks: bool = False
+    blocks_need_windows: bool = False
+    boxes: BoxFormat = dataclasses.field(default=THOUSANDTHS, repr=False)
+    video: VideoRule | None = dataclasses.field(default=None, repr=False)
+    no_videos: str = dataclasses.field(default="", repr=False, compare=False)
+
+    @property
+    def no_video_reason(self) -> str:
+        """Whose videos can't be read, and why."""
+        return f"this ready model can't be read, as {self.no_videos}"
+
+    @property
+    def size_reason(self) -> str:
+        """Why one image or video can't have a size of its own."""
+        return "its processor alone decides sizes"
+
+    def asking(self, kind: Literal["image", "frames", "video"], size: AskedSize) -> ImageOptions | None:
+        """Return the options with cells for a size that a record asks; None for tiles of one size."""
+        if kind == "image" and isinstance(self.tiling, CellTiling):
+            return replace(self, tiling=replace(self.tiling, asked=size))
+        if kind != "image" and self.video is not None and isinstance(self.video.frame, FrameCells):
+            return replace(self, video=replace(self.video, frame=replace(self.video.frame, asked=size)))
+        return None
+
+    def encoder(self) -> "type[ReadyEncoder]":
+        """Return the class that encodes conversations as the processor writes them."""
+        from llava_ds.extensions.ready.ready_encode import ReadyEncoder
+
+        return ReadyEncoder
+
+    def position_ids(self, input_ids: "torch.Tensor", layouts: Sequence[MediaLayout]) -> "torch.Tensor | None":
+        """Return (3, T): positions along time, height and width, of a model whose images are cells with a window or a
+        table; None for others."""
+        if not isinstance(self.tiling, CellTiling):
+            return None
+        from llava_ds.extensions.ready import axes
+
+        return axes.axis_positions(input_ids, [grid for layout in layouts for grid in layout.grids])
+
+    def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
+        """Return the arguments of a tower that takes whole images."""
+        if not self.tiling.takes_whole_images:
+            return {}
+        from llava_ds.extensions.ready import axes
+
+        return axes.tower_inputs([grid for layout in layouts for grid in layout.grids] or [Grid(1, 1)], self.tiling)
+
+    def trunk_inputs(self, is_image: "torch.Tensor", cu_seqlens: "torch.Tensor") -> dict[str, object]:
+        """Return the blocks of image positions that see each other."""
+        from llava_ds.batch import ImageBlocks
+
+        blocks = ImageBlocks.of(is_image, cu_seqlens) if self.has_image_blocks else None
+        return {} if blocks is None else {"image_blocks": blocks._replace(need_windows=self.blocks_need_windows)}

@@ -1,0 +1,390 @@
+# T tokens of all samples laid end to end, S supervised positions, N tiles, V vocabulary
+"""Trial of a ready model: a small random copy, packed by this program against one by one through transformers.
+
+A ready model's family is never assumed to be computed as transformers computes it: packs that leak from one sample into
+the next, positions of another kind or features in another order still train, to a worse model. The copy has the
+folder's own kinds of layers and its processors' inputs; logits, loss and every gradient are compared.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from torch import nn
+from transformers import AutoImageProcessor, PreTrainedConfig
+
+from llava_ds.batch import Batch
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, DataError
+from llava_ds.data.collate import LoadedSample, collate
+from llava_ds.data.encode import EncodingOptions, encoder_of
+from llava_ds.data.file_slices import write_errors
+from llava_ds.data.fingerprint import digest_of, tokenizer_parts, versions_of, video_parts
+from llava_ds.data.images.decode import moments_of
+from llava_ds.data.images.resize import cut_by
+from llava_ds.data.sample import Message
+from llava_ds.export.tokenizer_files import write_json
+from llava_ds.extensions.ready.exported_folder import processor_files, sizes_differ
+from llava_ds.extensions.ready.family import ReadyFamily, ReadyModel, media_ids
+from llava_ds.extensions.ready.ready_images import ReadyImageOptions
+from llava_ds.extensions.ready.ready_tilings import CellTiling
+from llava_ds.extensions.ready.ready_vision import ReadyVision
+from llava_ds.extensions.ready.tensor_names import ReadyNames
+from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER, library_errors
+from llava_ds.files.writing import write_whole
+from llava_ds.geometry import media_layout
+from llava_ds.layouts import MediaLayout
+from llava_ds.model.families.language import has_layer_embeddings
+from llava_ds.model.heads import Logits
+from llava_ds.model.llava import LlavaModel, assemble
+from llava_ds.model.loading import persistent_buffers
+from llava_ds.model.open.probe import draw, small_copy
+from llava_ds.model.plan import ModelPlan
+from llava_ds.videos import Footage
+
+VERSION = 4  # raise it when the trial becomes stricter
+# Relative to the largest logit, to the loss, and to the norm of a gradient. In fp32 the same maths differ by 1e-6;
+# samples that see each other by more than 0.1.
+LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
+LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biases have a true one of zero
+LEAST_PIXEL = 1e-5  # of a normalised pixel
+# Rooms and files whose code the result depends on.
+OWN_CODE = (
+    "extensions/ready", "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py",
+    "tokenizer.py", "files/processor_files.py",
+)  # fmt: skip
+
+# What computes logits, ids and pixels.
+LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "pillow", "numpy")
+
+CELLS_TIMES = 3  # images are as many times larger where they keep their size: wider than a window of the tower
+# Conversations: the sizes of their images, with the number of frames of videos, and turns of question and answer with
+# marks. The last is for models that have videos.
+TALKS = (
+    (((64, 20),), (("<image>\nWhat is this?", "A red cat."), ("And now?", "It runs."))),
+    ((), (("How many are two?", "Two."),)),
+    (((20, 64), (40, 40)), (("<image> or <image>: which?", "The second one."),)),
+    (((40, 30, 5), (30, 40), (20, 20, 2)), (("<image> and <image>", "One."), ("<image>\nWhen?", "Now."))),
+)
+VIDEO_RATE = 4.0  # frames a second
+
+
+Shown = Image.Image | list[Image.Image]  # an image, or a video's frames
+
+
+class Difference(NamedTuple):
+    """Largest differences: of a pixel, of a logit relative to the largest, of the loss, and of a gradient by norm, with
+    the name of its parameter."""
+
+    pixels: float
+    logits: float
+    loss: float
+    gradient: float
+    parameter: str
+
+    def line(self, name: str) -> str:
+        """A line for the start of a run."""
+        return (
+            f"trial of {name}: pixels are its image processor's, and a pack differs from one by one through "
+            f"transformers by {self.logits:.1e} (logits), {self.loss:.1e} (loss), {self.gradient:.1e} (gradients)"
+        )
+
+    def problem(self) -> str | None:
+        """What is different, if anything is."""
+        if not self.pixels <= LEAST_PIXEL:
+            return f"pixels differ from its image processor's by {self.pixels:.2g}"
+        if not self.logits <= LOGITS:
+            return f"logits of a pack differ from one by one by {self.logits:.2g} of the largest, allowed {LOGITS:g}"
+        if not self.loss <= LOSS:
+            return f"the loss of a pack differs by {self.loss:.2g} of it, allowed {LOSS:g}"
+        if not self.gradient <= GRADIENTS:
+            return f"the gradient of {self.parameter} differs by {self.gradient:.2g} of it, allowed {GRADIENTS:g}"
+        return None
+
+
+def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> str:
+    """Try a ready model's small copy, or find the result of the same trial in cache_dir. Returns a line.
+
+    Raises ConfigError with the figure where the copy is computed differently.
+    """
+    path = plan.sources.vision_tower.path
+    config = plan.architecture.config
+    same = [str(VERSION), *versions_of(LIBRARIES), config.to_json_string(), repr(images)]
+    same += [
+        *video_parts(images),
+        *tokenizer_parts(plan.tokenizer),
+        _digest(_own_code()),
+        _digest(_processor_files(_source(plan))),
+    ]
+    known = Path(cache_dir).expanduser() / "trials" / f"{digest_of(same)}.json"
+    try:
+        return f"{json.loads(known.read_text(encoding='utf-8'))['line']} (tried before)"
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not tried, or the note was cut short
+    difference = try_ready(plan, images, path)
+    if problem := difference.problem():
+        raise ConfigError(
+            f"--model_name_or_path {path} ({config.model_type}) can't be trained here: {problem}, tried on a small "
+            f"random copy with torch {torch.__version__} and transformers {transformers.__version__}: report this"
+        )
+    line = difference.line(config.model_type)
+    with write_errors(cache_dir, "the result of a trial"):
+        known.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(known, json.dumps({"line": line}), shared=True)
+    return line
+
+
+def _own_code() -> list[Path]:
+    root = Path(__file__).parents[2]
+    return [file for name in OWN_CODE for file in (sorted((root / name).rglob("*.py")) or [root / name])]
+
+
+def _source(plan: ModelPlan) -> Path:
+    """The model's folder, or the one under its adapter."""
+    return Path(plan.sources.vision_tower.path)
+
+
+def _processor_files(folder: Path) -> list[Path]:
+    named = [folder / name for name in (*JSON_FILES, *OTHER_FILES)]
+    return [file for file in named if file.is_file()] + sorted(folder.glob(f"{TEMPLATES_FOLDER}/*.jinja"))
+
+
+def _digest(files: list[Path]) -> str:
+    """A hash of names and contents."""
+    parts = ((file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files)
+    return digest_of(part for pair in parts for part in pair)
+
+
+def try_ready(plan: ModelPlan, images: ReadyImageOptions, path: str) -> Difference:
+    """Compare a small random copy's pack with transformers' forward of each sample. Raises ConfigError where the copy
+    can't be built or run."""
+    encoder = encoder_of(plan.tokenizer, EncodingOptions("processor", 10**6), images)
+    times = CELLS_TIMES if images.tiling.takes_whole_images else 1
+    flags, images = images, dataclasses.replace(images, video_fps=VIDEO_RATE, frames_upbound=0)
+    talks = TALKS[:-1] if images.video is None else TALKS
+    shown = [[_random_frames((times * w, times * h), *frames) for w, h, *frames in sizes] for sizes, _ in talks]
+    samples = [_sample(encoder, images, media, turns) for media, (_, turns) in zip(shown, talks)]
+    where = f"--model_name_or_path {path}"
+    with library_errors(where, "a small copy of it can't be tried"):
+        processor = _image_processor(plan, flags)
+        _compare_sizes(processor, images)
+        pixels = [_pixels(processor, sample, media, plan) for sample, media in zip(samples, shown)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return _compare(plan, images, samples, pixels)
+
+
+def _sample(encoder, images: ReadyImageOptions, media: Sequence[Shown], turns) -> LoadedSample:
+    messages = [Message(role, text) for turn in turns for role, text in zip(("human", "gpt"), turn)]
+    layouts = [_layout(one, len(media), images) for one in media]
+    coded = encoder.encode_batch([(messages, [layout.mark for layout in layouts])])[0]
+    if isinstance(coded, DataError):
+        raise ConfigError(f"its chat template can't write a conversation about an image: {coded}") from coded
+    tiles = [_tiles(one, images) for one in media]
+    ids, labels = (torch.from_numpy(row.astype(np.int64)) for row in (coded.input_ids, coded.labels))
+    return LoadedSample(ids, labels, list(zip(tiles, layouts)))
+
+
+def _layout(one: Shown, num_media: int, images: ReadyImageOptions) -> MediaLayout:
+    if isinstance(one, Image.Image):
+        return media_layout("image", (one.size,), num_media, images)
+    sizes = tuple(frame.size for frame in one)
+    return media_layout("frames", sizes, num_media, images, Footage(len(one), VIDEO_RATE))
+
+
+def _tiles(one: Shown, images: ReadyImageOptions) -> torch.Tensor:
+    if isinstance(one, Image.Image):
+        return cut_by(one, images.tiling.cut(one.size), images.size, images.resample)
+    return moments_of(one, images.video.cut(one[0].size, len(one)), images)
+
+
+def _random_frames(size: tuple[int, int], num_frames: int | None = None) -> Shown:
+    """An image, or the frames of a video."""
+    rng, shape = np.random.default_rng(size), (num_frames or 1, size[1], size[0], 3)
+    frames = [Image.fromarray(frame) for frame in rng.integers(0, 256, shape, dtype=np.uint8)]
+    return frames[0] if num_frames is None else frames
+
+
+def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
+    """The image processor that transformers opens from the model's folder; where flags change the sizes of images, from
+    the files that the run will export."""
+    source, options = _source(plan), {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
+    if not sizes_differ(plan.architecture, images, plan.tokenizer, source):
+        return AutoImageProcessor.from_pretrained(source, **options)
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copy(source / "config.json", scratch)
+        for name, content in processor_files(plan.architecture, images, plan.tokenizer, source).items():
+            write_json(Path(scratch) / name, content)
+        return AutoImageProcessor.from_pretrained(scratch, **options)
+
+
+def _compare_sizes(processor, images: ReadyImageOptions) -> None:
+    """Compare the numbers of patches of a small and of a large image, which bounds of pixels decide, without pixels.
+
+    Raises DataError where they differ.
+    """
+    if not isinstance(images.tiling, CellTiling):
+        return  # sizes that the images of the trial show
+    side, merge = images.tiling.side, images.tiling.merge
+    for width in (side, 2 * round(images.tiling.most**0.5)):
+        size = width, 2 * width
+        theirs = processor.get_number_of_image_patches(size[1], size[0])
+        ours = images.tiling.cut(size).num_tiles * merge**2
+        if theirs != ours:
+            raise DataError(
+                f"its image processor makes {theirs:,} patches of an image of {size[0]} x {size[1]} pixels, and this "
+                f"program {ours:,}: report this"
+            )
+
+
+def _pixels(processor, sample: LoadedSample, media: Sequence[Shown], plan: ModelPlan) -> torch.Tensor | None:
+    """(N, 3, S, S) of the image processor, or its patches (P, numbers in a patch) without padding; None of no images.
+
+    Those of a video's frames are this program's, as its processor needs a package for videos.
+    """
+    options = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}  # as InternVLProcessor does
+    parts = [
+        _tiles_of(processor([one], return_tensors="pt", **options))
+        if isinstance(one, Image.Image)
+        else _processed(plan, tiles, [layout])
+        for one, (tiles, layout) in zip(media, sample.media, strict=True)
+    ]
+    return torch.cat(parts) if parts else None
+
+
+def _processed(plan: ModelPlan, tiles: torch.Tensor, layouts: list[MediaLayout]) -> torch.Tensor:
+    """This program's tiles as transformers' class takes them."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (plan.tower.images.mean, plan.tower.images.std))
+    return plan.architecture.family.processed(plan.architecture.config, (tiles.float() / 255 - mean) / std, layouts)
+
+
+def _tiles_of(found: dict[str, torch.Tensor]) -> torch.Tensor:
+    """An image processor's pixels: (N, 3, S, S), or patches (P, numbers in a patch) without padding."""
+    pixels = found["pixel_values"]
+    if "image_position_ids" in found:
+        pixels = pixels[found["image_position_ids"].amin(-1) >= 0]
+    return pixels if pixels.ndim == 2 else pixels.reshape(-1, *pixels.shape[-3:])
+
+
+def _compare(plan: ModelPlan, images: ReadyImageOptions, samples: list[LoadedSample], pixels: list) -> Difference:
+    """The differences of a small copy."""
+    known = torch.cat([sample.input_ids for sample in samples]).unique()  # image features, IMAGE_TOKEN_INDEX, first
+    samples = [_renumbered(sample, known) for sample in samples]
+    ready, text = _small(plan, len(known) + 1)
+    outer = ready.outer_class()._from_config(
+        copy.deepcopy(ready.config), attn_implementation="eager", dtype=torch.float32
+    )
+    outer.tie_weights()
+    outer.eval()
+    draw(outer)
+    vision = dataclasses.replace(plan.tower, architecture=ready)
+    mean, std = (torch.tensor(values) for values in (vision.images.mean, vision.images.std))
+    model = assemble(text, vision, ModelArguments(), mean, std).eval()
+    names = ReadyNames(ready, text)
+    given = dict(outer.named_parameters(remove_duplicate=False))
+    given_buffers = dict(outer.named_buffers())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(given[names.from_part(name)])
+        for name, buffer in persistent_buffers(model).items():
+            buffer.copy_(given_buffers[names.from_part(name)])
+    if plan.whole_last_layer is None:
+        model.shorten_last_layer()
+    batch = collate(samples, images)
+    logits, loss, largest = _one_by_one(outer, ready.family, samples, pixels)
+    own = model(batch)
+    own.backward()
+    found = _at_targets(model, batch)
+    expected = torch.cat([each for each in pixels if each is not None])
+    layouts = [layout for sample in samples for _, layout in sample.media]
+    gradient, parameter = _worst_gradient(model, given, names)
+    return Difference(
+        pixels=_largest(_processed(plan, batch.pixel_values, layouts), expected),
+        logits=_largest(found, logits) / largest,
+        loss=abs(own.item() - loss) / abs(loss),
+        gradient=gradient,
+        parameter=parameter,
+    )
+
+
+def _small(plan: ModelPlan, vocab_size: int) -> tuple[ReadyModel, PreTrainedConfig]:
+    """The configuration of a small copy, and its language model's. Token 0 is the image's."""
+    vision: ReadyVision = plan.tower
+    config = copy.deepcopy(vision.architecture.config)
+    text = small_copy(plan.text_config, twice=vision.has_image_blocks)
+    text.vocab_size = vocab_size
+    if has_layer_embeddings(text):
+        text.vocab_size_per_layer_input = vocab_size
+    text.pad_token_id = vocab_size - 1  # its row has no gradient, and no sample has it
+    config.text_config, config.image_token_id = text, 0
+    if hasattr(config, "video_token_id"):
+        config.video_token_id = vocab_size - 1
+    vision.architecture.family.shrink(config)
+    return ReadyModel(vision.architecture.family, config), copy.deepcopy(text)
+
+
+def _renumbered(sample: LoadedSample, known: torch.Tensor) -> LoadedSample:
+    """A sample with ids from 1 on, so that the copy needs a row for each of its own only."""
+    ids = torch.searchsorted(known, sample.input_ids)
+    labels = torch.where(sample.labels == IGNORE_INDEX, IGNORE_INDEX, torch.searchsorted(known, sample.labels))
+    is_image = sample.input_ids == IMAGE_TOKEN_INDEX
+    return dataclasses.replace(sample, input_ids=ids.masked_fill(is_image, IMAGE_TOKEN_INDEX), labels=labels)
+
+
+def _one_by_one(
+    outer: nn.Module, family: ReadyFamily, samples: list[LoadedSample], pixels: list[torch.Tensor | None]
+) -> tuple[torch.Tensor, float, float]:
+    """transformers' logits (S, V) before all targets, the summed loss, whose gradients are left in the parameters, and
+    the largest logit."""
+    found, total, largest = [], 0.0, 0.0
+    for sample, shown in zip(samples, pixels):
+        is_image = (sample.input_ids == IMAGE_TOKEN_INDEX)[None]
+        layouts = [layout for _, layout in sample.media]
+        ids = sample.input_ids[None].masked_scatter(is_image, media_ids(outer.config, layouts))
+        options = {} if shown is None else family.outer_inputs(outer.config, shown, layouts, is_image)
+        mask = torch.ones_like(ids)
+        logits = outer(input_ids=ids, attention_mask=mask, use_cache=False, **options).logits[0, :-1]  # (L - 1, V)
+        kept = sample.labels[1:] != IGNORE_INDEX
+        loss = F.cross_entropy(logits[kept], sample.labels[1:][kept], reduction="sum")
+        loss.backward()
+        total, largest = total + loss.item(), max(largest, logits.abs().max().item())
+        found.append(logits[kept].detach())
+    return torch.cat(found), total, largest
+
+
+@torch.no_grad()
+def _at_targets(model: LlavaModel, batch: Batch) -> torch.Tensor:
+    return model(batch, Logits(batch.target_positions))
+
+
+def _worst_gradient(model: LlavaModel, given: dict[str, nn.Parameter], names: ReadyNames) -> tuple[float, str]:
+    """The largest difference of a parameter's gradient relative to its norm, and the parameter."""
+    pairs = {name: (p.grad, given[names.from_part(name)].grad) for name, p in model.named_parameters()}
+    missing = [name for name, (own, other) in pairs.items() if (own is None) != (other is None)]
+    if missing:
+        return float("inf"), missing[0]
+    pairs = {name: pair for name, pair in pairs.items() if pair[0] is not None}
+    floor = LEAST_NORM * max(other.norm().item() for _, other in pairs.values())
+    worst = {
+        name: ((own - other).norm() / other.norm().clamp_min(floor)).item() for name, (own, other) in pairs.items()
+    }
+    name = max(worst, key=lambda each: worst[each] if worst[each] == worst[each] else float("inf"))
+    return worst[name], name
+
+
+def _largest(found: torch.Tensor, expected: torch.Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    difference = (found - expected).abs().max()
+    return difference.item() if difference.isfinite() else float("inf")

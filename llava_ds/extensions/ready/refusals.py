@@ -1,0 +1,35 @@
+"""Flags that ready models have no use for, and what they can't be trained with yet."""
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.config.properties import Feature, clashes, features
+
+# Flags of LLaVA's own composition and templates, which a ready model's files decide.
+COMPOSING_FLAGS = (
+    "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
+    "mm_native_resolution",
+    "pretrain_mm_mlp_adapter", "version", "mm_use_im_start_end", "mm_use_im_patch_token", "split_special_tokens",
+    "mm_patch_merge_type", "image_aspect_ratio", "image_grid_pinpoints", "fast_image_decoding",
+)  # fmt: skip
+
+
+def ready_problems(args: Arguments, kind: str) -> list[str]:
+    """Lines about flags that a ready model has no use for, and about what it can't be trained with yet."""
+    given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
+    given += ["version"] * ("version" in args.given and args.model.version != "processor")
+    training, problems = args.training, []
+    if training.objective != "sft":
+        problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
+    problems += sharing_problems(args)
+    if given:
+        problems.append(
+            f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
+            "prepared: leave them out"
+        )
+    return problems
+
+
+def sharing_problems(args: Arguments) -> list[str]:
+    """Lines about what takes away that every rank has the whole model as its folder has it."""
+    whole = ("whole_matrices", "whole_layers", "whole_sample", "routerless_mlps", "plain_weights")
+    needs = dict.fromkeys(whole, "others are not tried with it")
+    return clashes([*features(args), Feature("a ready model", needs, ("composed",))])

@@ -1,0 +1,168 @@
+"""The folder of a ready model: its parts and the names of their tensors, as they are on disk and in memory.
+
+On disk, names are those of transformers' class or those of an earlier version, which it converts when it opens the
+folder. Here, a ready model has this package's parts: vision_tower.tower.*, projector.connector.* and the language model
+under its own names.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
+
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.ready.family import ReadyFamily, ReadyModel
+from llava_ds.extensions.ready.known_families import register_text_models
+from llava_ds.files.model_files import library_errors
+from llava_ds.model.families.language import config_of, trunk_name
+from llava_ds.model.loading import persistent_buffers
+from llava_ds.model.open.weights import WeightFiles, tensor_names
+
+TOWER, CONNECTOR = "tower.", "connector."  # names of tensors in their parts begin with this
+
+
+class ReadyNames:
+    """Names of a ready model's tensors, from a part's name to transformers' in memory, and from any to the part's."""
+
+    def __init__(self, ready: ReadyModel, text_config: PreTrainedConfig) -> None:
+        family = ready.family
+        register_text_models(family)
+        self._prefixes = {
+            **{f"{path}.": ("projector", f"{CONNECTOR}{inner}") for path, inner in family.connector.items()},
+            f"{family.vision}.": ("vision_tower", TOWER),  # which may have the connector in it
+            f"{family.trunk}.": ("language_model", f"{trunk_name(text_config)}."),
+            "lm_head.": ("language_model", "lm_head."),
+        }
+        found = _outer_names(ready.config.model_type, json.dumps(ready.config.to_dict(), sort_keys=True, default=str))
+        self.in_memory, self._known, self.ends, self.is_tied, self.buffers = found
+        self._beside = family.beside
+
+    def is_beside(self, in_memory: str) -> bool:
+        """True for tensors of parts that no image needs."""
+        return in_memory.startswith(self._beside)
+
+    def is_unchanged(self, on_disk: str) -> bool:
+        """True for tensors of transformers' class that never train: buffers, and parts that no image needs."""
+        in_memory = self.to_memory(on_disk)
+        return in_memory is not None and (in_memory in self.buffers or self.is_beside(in_memory))
+
+    def to_memory(self, on_disk: str) -> str | None:
+        """A name on disk to transformers' in memory; None for tensors that the model doesn't have."""
+        return self._known.get(on_disk)
+
+    def part_of(self, in_memory: str) -> tuple[str, str] | None:
+        """The part of a name in memory, and the name in it."""
+        for prefix, (part, inner) in self._prefixes.items():
+            if in_memory.startswith(prefix):
+                return part, inner + in_memory.removeprefix(prefix)
+        return None
+
+    def from_part(self, name: str) -> str:
+        """A name of the whole model here ("vision_tower.tower.x") to transformers' in memory."""
+        for prefix, (part, inner) in self._prefixes.items():
+            if name.startswith(f"{part}.{inner}"):
+                return prefix + name.removeprefix(f"{part}.{inner}")
+        raise KeyError(name)
+
+    def renames(self) -> dict[str, Callable[[str], str | None]]:
+        """For each part, a function from names on disk to the part's."""
+        found: dict[str, dict[str, str]] = {"vision_tower": {}, "projector": {}, "language_model": {}}
+        for on_disk, in_memory in self._known.items():
+            if (place := self.part_of(in_memory)) is not None:
+                found[place[0]][on_disk] = place[1]
+        return {part: names.get for part, names in found.items()}
+
+
+class _OuterNames(NamedTuple):
+    """Names of a whole model in memory, those by any name on disk, its two ends, whether its class ties these, and
+    those of its buffers among the first."""
+
+    in_memory: tuple[str, ...]
+    known: dict[str, str]
+    ends: tuple[str, str]
+    is_tied: bool
+    buffers: frozenset[str]
+
+
+@lru_cache(maxsize=8)
+def _outer_names(model_type: str, config_json: str) -> _OuterNames:
+    """Ask transformers' class, built without weights. It takes a second for a large model."""
+    config = config_of({**json.loads(config_json), "model_type": model_type}, "a ready model")
+    with torch.device("meta"), no_init_weights():
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        outer = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    outer.tie_weights()
+    buffers = persistent_buffers(outer)
+    tensors = {name: p.data for name, p in outer.named_parameters(remove_duplicate=False)} | buffers
+    known = {name: name for name in tensors}
+    for name, tensor in tensors.items():
+        known |= dict.fromkeys(revert_weight_conversion(outer, {name: tensor}), name)
+    inputs, outputs = outer.get_input_embeddings(), outer.get_output_embeddings()
+    modules = {id(module): name for name, module in outer.named_modules()}
+    ends = tuple(f"{modules[id(end)]}.weight" for end in (inputs, outputs))
+    return _OuterNames(tuple(tensors), known, ends, outputs.weight is inputs.weight, frozenset(buffers))
+
+
+@cache
+def _ends_differ(path: str, embedding: str, output: str) -> bool:
+    """True if a folder's embedding and output layer, by their names on disk, hold other numbers."""
+    files = WeightFiles(path, {embedding: embedding, output: output}.get)
+    found = dict(files.read((embedding, output)))
+    return not torch.equal(found[embedding], found[output])
+
+
+def read_ready(
+    family: ReadyFamily, path: str, config: dict, missing: list[str], where: str
+) -> tuple[ReadyModel, PreTrainedConfig, ReadyNames]:
+    """A ready model's family and configuration, that of its language model, and its tensors' names.
+
+    config: the content of config.json. Raises ConfigError where a part is missing, or of a kind that has no class.
+    """
+    register_text_models(family)
+    if missing:
+        raise ConfigError(f"{where}: its config.json has no {' and no '.join(missing)}: copy it again")
+    whole = config_of(config, where, path)
+    text = copy.deepcopy(whole.text_config)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a causal language model")
+    ready = ReadyModel(family, whole)
+    with library_errors(where, "config.json is not what transformers expects"):
+        names = ReadyNames(ready, text)
+    if names.is_tied:  # as transformers ties, which leaves apart what is in the files twice and differs
+        on_disk = {names.to_memory(name): name for name in tensor_names(path)}
+        ends = [on_disk.get(end) for end in names.ends]
+        names.is_tied = None in ends or not _ends_differ(path, *ends)
+    text.tie_word_embeddings = names.is_tied
+    if names.buffers and (lost := sorted(names.buffers - set(map(names.to_memory, tensor_names(path))))):
+        raise ConfigError(f"{where}: its files of weights don't hold {lost[0]}: copy it again")
+    strange = [name for name in names.in_memory if names.part_of(name) is None and not names.is_beside(name)]
+    if strange:
+        raise ConfigError(f"{where}: its class in transformers has a part that is not known here, {strange[0]}")
+    return ready, text, names
+
+
+def names_in_folder(names: ReadyNames, on_disk: Iterable[str]) -> dict[str, str]:
+    """The names in a folder by those of the whole model here; of two spellings of a tensor the first."""
+    found: dict[str, str] = {}
+    for name in on_disk:
+        in_memory = names.to_memory(name)
+        place = None if in_memory is None else names.part_of(in_memory)
+        if place is not None:
+            found.setdefault(f"{place[0]}.{place[1]}", name)
+    return found
+
+
+def language_model_rename(rename: Callable[[str], str | None], is_tied: bool) -> Callable[[str], str | None]:
+    """The language model's function of names, without the output layer where it is the embedding."""
+    return partial(_but_output, rename) if is_tied else rename
+
+
+def _but_output(rename: Callable[[str], str | None], on_disk: str) -> str | None:
+    name = rename(on_disk)
+    return None if name == "lm_head.weight" else name

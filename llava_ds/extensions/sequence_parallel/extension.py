@@ -1,0 +1,43 @@
+"""Sequence parallelism in a run: parts of packs, and the exchange around attention."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from transformers import PreTrainedConfig
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.extensions.base import Extension, MeshPart
+from llava_ds.extensions.sequence_parallel.cut import cut
+from llava_ds.extensions.sequence_parallel.exchange import heads_problem
+from llava_ds.extensions.sequence_parallel.shared_tokens import share_tokens
+from llava_ds.model.llava import LlavaModel
+from llava_ds.runtime.mesh import Mesh
+
+AXIS = "sp"
+
+
+def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
+    """Heads have to be shared out, of a rank where others share its matrices."""
+    heads, cut_by = config.num_attention_heads, args.size_of("tp")
+    key_heads, size = getattr(config, "num_key_value_heads", None) or heads, args.size_of(AXIS)
+    flag = f"--sequence_parallel_size is {size}"
+    if problem := heads_problem(heads, key_heads, size):
+        yield f"{flag}: the language model's {problem}"
+    elif heads % cut_by or key_heads % cut_by:
+        return  # the other axis says so
+    elif problem := heads_problem(heads // cut_by, key_heads // cut_by, size):
+        yield f"{flag}, and {cut_by} ranks share its matrices: of a rank's heads, {problem}"
+
+
+def cutting(mesh: Mesh) -> partial:
+    """Return what cuts a rank's part out of a micro-batch."""
+    place = mesh.at(AXIS)
+    return partial(cut, rank=place.index, ranks=place.size)
+
+
+def adapt(model: LlavaModel, mesh: Mesh) -> None:
+    """Let a model take such parts."""
+    share_tokens(model, mesh.at(AXIS).group)
+
+
+extension = Extension(fits=fits, mesh=MeshPart(AXIS, cut=cutting, adapt=adapt))

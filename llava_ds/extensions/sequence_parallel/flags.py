@@ -1,0 +1,52 @@
+"""The flag of sequence parallelism."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llava_ds.config.bounds import Count
+from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import Axis, ExtensionFlags
+
+if TYPE_CHECKING:
+    from llava_ds.config.arguments import Arguments
+
+_sequence, _ = flags_of("sequence_parallel")
+
+
+@dataclass(frozen=True)
+class Flags(ExtensionFlags):
+    """The flag of sequence parallelism. DeepSpeed is not told: it would sum no gradients without an object of
+    Megatron's, and with it divide them by other numbers at each stage (0.19.8)."""
+
+    needs: ClassVar = {"dense_mlps": "it is not tried with these experts"}
+    breaks: ClassVar = ("whole_sample",)
+    keys: ClassVar = {"sequence_parallel_size": "sequence_parallel_size"}
+    other_keys: ClassVar = dict.fromkeys(
+        ("cp", "cp_size", "sp", "sp_size", "context_parallel_size", "ulysses_size", "ulysses_parallel_size"),
+        ((1,), 'write "sequence_parallel_size": {size}, which shares the tokens of a sample out by heads'),
+    )
+    other_names: ClassVar = {
+        "--sequence_parallel_size": "--context_parallel_size --cp_size --hyper_parallel_cp_size --ulysses_size"
+    }
+
+    sequence_parallel_size: Count = _sequence(
+        1,
+        "Ranks that share the tokens of every micro-batch (Ulysses), for samples too long for one: each decodes and "
+        "encodes its own images, and computes attention for a part of the heads. --per_device_train_batch_size "
+        "counts for all of them together, --tokens_per_micro_batch for each.",
+        aliases=("--sp_size",),
+        resume="layout",
+        shares_samples=True,
+    )
+
+    @classmethod
+    def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
+        """More ranks for each sample, where a micro-batch can't be cut between samples."""
+        if is_one_sample and not args.model.moe_enable:
+            yield f"--sequence_parallel_size {2 * args.size_of('sp')}, on several GPUs: more of them share each sample"
+
+    @property
+    def axis(self) -> Axis:
+        """Neighbouring ranks, within those of a data axis."""
+        return Axis("sp", "sequence_parallel_size", self.sequence_parallel_size, order=1, divides_model=False)

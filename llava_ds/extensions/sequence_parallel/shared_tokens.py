@@ -1,0 +1,47 @@
+# H query heads, K key heads, t tokens of a rank, E head width
+"""Sequence parallelism in the language model: attention over a pack of which each rank has some tokens."""
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from llava_ds.extensions.sequence_parallel.cut import SHARED
+from llava_ds.extensions.sequence_parallel.exchange import to_heads, to_tokens
+from llava_ds.model.attention import in_autocast, varlen_attention
+from llava_ds.model.llava import LlavaModel
+
+NAME = "llava_ds_shared"
+
+
+def share_tokens(model: LlavaModel, group: torch.distributed.ProcessGroup) -> None:
+    """Let a model take the parts of packs that the ranks of a group have, beside whole packs.
+
+    Its last layer is computed at all positions: a rank has the keys of a part only, without the exchange.
+    """
+    model.short_last_layer = False
+    AttentionInterface.register(NAME, shared_attention)
+    for module in model.language_model.modules():
+        if getattr(module, "config", None) is not None:
+            module.config._attn_implementation = NAME
+            module.token_group = group
+
+
+def shared_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: object,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """varlen_attention, of a part over the tokens of all ranks of the module's group, each of which has t of them.
+
+    query (1, H, t, E); key and value (1, K, t, E); all other arguments are the pack's. Returns (1, t, H, E), and None
+    for the weights. The signature is dictated by transformers' AttentionInterface.
+    """
+    if not options.pop(SHARED, False):
+        return varlen_attention(module, query, key, value, attention_mask, *args, **options)
+    query, key, value = to_heads(*in_autocast(query, key, value), module.token_group)
+    out, _ = varlen_attention(module, query, key, value, attention_mask, *args, **options)
+    return to_tokens(out, module.token_group), None

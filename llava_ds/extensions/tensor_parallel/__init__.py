@@ -1,0 +1,1 @@
+"""Ranks that share the matrices of the language model's layers, which DeepSpeed's AutoTP cuts."""

@@ -1,0 +1,60 @@
+"""Tensor parallelism in a run: what can be cut, and how DeepSpeed is told."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from llava_ds.config.arguments import Arguments
+from llava_ds.engine.ds_config.compilation import deep_compiles
+from llava_ds.engine.ds_config.draft import value_at
+from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
+from llava_ds.extensions.base import Extension, MeshPart
+from llava_ds.extensions.tensor_parallel.matrices import cut_parameters, place_matrices, problems, rules
+from llava_ds.runtime.mesh import Mesh
+
+AXIS = "tp"
+# Updates of a matrix that need all of it.
+WHOLE_MATRICES = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns", "Muon": "whole matrices"}
+OWN_GROUPS = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
+
+
+def check(resolved: ResolvedConfig) -> Iterator[str]:
+    """Name what does not go with matrices that are cut."""
+    flag, config = f"--tensor_parallel_size is {resolved.args.size_of(AXIS)}", resolved.config
+    name = value_at(config, "optimizer.type")
+    for optimizer, needs in WHOLE_MATRICES.items():
+        if isinstance(name, str) and name.lower() == optimizer.lower():
+            yield f"{flag}, but {optimizer}'s updates depend on {needs}, which no rank has: take another"
+    for key in OWN_GROUPS:
+        value = value_at(config, f"zero_optimization.{key}")
+        if value not in (None, False) and (value is True or value not in (1, -1)):
+            yield f"{flag}, but zero_optimization.{key} makes groups of ranks of its own: remove one of them"
+    for part in OFFLOADED:
+        if offload_device(config, part) == "nvme":
+            yield f'{flag}, but zero_optimization.{part}.device is "nvme", which is not tried: write "cpu"'
+    if deep_compiles(config):
+        yield f"{flag}, but compile.deepcompile cuts matrices by rules of its own: remove one of them"
+
+
+def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
+    """The reasons why a language model can't be cut."""
+    size = args.size_of(AXIS)
+    for problem in problems(config, size):
+        yield f"--tensor_parallel_size is {size}: the language model's {problem}"
+
+
+def engine(model: nn.Module, mesh: Mesh) -> dict[str, object]:
+    """Return DeepSpeed's section, with rules for all that it cuts."""
+    return {"config": {"tensor_parallel": rules(mesh.at(AXIS).size)}}
+
+
+extension = Extension(
+    check=check, fits=fits, mesh=MeshPart(AXIS, divides=cut_parameters, engine=engine, started=place_matrices)
+)

@@ -1,0 +1,121 @@
+# O outputs and I inputs of a matrix, t ranks that share it
+"""Tensor parallelism: DeepSpeed's AutoTP cuts the matrices of the language model's layers over ranks.
+
+Attention and MLP begin with matrices cut by rows (O / t, I), the heads or inner numbers of a rank, and end with one cut
+by columns (O, I / t), whose results all ranks add up. Everything else is whole on every rank: tower, projector,
+embeddings, output layer, norms. Source: arXiv 1909.08053; deepspeed.module_inject, 0.19.8.
+"""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from llava_ds.engine.placement import Placement, Share, slice_of
+from llava_ds.model.open.names import LANGUAGE_MODEL
+from llava_ds.runtime.mesh import Mesh
+
+OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, biases too
+INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
+HEAD_NORMS = r"self_attn\.[qk]_norm"  # whole, but each rank has the gradient from its own heads
+_LAYER = r"(?:.*\.)?layers\.\d+\."
+WORDS = "self_attn.[q|k|v|o]_proj and mlp.[gate|up|down]_proj"
+
+
+class CutMatrices(Placement):
+    """Every rank has an equal part of each matrix that is cut, and all of everything else."""
+
+    def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter]]:
+        """Yield all parameters, each with this rank's part of it."""
+        for share, parameter in super().shares(model):
+            if (dim := dim_of(share.name)) is not None:
+                shape = tuple(n * self.size if i == dim else n for i, n in enumerate(share.shape))
+                share = share._replace(shape=shape, slice=slice_of(shape, dim, self.index, self.size))
+            yield share, parameter
+
+
+def problems(config: PreTrainedConfig, tp: int) -> list[str]:
+    """The reasons why a language model can't be cut over tp ranks."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    found = []
+    if heads % tp or key_heads % tp:
+        sizes = ", ".join(str(n) for n in range(1, key_heads + 1) if heads % n == 0 and key_heads % n == 0)
+        found.append(f"{heads} heads, with {key_heads} of keys, can't be shared out over {tp} ranks: give {sizes}")
+    if getattr(config, "attention_dropout", 0.0):
+        found.append(
+            f"attention_dropout is {config.attention_dropout} in its config.json, and ranks would drop the same of "
+            "different heads: write 0"
+        )
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    layers = [(name, p) for name, p in model.named_parameters() if re.match(_LAYER, name)]
+    others = [name for name, p in layers if not _goes(name, p, config)]
+    if not layers or others:
+        example = others[0] if others else "other names"
+        found.append(
+            f"layers have {example}, and what is cut is {WORDS}: leave the flag out, ZeRO shards this family as it is"
+        )
+    elif uneven := [name for name, p in layers if _dim(name) is not None and p.shape[_dim(name)] % tp]:
+        found.append(f"{uneven[0]} can't be divided into {tp} parts")
+    return found
+
+
+def _goes(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> bool:
+    """True for a parameter of a layer that is cut, or is the same for every rank."""
+    name = re.sub(rf"^{_LAYER}", "", name)
+    if _dim(f"layers.0.{name}") is not None or re.fullmatch(rf"({INPUTS})\.bias", name):
+        return True
+    if name.startswith(("self_attn.", "mlp.")):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return re.fullmatch(rf"({HEAD_NORMS})\.weight", name) is not None and tuple(parameter.shape) == (width,)
+    return parameter.ndim == 1
+
+
+def _dim(name: str) -> int | None:
+    """The dimension along which a parameter of the language model is cut; None if it is whole."""
+    if re.fullmatch(rf"{_LAYER}({OUTPUTS})\.(weight|bias)", name):
+        return 0
+    return 1 if re.fullmatch(rf"{_LAYER}({INPUTS})\.weight", name) else None
+
+
+def dim_of(name: str) -> int | None:
+    """The dimension along which a parameter of the whole model is cut, by its name; None if it is not."""
+    return _dim(name.removeprefix(LANGUAGE_MODEL)) if name.startswith(LANGUAGE_MODEL) else None
+
+
+def rules(tp: int) -> dict:
+    """DeepSpeed's section of the JSON, with rules for all that it cuts: its own would cut the vision tower, too."""
+    inside = r"^language_model\..*\.layers\.\d+\."
+    specs = [
+        {"patterns": [rf"{inside}({OUTPUTS})(\.weight)?$"], "partition_type": "column"},
+        {"patterns": [rf"{inside}({INPUTS})(\.weight)?$"], "partition_type": "row"},
+        {"patterns": [rf"{inside}({HEAD_NORMS})(\.weight)?$"], "partition_type": "skip", "grad_allreduce": True},
+    ]
+    return {"autotp_size": tp, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+
+
+def cut_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of a whole model of which each rank will hold an equal part."""
+    return {p for name, p in model.named_parameters() if dim_of(name) is not None}
+
+
+def place_matrices(engine, mesh: Mesh) -> None:
+    """Note how the engine has cut the matrices, and drop its comparison of the first batches.
+
+    DeepSpeed 0.19.8 pickles the batch of the first forward and sends it to the others, then compares objects that know
+    no comparison. Here the ranks of a group plan alike, and agree on what they could decode (data/shared_loader.py).
+    """
+    place = mesh.at("tp")
+    assert engine.autotp_size() == place.size, f"DeepSpeed cuts matrices for {engine.autotp_size()} ranks"
+    engine.first_dataloader_check.remove()
+    assert engine.mpu.get_tensor_model_parallel_rank() == place.index, "DeepSpeed lays ranks out in another order"
+    placement = CutMatrices("tp", place.size, place.index, place.group)
+    held = placement.held(engine.module).items()
+    other = [s.name for p, s in held if bool(s.slice) != getattr(p, "tensor_model_parallel", False)]
+    assert not other, f"DeepSpeed cuts others: {other[:3]}"
+    assert any(share.slice for _, share in held), "DeepSpeed cut nothing"
+    engine.module.placement = placement

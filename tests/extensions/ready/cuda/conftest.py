@@ -1,0 +1,3 @@
+"""Loads the fake CUDA library before torch."""
+
+from fake_cuda import pytest_runtest_setup  # noqa: F401
