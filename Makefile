@@ -247,11 +247,11 @@ test-gpu: install
 # lmms-eval in its own environment; compare its answers with run/evaluate.py's.
 LMMS ?= .lmms
 lmms-eval: install $(LMMS)/.installed
-	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m full -rs tests/evaluation/test_lmms_eval.py
+	LMMS_EVAL='$(abspath $(LMMS))' $(BIN)/python -m pytest -m full -rs tests/extensions/benchmarks/test_lmms_eval.py
 
-$(LMMS)/.installed: tests/evaluation/lmms_eval.txt constraints.txt
+$(LMMS)/.installed: tests/extensions/benchmarks/lmms_eval.txt constraints.txt
 	$(PYTHON) -m venv $(LMMS)
-	$(LMMS)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r tests/evaluation/lmms_eval.txt
+	$(LMMS)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt -r tests/extensions/benchmarks/lmms_eval.txt
 	$(LMMS)/bin/python -m pip install $(PIP_ARGS) --no-deps lmms-eval==0.7.3
 	touch $@
 
@@ -289,7 +289,7 @@ $(VLLM)/.installed: run/dev/serving/vllm.txt run/dev/serving/torchvision_operato
 serve-check-gguf: install $(LLAMA_CPP)/.installed
 	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
 	$(BIN)/python run/dev/serve_check.py --llama_cpp_python $(LLAMA_CPP)/bin/python --output output/serve-check-gguf $(ARGS)
-	LLAMA_CPP='$(abspath $(LLAMA_CPP))' $(BIN)/python -m pytest -m full -rs tests/export/test_llama_cpp.py
+	LLAMA_CPP='$(abspath $(LLAMA_CPP))' $(BIN)/python -m pytest -m full -rs tests/extensions/gguf/test_llama_cpp.py
 
 $(LLAMA_CPP)/.installed:
 	$(PYTHON) -m venv --clear $(LLAMA_CPP)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from llava_ds.config.bounds import Bounds, Count, NotNegative, Positive, Rate, number
 from llava_ds.constants import ConfigError
-from llava_ds.infer.infer_flags import EngineOptions, Sampling, add_engine_flags, parse_engine_options
+from llava_ds.extensions.infer.infer_flags import EngineOptions, Sampling, add_engine_flags, parse_engine_options
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 WEB_PORT, API_PORT = 7860, 8000
@@ -91,7 +91,7 @@ import os
 from functools import partial
 
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.infer.chat import (
+from llava_ds.extensions.infer.chat import (
     Session,
     answer_for_rank_0,
     make_line_reader,
@@ -100,7 +100,7 @@ from llava_ds.infer.chat import (
     release_other_ranks,
     run_conversation,
 )
-from llava_ds.infer.engines import load_for_inference
+from llava_ds.extensions.infer.engines import load_for_inference
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
 
 
@@ -111,11 +111,11 @@ def main(argv: list[str]) -> None:
     quiet_libraries()
     ranks = start(options)
     if args.web:
-        from llava_ds.infer.web import import_gradio, serve
+        from llava_ds.extensions.infer.web import import_gradio, serve
 
         import_gradio()  # a missing package is reported before a large model is loaded
     if args.serve:
-        from llava_ds.infer.api import Limits, api_key, check_server_packages, serve_api
+        from llava_ds.extensions.infer.api import Limits, api_key, check_server_packages, serve_api
 
         check_server_packages()
         api_key()

@@ -39,8 +39,8 @@ from pathlib import Path
 
 from llava_ds.config.shipped import DS_CONFIGS, found
 from llava_ds.constants import ConfigError
-from llava_ds.doctor.checks import CHECKS, as_lines, examine
-from llava_ds.doctor.requirements import PROBLEM, WARNING, Requirements
+from llava_ds.extensions.doctor.checks import CHECKS, as_lines, examine
+from llava_ds.extensions.doctor.requirements import PROBLEM, WARNING, Requirements
 
 LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks have a limit of their own
 

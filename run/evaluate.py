@@ -1,7 +1,7 @@
 """Score a model on held-out questions: python run/evaluate.py --model_path output/tiny-finetune
 
 Without --data_path it asks about generated scenes that are in no training image. --task names a benchmark whose files
-are on this disk; docs/evaluation.md lists the files. On every local device: deepspeed run/evaluate.py ...
+are on this disk; docs/benchmarks.md lists the files. On every local device: deepspeed run/evaluate.py ...
 The same command resumes an interrupted one, if it has an --output.
 """
 
@@ -11,8 +11,8 @@ import sys
 
 from llava_ds.config.bounds import Count, NotNegative, Seed, number
 from llava_ds.constants import ConfigError
-from llava_ds.evaluation.task_names import CHOSEN_METRICS, TASK_NAMES, TURNS
-from llava_ds.infer.infer_flags import EngineOptions, add_engine_flags, parse_engine_options
+from llava_ds.extensions.benchmarks.task_names import CHOSEN_METRICS, TASK_NAMES, TURNS
+from llava_ds.extensions.infer.infer_flags import EngineOptions, add_engine_flags, parse_engine_options
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
 MOST_NEW_TOKENS = 64
@@ -132,7 +132,8 @@ from pathlib import Path
 import torch
 
 from llava_ds.engine.process_group import init_ranks
-from llava_ds.evaluation.answers import (
+from llava_ds.export.card import add_evaluation
+from llava_ds.extensions.benchmarks.answers import (
     BLANK_IMAGE,
     MAIN_COLUMN,
     WITHOUT_PICTURE,
@@ -144,17 +145,22 @@ from llava_ds.evaluation.answers import (
     write_answers,
     write_scores,
 )
-from llava_ds.evaluation.answers_identity import identity_of, model_digest
-from llava_ds.evaluation.asking import Answering, ask, ask_each, open_batches, plan_batches
-from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.question import Question, digest, with_blank_image, with_resized_sizes, without_image
-from llava_ds.evaluation.score_table import as_json, interval_lines, legend, table
-from llava_ds.evaluation.scores import Scored, metric_of
-from llava_ds.evaluation.tasks import TASKS, read_questions
-from llava_ds.export.card import add_evaluation
-from llava_ds.infer.engines import load_for_inference
-from llava_ds.infer.generate import Answer
-from llava_ds.infer.load import LoadedModel
+from llava_ds.extensions.benchmarks.answers_identity import identity_of, model_digest
+from llava_ds.extensions.benchmarks.asking import Answering, ask, ask_each, open_batches, plan_batches
+from llava_ds.extensions.benchmarks.benchmark_files import Given
+from llava_ds.extensions.benchmarks.question import (
+    Question,
+    digest,
+    with_blank_image,
+    with_resized_sizes,
+    without_image,
+)
+from llava_ds.extensions.benchmarks.score_table import as_json, interval_lines, legend, table
+from llava_ds.extensions.benchmarks.scores import Scored, metric_of
+from llava_ds.extensions.benchmarks.tasks import TASKS, read_questions
+from llava_ds.extensions.infer.engines import load_for_inference
+from llava_ds.extensions.infer.generate import Answer
+from llava_ds.extensions.infer.load import LoadedModel
 from llava_ds.runtime.launchers import rank_variables
 from llava_ds.runtime.ranks import Ranks, check_same, first_rank_first, gather, print_first, quiet_libraries
 from llava_ds.tiny.default import heldout_data
@@ -226,7 +232,7 @@ def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -
         loaded = load_for_inference(args.model_path, options, ranks)
         print_first(*loaded.notes)
         return loaded
-    from llava_ds.evaluation.judging import BestOfN, Judge, Preferring  # with DeepSpeed, which takes seconds
+    from llava_ds.extensions.benchmarks.judging import BestOfN, Judge, Preferring  # with DeepSpeed, which takes seconds
 
     if args.best_of is None:
         judge = Judge("--model_path", args.model_path, options, ranks)

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from llava_ds.config.bounds import Count, Number, number
 from llava_ds.constants import ConfigError
 from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.extensions.active import choice, values_of
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
+FORMS = ("hf", "llava", "adapter", "projector")
 DTYPES = ("float32", "bfloat16", "float16")  # torch's names
 FOLDERS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "version")
 ROWS = ("resize_token_embeddings", "pad_embeddings_to_multiple_of")
@@ -27,17 +30,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("source", type=given_path, metavar="SOURCE", help="checkpoint-<step> folder, or a model's folder")
     add(
         "--format",
-        choices=["hf", "llava", "gguf", "adapter", "projector"],
-        help="hf: for transformers; llava: for LLaVA's own code; gguf: for llama.cpp and Ollama; adapter: of a LoRA "
-        "run's checkpoint, which the others merge; projector: mm_projector.bin; absent: the format of the run's own "
-        "export, or hf",
+        choices=[*FORMS, *values_of("format")],
+        help="hf: for transformers; llava: for LLaVA's own code; adapter: of a LoRA run's checkpoint, which the others "
+        "merge; projector: mm_projector.bin; "
+        + "".join(f"{form}: {title}; " for form, title in values_of("format").items())
+        + "absent: the format of the run's own export, or hf",
     )
     add("--output_dir", type=new_folder, help="folder to write; absent: the source's name with the format appended")
     add(
         "--dtype",
-        choices=["auto", *DTYPES, "q8_0"],
+        choices=["auto", *DTYPES, *values_of("dtype")],
         default="auto",
-        help="auto: that of training, or of the folder, where GGUF has float16 for bfloat16; q8_0: 8 bits, of GGUF",
+        help="auto: that of training, or of the folder, or the nearest that the format has"
+        + "".join(f"; {dtype}: of {title}" for dtype, title in values_of("dtype").items()),
     )
     add("--max_shard_size", default=DEFAULT_SHARD_SIZE, help="largest file (default: %(default)s)")
     add("--model_name_or_path", type=given_path, help="present folder of a checkpoint's base language model")
@@ -109,7 +114,6 @@ from llava_ds.export.card import write_card, write_conversion_card
 from llava_ds.export.export_plan import ExportPlan, hf_kind
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.from_folder import open_folder
-from llava_ds.export.gguf_folder import with_gguf_type
 from llava_ds.export.output_folder import staged, write_folder
 from llava_ds.export.reload_check import describe_bits
 from llava_ds.export.tokenizer_files import refuse_lost_tokens
@@ -154,8 +158,8 @@ def main(argv: list[str]) -> None:
             export, entries, lines = open_folder(source, given, dtype, form)
         print(*lines, *export.model.notes, sep="\n")
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
-    if form == "gguf":
-        export = with_gguf_type(export, args.dtype)
+    if form not in FORMS:
+        export = choice("format", form).planned(export, args.dtype)
     _check_form(export, args.dtype, has_adapter=restored is not None and export.adapter is not None)
     output_dir = Path(args.output_dir or f"{str(source).rstrip('/')}-{form}")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not args.overwrite:
@@ -187,8 +191,9 @@ def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> No
 def _check_form(export: ExportPlan, dtype: str, has_adapter: bool) -> None:
     if export.form == "adapter" and not has_adapter:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
-    if dtype == "q8_0" and export.form != "gguf":
-        raise ConfigError("--dtype q8_0 goes with --format gguf: give float32, bfloat16 or float16")
+    own = next((each.values["format"] for each in EXTENSIONS.values() if dtype in each.values.get("dtype", ())), None)
+    if own is not None and export.form not in own:
+        raise ConfigError(f"--dtype {dtype} goes with --format {own[0]}: give float32, bfloat16 or float16")
     if export.form == "llava":
         refuse_lost_tokens(export.model.tokenizer)
     kind, why = hf_kind(export.model, export.args, export.image_options)

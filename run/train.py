@@ -4,7 +4,6 @@ Without --model_name_or_path it trains the tiny model that ships with the packag
 """
 
 import sys
-from dataclasses import replace
 from functools import partial
 
 from llava_ds.runtime.command import begin, exit_with
@@ -41,12 +40,8 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -> int:
     """Go from flags to the exported model."""
     started = start(argv, lock, watchdog)  # flags and ranks, the same everywhere
-    plan = make_plan(started)  # model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built
-    if plan.args.training.eval_tasks is not None:
-        from llava_ds.evaluation.eval_tasks import open_tasks  # with all benchmarks
-
-        plan = replace(plan, own={"eval_tasks": open_tasks(plan, started.ranks)})
-    plan = plan.completed(started.ranks)
+    # Model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built.
+    plan = make_plan(started).completed(started.ranks)
     if plan.args.training.dry_run:
         return choice("dry_run", True)(plan, started.ranks)
     session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried

@@ -92,6 +92,7 @@ def known(parsers) -> dict[str, set[str]]:
         **{
             name: ROOT / "run" / "dev" / name
             for name in ("room_graph.py", "compare_trl.py", "serve_check.py", "write_pairs.py", "write_questions.py")
+            if (ROOT / "run" / "dev" / name).exists()
         },
     }
     for name, module in measure.MEASUREMENTS.items():

@@ -163,7 +163,8 @@ class Arguments:
     def evaluates(self) -> bool:
         """True if there is something that evaluations measure."""
         data = self.data
-        return bool(data.eval_fraction) or data.eval_data_path is not None or self.training.eval_tasks is not None
+        own = any(flags.evaluates for flags in self.own.values())
+        return bool(data.eval_fraction) or data.eval_data_path is not None or own
 
     def replaced(self, **values: object) -> "Arguments":
         """A copy in which every named flag has another value, in whichever section it is."""

@@ -61,9 +61,6 @@ def core_features(args: Arguments) -> Iterator[Feature]:
         yield Feature("--tokens_per_micro_batch auto", {"known_samples": "a number does not"})
     if training.dry_run:
         yield Feature("--dry_run True", {"known_samples": "it shows the first step"})
-    if training.eval_tasks is not None:
-        needs = dict.fromkeys(("whole_matrices", "whole_layers", "whole_sample", "plain_weights"), "each answers alone")
-        yield Feature("--eval_tasks", needs)
     if training.router_aux_loss_coef:
         needs = {"whole_sample": "it balances experts over all tokens of a micro-batch"}
         yield Feature(f"--router_aux_loss_coef {training.router_aux_loss_coef:g}", needs)

@@ -264,8 +264,6 @@ def evaluations(args: Arguments) -> Iterator[str]:
         yield f"--eval_steps {training.eval_steps:g} {remedy}"
     if training.eval_strategy not in (None, "no") and not args.evaluates:
         yield f"--eval_strategy {training.eval_strategy} {remedy}"
-    if training.eval_tasks is not None and args.traits.scores:
-        yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
     if data.eval_data_split is not None and data.eval_data_path is None:
         yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
 

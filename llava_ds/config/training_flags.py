@@ -192,13 +192,6 @@ class TrainingArguments:
         "Optimizer steps between evals; below 1 a fraction of all steps, rounded up. Absent or 0: only at the end, or "
         "with --eval_strategy steps: --logging_steps.",
     )
-    eval_tasks: str | None = _eval_free(
-        None,
-        "YAML file that lists benchmarks by names of yours, with run/evaluate.py's task, data_path, image_folder, "
-        "metric and limit under each (docs/reports.md): they are asked and scored at every evaluation, of "
-        "which the names are numbers.",
-        path="file",
-    )
     logging_steps: Count = _logging(1, "Steps between readings of the loss.", resume="rewind")
     report_to: str | None = _logging_free(
         None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
-from llava_ds.extensions.active import report_parts
+from llava_ds.extensions.active import choice, report_parts
 from llava_ds.files.model_files import own_file
 from llava_ds.files.reading import read_bytes
 from llava_ds.files.writing import write_whole
@@ -24,7 +24,7 @@ SHOWN = (
     "lr_scheduler_type", "warmup_ratio", "weight_decay", "max_grad_norm", "bf16", "fp16", "loss_reduction", "seed",
 )  # fmt: skip
 
-LIBRARIES = {"hf": "transformers", "gguf": "gguf"}
+FORMS = ("hf", "llava", "adapter", "projector")  # the others are extensions'
 
 # Where run/evaluate.py puts its scores; a card without it is not ours to change.
 EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"
@@ -52,12 +52,6 @@ from llava.model.builder import load_pretrained_model
 tokenizer, model, image_processor, context_len = load_pretrained_model({quoted}, None, {called})
 ```
 """
-USE_LLAMA_CPP = """\
-In llama.cpp, and in Ollama:
-
-    llama-server --model {folder}/model.gguf --mmproj {folder}/mmproj.gguf
-    ollama create {folder} --file {folder}/Modelfile
-"""
 USE_LLAVA_DS = """
 In llava_ds:
 
@@ -82,7 +76,7 @@ def write_card(
     lines = [
         "---",
         "tags: [llava, image-text-to-text]",
-        f"library_name: {LIBRARIES.get(form, 'llava')}",
+        f"library_name: {_library(form)}",
         "pipeline_tag: image-text-to-text",
         "---",
         "",
@@ -181,6 +175,13 @@ def _cell(text: str) -> str:
     return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", " ".join(text.split()))
 
 
+def _library(form: str) -> str:
+    """The library that opens a form."""
+    if form not in FORMS:
+        return choice("format", form).library
+    return "transformers" if form == "hf" else "llava"
+
+
 def _usage(output_dir: Path, form: str, name: str) -> str:
     """Code and a command; a relative name is looked up on the hub where no folder has it."""
     where = f"Run this in the folder that holds `{name}`, with an image as `image.png` beside it.\n\n"
@@ -189,8 +190,8 @@ def _usage(output_dir: Path, form: str, name: str) -> str:
     if form == "llava":
         called = quoted if "llava" in name.lower() else json.dumps(f"llava-{name}", ensure_ascii=False)
         return where + USE_LLAVA.format(quoted=quoted, called=called) + here
-    if form == "gguf":
-        return f"Run this in the folder that holds `{name}`.\n\n" + USE_LLAMA_CPP.format(folder=in_shell)
+    if form not in FORMS:
+        return f"Run this in the folder that holds `{name}`.\n\n" + choice("format", form).usage(in_shell)
     if form == "adapter":
         return where + here.lstrip()
     config = json.loads((output_dir / "config.json").read_text(encoding="utf-8"))

@@ -21,17 +21,16 @@ if TYPE_CHECKING:
     from llava_ds.export.tensors import Names
     from llava_ds.extensions.base import Adapter
 
-GGUF_FILES = ("model.gguf", "mmproj.gguf", "Modelfile")  # all that form "gguf" writes
-
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The model to write, and its form: "hf" (for transformers), "llava", "gguf", "adapter" or "projector".
+    """The model to write, and its form: "hf" (for transformers), "llava", "adapter", "projector", or an extension's.
 
     args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
     max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for
     as many as there are; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None
-    for that of --version; gguf_type: of matrices in GGUF, "float32", "float16" or "q8_0".
+    for that of --version; matrix_type: of matrices, in a form
+    with types of its own.
     """
 
     model: ModelPlan
@@ -44,7 +43,7 @@ class ExportPlan:
     rows: int | None = None
     tower_name: str | None = None
     template: str | None = None
-    gguf_type: str = "float16"
+    matrix_type: str = ""
 
     @property
     def vocab_size(self) -> int:

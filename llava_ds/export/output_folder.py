@@ -13,11 +13,13 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.constants import ConfigError
 from llava_ds.export.bit_check import Written
-from llava_ds.export.export_plan import GGUF_FILES, ExportPlan
+from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.llava_folder import PROJECTOR_FILES, llava_entries, projector_entries, write_llava, write_projector
 from llava_ds.export.tensors import Counted, Entry, live_entries, take_part, without_value_head, write_value_head
 from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
+from llava_ds.extensions.active import choice
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.loading import return_freed_memory
@@ -29,18 +31,13 @@ from llava_ds.runtime.scratch import scratch_folder
 # Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
-    *GGUF_FILES, *ADAPTER_FILES, NON_LORA, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
+    *(name for each in EXTENSIONS.values() for name in each.model_files.split()),
+    *ADAPTER_FILES, NON_LORA, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
     f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
 )  # fmt: skip
 
 
-def _write_gguf(export: ExportPlan, entries: list[Entry], output_dir: Path) -> None:
-    from llava_ds.export.gguf_folder import write_gguf
-
-    write_gguf(export, entries, output_dir)
-
-
-WRITERS = {"hf": write_hf, "llava": write_llava, "gguf": _write_gguf, "projector": write_projector}
+WRITERS = {"hf": write_hf, "llava": write_llava, "projector": write_projector}
 ENTRIES = {"hf": hf_entries, "llava": llava_entries, "projector": projector_entries}
 
 
@@ -54,14 +51,18 @@ def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write a model's entries as a folder, "hf", "llava", "gguf" or "projector", and return the sums of the tensors'
-    bits: none of GGUF's.
+    """Write a model's entries as a folder, "hf", "llava", "projector" or an extension's, and return the sums of
+    the tensors' bits: none of an extension's.
 
     holes: write files of weights that have the size, and holes in the place of the numbers; not of a projector or a
     value head, which has a file of its own.
     """
     rest, head = without_value_head(entries)
-    written = WRITERS[export.form](export, rest, output_dir, **({"holes": True} if holes else {})) or {}
+    if export.form in WRITERS:
+        written = WRITERS[export.form](export, rest, output_dir, **({"holes": True} if holes else {})) or {}
+    else:
+        choice("format", export.form).write(export, rest, output_dir)
+        written = {}
     if holes:
         return {}
     return written | write_value_head({entry.name: entry.read().to(export.dtype) for entry in head}, output_dir)

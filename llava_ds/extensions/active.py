@@ -135,6 +135,8 @@ def asked_for(given: Mapping[str, object]) -> list[str]:
 
 def flags_class(name: str) -> type[ExtensionFlags]:
     """The class of an extension's flags. Raises ConfigError where it can't be loaded, or has a name nobody reads."""
+    if not EXTENSIONS[name].flags:
+        return ExtensionFlags
     kind = _part(name, "flags", "Flags")
     where = f"llava_ds/extensions/{name}/flags.py: Flags"
     _refuse_unknown(vars(kind).keys() - {field.name for field in dataclasses.fields(kind)}, ExtensionFlags, where)
@@ -163,6 +165,11 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
 def active(names: Iterable[str]) -> Active:
     """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
     return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
+
+
+def values_of(flag: str) -> dict[str, str]:
+    """The values of a flag that extensions add, and their titles."""
+    return {value: each.title for each in EXTENSIONS.values() for value in each.values.get(flag, ())}
 
 
 def folder_part(model_type: object) -> FolderPart | None:
@@ -207,6 +214,9 @@ def _store(scheme: str) -> ModuleType:
 
 
 def _extension(name: str) -> Extension:
+    trigger = EXTENSIONS[name]
+    if not (trigger.flags or trigger.values or trigger.model_types):  # scripts of run/ import it, and a run nothing
+        return Extension()
     found: Extension = _part(name, "extension", "extension")
     if found.part is not None:
         _refuse_unknown(

@@ -105,6 +105,7 @@ class Number(NamedTuple):
     bar: str = ""
 
 
+@dataclass(frozen=True)
 class ExtensionFlags:
     """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
 
@@ -125,6 +126,11 @@ class ExtensionFlags:
     numbers: ClassVar[Mapping[str, Number]] = {}
     needs_text: ClassVar[bool] = False
     data_path: ClassVar[str | None] = None
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the extension gives numbers at evaluations."""
+        return False
 
     @property
     def takes_samples(self) -> bool:
@@ -415,6 +421,27 @@ class StatePart(NamedTuple):
 
     file: str
     of: "Callable[[LlavaModel], dict[str, Tensor]]"
+
+
+class FolderForm:
+    """A form of model folders that run/export.py writes: a value of its --format (Extension.choices).
+
+    library: that opens it, for the model card.
+    """
+
+    library: ClassVar[str]
+
+    def planned(self, export: "ExportPlan", dtype: str) -> "ExportPlan":
+        """The plan of such an export. dtype: --dtype's value. Raises ConfigError for a model that can't be written."""
+        raise NotImplementedError
+
+    def write(self, export: "ExportPlan", entries: "list[Entry]", folder: Path) -> None:
+        """Write the folder. entries: of the model, by their names here."""
+        raise NotImplementedError
+
+    def usage(self, folder: str) -> str:
+        """How to use the folder, in markdown. folder: its name, quoted for a shell."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ class Trigger(NamedTuple):
     or refuses with a reason; values: values of the core's flags that ask for it;
     schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the core. One
     of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded together,
-    and may have flags of the same name.
+    and may have flags of the same name; requires: names of extensions that it needs; model_files: of its form of model
+    folders. One without any of these has scripts in run/.
     """
 
     title: str
@@ -24,6 +25,8 @@ class Trigger(NamedTuple):
     keys: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
+    requires: str = ""
+    model_files: str = ""
     adds: Mapping[str, Mapping[str, str]] = {}
 
     def asked_for(self, given: Mapping[str, object]) -> bool:
@@ -93,6 +96,15 @@ EXTENSIONS: dict[str, Trigger] = {
         schemes="*",
     ),
     "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
+    "infer": Trigger("answers of a model, in the terminal, in a browser and to other programs", ""),
+    "benchmarks": Trigger("scores on benchmarks, also while a run trains", "eval_tasks", requires="infer"),
+    "doctor": Trigger("whether a machine and its software can train", ""),
+    "gguf": Trigger(
+        "for llama.cpp and Ollama",
+        "",
+        values={"format": ("gguf",), "dtype": ("q8_0",)},
+        model_files="model.gguf mmproj.gguf Modelfile",
+    ),
     "best": Trigger(
         "the checkpoint with the best evaluation is kept, or becomes the model",
         "metric_for_best_model greater_is_better load_best_model_at_end "

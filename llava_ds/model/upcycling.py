@@ -208,7 +208,6 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
         f"{flag}: {why}"
         for flag, is_set, why in (
             ("--tune_mm_mlp_adapter True", model.tune_mm_mlp_adapter, "it writes a projector and no model"),
-            ("--eval_tasks", training.eval_tasks is not None, "it is not tried with these experts"),
         )
         if is_set
     ]

@@ -49,8 +49,8 @@ class Evals:
         broken: int,
         seconds: tuple[float, float],
     ) -> None:
-        """found: None where there are no eval samples; scores: of --eval_tasks; broken: samples that are not in it, for
-        their images could not be read; seconds: of the loss and of the tasks."""
+        """found: None where there are no eval samples; scores: numbers beside the loss; broken: samples that are not in
+        it, for their images could not be read; seconds: of the loss and of the scores."""
         if not self.is_first:
             return
         row, curves = {"step": step}, {}

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -64,20 +64,6 @@ def eval_loss(
     return EvalLoss(sum(losses) / number, int(targets), int(samples), means, metrics)
 
 
-class Tasks(Protocol):
-    """Benchmarks whose questions a model is asked while it trains."""
-
-    def scores(self, precision: torch.autocast) -> dict[str, float]:
-        """The score of each by its name. All ranks call it together.
-
-        precision: the engine's own.
-        """
-
-
-# Makes Tasks of the model. All ranks call it together, before the engine is started, which changes the model's modules.
-Asks = Callable[[LlavaModel], Tasks]
-
-
 def numbers_of(plan: Plan) -> list[str]:
     """Names of the numbers of a run's evaluations."""
     eval_set, known = plan.evals.eval_set, [name for own in plan.own.values() for name in getattr(own, "numbers", ())]
@@ -101,14 +87,19 @@ class Measure:
     def run(self, step: int) -> None:
         """Do it, after the eval loss was measured."""
 
+    def scores(self, precision: torch.autocast) -> dict[str, float]:
+        """Numbers beside the eval loss, by their names. precision: the engine's own. All ranks call it together."""
+        return {}
+
     def why_over(self) -> str | None:
         """The reason to end the run, by the evaluations so far; on rank 0."""
 
 
 class Asked(NamedTuple):
-    """The benchmarks of a run. numbers: names of their scores."""
+    """What an extension measures of the model at every evaluation, in Plan.own. asks: makes its measure of the model,
+    on all ranks together, before the engine is started, which changes the model's modules; numbers: names of scores."""
 
-    asks: Asks
+    asks: Callable[[LlavaModel], Measure]
     numbers: tuple[str, ...]
 
 
@@ -123,22 +114,22 @@ class Evaluation:
         runner: Runner,
         plan: Plan,
         objective: Objective,
-        tasks: Tasks | None,
+        asked: list[Measure],
         trackers: Trackers,
         ranks: Ranks,
         mesh: Mesh,
     ) -> None:
-        """All ranks call it together."""
+        """asked: what has numbers at every evaluation, beside the eval loss. All ranks call it together."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._runner, self._ranks, self._mesh, self._packing = runner, ranks, mesh, plan.steps.packing
-        self._objective, self._tasks = objective, tasks
+        self._objective, self._asked = objective, asked
         autocast = plan.resolved.config.get("torch_autocast", {}).get("enabled", False)
         self._precision = torch.autocast(ranks.device.type, plan.resolved.compute_dtype, enabled=autocast)
         self._num_workers, self._eval_set = args.data.dataloader_num_workers, plan.evals.eval_set
         self.log = Evals(plan.output_dir, plan.resumed_step, ranks, trackers)
         self._num_steps, self._last_s = num_steps, 0.0  # seconds of the last evaluation
-        self.measures: list[Measure] = []
+        self.measures: list[Measure] = [*asked]
 
     def is_due(self, step: int, last: bool) -> bool:
         """True if there is something to do at a step. last: the run ends with it."""
@@ -179,22 +170,22 @@ class Evaluation:
         return last
 
     def _measure(self, step: int) -> None:
-        """The eval loss, and the scores of tasks."""
+        """The eval loss, and the numbers beside it."""
         began, loss, scores = time.perf_counter(), None, {}
         if self._eval_set is not None:
             loss = eval_loss(
                 self._runner, self._eval_set, self._packing, self._num_workers, self._objective, self._mesh
             )
         measured = time.perf_counter()
-        if self._tasks is not None:
-            scores = self._tasks.scores(self._precision)
+        for each in self._asked:
+            scores |= each.scores(self._precision)
         broken = 0 if loss is None else len(self._eval_set) - loss.samples
         seconds = measured - began, time.perf_counter() - measured
         self.log.add(step, loss, scores, broken=broken, seconds=seconds)
 
     def _measures(self, step: int, last: bool) -> bool:
-        has_any = self._eval_set is not None or self._tasks is not None
-        return has_any and is_at(step, self._eval_steps, last)
+        has_any = self._eval_set is not None or self._asked
+        return bool(has_any) and is_at(step, self._eval_steps, last)
 
 
 def is_at(step: int, every: int | None, last: bool) -> bool:

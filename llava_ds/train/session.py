@@ -37,7 +37,7 @@ from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.evals import Evaluation, Tasks
+from llava_ds.train.evals import Asked, Evaluation, Measure
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
 from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
@@ -93,7 +93,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
     seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
     parts = plan.active.parts(plan, started)
-    model, engine, checkpointed, tasks = _build_engine(plan, started, parts)
+    model, engine, checkpointed, asked = _build_engine(plan, started, parts)
     plain = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
     objective = plan.active.objective(plan, mesh, plain)
     runner = _runner(engine, mesh)
@@ -106,7 +106,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(runner, plan, objective, tasks, trackers, ranks, mesh)
+    evaluation = Evaluation(runner, plan, objective, asked, trackers, ranks, mesh)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         from llava_ds.model.mixture import routers_of
         from llava_ds.train.objectives.routed import Routed
@@ -187,9 +187,9 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 
 def _build_engine(
     plan: Plan, started: Start, parts: Sequence[SessionPart]
-) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, Tasks | None]:
+) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, list[Measure]]:
     """Build the model and the engine over it. Returns them, the parts of the model whose layers may be checkpointed,
-    and what asks --eval_tasks."""
+    and what extensions measure of it."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
@@ -202,8 +202,7 @@ def _build_engine(
     mesh.adapt(model)
     share_experts(model, mesh)
     choose_trainable(model, args)
-    asked = plan.own.get("eval_tasks")
-    tasks = None if asked is None else asked.asks(model)
+    asked = [own.asks(model) for own in plan.own.values() if isinstance(own, Asked)]
     for part in parts:
         part.built(model)
     models = all_models(model).values()
@@ -222,7 +221,7 @@ def _build_engine(
     num_updates = plan.steps.num_steps * math.prod(part.updates for part in parts)
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
-    return model, engine, checkpointed, tasks
+    return model, engine, checkpointed, asked
 
 
 def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -34,12 +34,12 @@ from transformers.models.clip.modeling_clip import CLIPVisionEmbeddings
 from llava_ds.config.bounds import Count, number
 from llava_ds.constants import IMAGE_TOKEN, ConfigError
 from llava_ds.data.images.decode import load_image
-from llava_ds.evaluation.asking import ask, plan_batches
-from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.question import Question, without_image
-from llava_ds.evaluation.tasks import read_questions
-from llava_ds.infer.generate import Answer
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.benchmarks.asking import ask, plan_batches
+from llava_ds.extensions.benchmarks.benchmark_files import Given
+from llava_ds.extensions.benchmarks.question import Question, without_image
+from llava_ds.extensions.benchmarks.tasks import read_questions
+from llava_ds.extensions.infer.generate import Answer
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.ranks import Ranks, quiet_libraries
 from llava_ds.tiny.default import heldout_data

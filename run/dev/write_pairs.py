@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from llava_ds.data.sample import Message
-from llava_ds.evaluation.judging import Judge
-from llava_ds.infer.engines import EngineOptions
-from llava_ds.infer.generate import Prompt
+from llava_ds.extensions.benchmarks.judging import Judge
+from llava_ds.extensions.infer.engines import EngineOptions
+from llava_ds.extensions.infer.generate import Prompt
 from llava_ds.runtime.ranks import Ranks, progress_bar, quiet_libraries
 from llava_ds.tiny.questions import ANSWERS, KINDS
 

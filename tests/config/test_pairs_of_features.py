@@ -35,7 +35,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "router loss": {"router_aux_loss_coef": 0.01},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
-    "tasks": {"eval_tasks": ROOT / "setup.py", "eval_steps": 10},
     "recomputed": {"gradient_checkpointing": True},
     "weights only": {"save_only_model": True},
     "projector alone": {"tune_mm_mlp_adapter": True},

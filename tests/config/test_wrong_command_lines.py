@@ -80,7 +80,7 @@ def plain(world: dict[str, str]) -> dict[str, list[str]]:
     data = ["--data_path", world["records"], "--cache_dir", world["cache"], "--model_max_length", "512"]
     zero2 = str(ROOT / "ds_configs" / "zero2.json")
     out = os.path.join(world["folder"], "out")
-    return {
+    found = {
         "train.py": [*base, *data, "--deepspeed_config", zero2, "--output_dir", out, "--dry_run", "True"],
         "inspect_data.py": [*base, *data],
         "encode.py": [*base, *data],
@@ -95,6 +95,7 @@ def plain(world: dict[str, str]) -> dict[str, list[str]]:
         "bench.py": ["--only", "nothing", "--output_dir", out],
         "build_tiny.py": ["--only", "nothing", "--output", out],
     }
+    return {name: words for name, words in found.items() if any((ROOT / "run").rglob(name))}
 
 
 def bad_value(action: argparse.Action, world: dict[str, str], chance: random.Random) -> str:

@@ -9,8 +9,8 @@ from PIL import Image
 from transformers import GenerationConfig, GenerationMixin, LlavaConfig, LlavaForConditionalGeneration
 
 from llava_ds.data.sample import Message
-from llava_ds.infer.generate import Prompt, Sampling, greedy_answers, stream
-from llava_ds.infer.load import LoadedModel
+from llava_ds.extensions.infer.generate import Prompt, Sampling, greedy_answers, stream
+from llava_ds.extensions.infer.load import LoadedModel
 from llava_ds.model.hf import attention_options
 
 pytestmark = [pytest.mark.cuda]

@@ -11,10 +11,10 @@ from llava_ds.constants import IMAGE_TOKEN_INDEX, DataError
 from llava_ds.data.dataset import ALONE, PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.data.special_tokens import LITERAL_IMAGE, shown_text
-from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.question import without_image
-from llava_ds.evaluation.tasks import read_questions
-from llava_ds.infer.chat import Conversation
+from llava_ds.extensions.benchmarks.benchmark_files import Given
+from llava_ds.extensions.benchmarks.question import without_image
+from llava_ds.extensions.benchmarks.tasks import read_questions
+from llava_ds.extensions.infer.chat import Conversation
 from llava_ds.model.plan import read_parts
 
 IMAGES = {name: f"{name}.png" for name in "ab"}

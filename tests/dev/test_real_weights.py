@@ -10,7 +10,7 @@ from launching import ROOT
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, Dinov2Config, Dinov2Model, LlamaConfig
 
-from llava_ds.export.gguf_folder import interleaved
+from llava_ds.extensions.gguf.gguf_folder import interleaved
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import toys
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many
 
 from llava_ds.data.sample import Message
-from llava_ds.infer.generate import Prompt, answer, prompt_ids
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.extensions.infer.load import load_model
 
 # Order, layouts and broken images are tested in one process in tests/data; here they meet ranks.
 pytestmark = pytest.mark.full

@@ -12,9 +12,9 @@ from extension_there import if_there, needs_extension
 from launching import ds_config, run_many, tight_config, toy_run
 
 from llava_ds.data.sample import Message
+from llava_ds.extensions.infer.generate import Prompt, answer
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.files.jsonl import read_metrics
-from llava_ds.infer.generate import Prompt, answer
-from llava_ds.infer.load import load_model
 
 pytestmark = pytest.mark.full
 

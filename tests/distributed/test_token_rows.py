@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from llava_ds.data.sample import Message
-from llava_ds.infer.generate import Prompt, answer
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.infer.generate import Prompt, answer
+from llava_ds.extensions.infer.load import load_model
 
 STEPS, SAVED = 30, 15
 ADDED = ("<lift>", "<drop>", "<turn>")

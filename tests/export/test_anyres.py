@@ -19,9 +19,9 @@ from llava_ds.data.templates import Message, render_prompt
 from llava_ds.engine.construct import build_model
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.reload_check import compare_reloaded
+from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import ImageOptions, media_layout
-from llava_ds.infer.generate import Prompt, answer, prompt_ids
-from llava_ds.infer.load import load_model
 from llava_ds.model.heads import Logits
 from llava_ds.model.plan import plan_model
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.model.plan import plan_model
 
 MODELS = {

@@ -16,11 +16,11 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import Message
 from llava_ds.engine.construct import build_model
-from llava_ds.evaluation.asking import plan_batches
-from llava_ds.evaluation.question import Question
 from llava_ds.export.export_plan import export_format
-from llava_ds.infer.generate import Prompt, prompt_ids
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.benchmarks.asking import plan_batches
+from llava_ds.extensions.benchmarks.question import Question
+from llava_ds.extensions.infer.generate import Prompt, prompt_ids
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.model.plan import plan_model
 
 ADDED = ("<open>", "<close>", "<lift>")

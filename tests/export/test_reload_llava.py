@@ -21,8 +21,8 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.runner import Direct
 from llava_ds.export import final_export
 from llava_ds.export.bit_check import check_written, sums_of
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
-from llava_ds.infer.load import load_model
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 

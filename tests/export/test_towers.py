@@ -13,14 +13,14 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.construct import build_model
-from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.tasks import read_questions
 from llava_ds.export.export_plan import export_format
 from llava_ds.export.reload_check import compare_reloaded
 from llava_ds.export.trial import try_export
+from llava_ds.extensions.benchmarks.benchmark_files import Given
+from llava_ds.extensions.benchmarks.tasks import read_questions
+from llava_ds.extensions.infer.generate import answer, prompt_ids
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
-from llava_ds.infer.generate import answer, prompt_ids
-from llava_ds.infer.load import load_model
 from llava_ds.model.heads import Logits
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model

@@ -19,9 +19,9 @@ from llava_ds.data.sample import FileRef, Media, Message
 from llava_ds.data.templates import render_prompt
 from llava_ds.engine.construct import build_model
 from llava_ds.export.reload_check import compare_reloaded
+from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
-from llava_ds.infer.generate import Prompt, answer, prompt_ids
-from llava_ds.infer.load import load_model
 from llava_ds.model.heads import Logits
 from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.plan import plan_model

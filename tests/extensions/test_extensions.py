@@ -47,7 +47,8 @@ def test_the_table_has_the_flags_that_the_folder_declares(name):
     assert sorted(EXTENSIONS[name].flags.split()) == sorted(spelled)
     declared = declared_by(flags_class(name))
     assert {flag.group for flag in declared.values()} <= {name}
-    assert EXTENSIONS[name].flags or EXTENSIONS[name].values or EXTENSIONS[name].model_types
+    scripts = [path for path in (ROOT / "run").glob("*.py") if f"llava_ds.extensions.{name}." in path.read_text()]
+    assert EXTENSIONS[name].flags or EXTENSIONS[name].values or EXTENSIONS[name].model_types or scripts
     added = {value for own in EXTENSIONS[name].adds.values() for value in own}
     for flag in declared.values():
         assert set(flag.goes_with.split()) <= added and bool(flag.goes_with) == bool(added)

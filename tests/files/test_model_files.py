@@ -10,10 +10,10 @@ import pytest
 import toys
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.files import model_files
 from llava_ds.files.model_files import check_folder, own_file, read_json, size_problem
 from llava_ds.files.reading import read_bytes
-from llava_ds.infer.load import load_model
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.weights import WeightFiles
 from llava_ds.model.plan import plan_model

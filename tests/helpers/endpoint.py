@@ -9,10 +9,10 @@ from pathlib import Path
 import openai
 
 from llava_ds.data.special_tokens import shown_text
-from llava_ds.infer.answer_queue import AnswerQueue, Generate
-from llava_ds.infer.api import Limits, Service, build_app
-from llava_ds.infer.generate import Reply, Sampling
-from llava_ds.infer.local_server import ADDRESS, listening, make_server
+from llava_ds.extensions.infer.answer_queue import AnswerQueue, Generate
+from llava_ds.extensions.infer.api import Limits, Service, build_app
+from llava_ds.extensions.infer.generate import Reply, Sampling
+from llava_ds.extensions.infer.local_server import ADDRESS, listening, make_server
 
 KEY, MODEL = "a-key-for-tests", "toy"
 

@@ -3,9 +3,9 @@
     python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
 
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
-table, the scripts of run/ that import it, the lines of recipes with its flags, and of other pages the lines that link
-to its page and the paragraphs that name such a script. Without names, each is deleted alone, one after the other; a+b
-deletes two together.
+table, the scripts of run/ that import it, other tests that do, the lines of recipes with its flags, and of other pages
+the lines that link to its page, and the paragraphs and commands that name such a script. One that requires it goes with
+it. Without names, each is deleted alone, one after the other; a+b deletes two together.
 """
 
 import argparse
@@ -44,7 +44,10 @@ def copy_of_project(folder: Path) -> None:
 
 
 def delete(folder: Path, name: str) -> None:
-    """Delete an extension in a copy of the project."""
+    """Delete an extension in a copy of the project, with those that require it, and tests that import it."""
+    for other, trigger in EXTENSIONS.items():
+        if name in trigger.requires.split() and (folder / "llava_ds" / "extensions" / other).exists():
+            delete(folder, other)
     shutil.rmtree(folder / "llava_ds" / "extensions" / name)
     shutil.rmtree(folder / "tests" / "extensions" / name, ignore_errors=True)
     (folder / "docs" / f"{name}.md").unlink(missing_ok=True)
@@ -54,13 +57,20 @@ def delete(folder: Path, name: str) -> None:
         recipe.write_text("".join(line for line in lines if not flag.match(line)))
     table = folder / "llava_ds" / "extensions" / "table.py"
     table.write_text(without_entry(table.read_text(), name))
-    scripts = [path for path in folder.glob("run/*.py") if f"llava_ds.extensions.{name}." in path.read_text()]
-    for path in scripts:
+    imports = re.compile(rf"^from llava_ds\.extensions\.{name}\b", re.MULTILINE)
+    scripts = [path for path in folder.glob("run/**/*.py") if imports.search(path.read_text())]
+    tests = {f"test_{path.stem}.py" for path in scripts}
+    tests = [path for path in folder.glob("tests/**/*.py") if path.name in tests or imports.search(path.read_text())]
+    for path in (*scripts, *tests):
         path.unlink()
+    named = [path.relative_to(folder).as_posix() for path in scripts]
+    makefile = folder / "Makefile"
+    commands = re.split(r"(?<!\\)\n", makefile.read_text())  # with the lines that go on
+    makefile.write_text("\n".join(line for line in commands if not any(path in line for path in named)))
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
     for page in [*folder.glob("*.md"), *folder.glob("docs/*.md"), *folder.glob("ds_configs/*.md")]:
         kept = "".join(line for line in page.read_text().splitlines(keepends=True) if not link.search(line))
-        parts = (part for part in kept.split("\n\n") if not any(f"run/{path.name}" in part for path in scripts))
+        parts = (part for part in kept.split("\n\n") if not any(path in part for path in named))
         page.write_text("\n\n".join(parts))
 
 

@@ -42,8 +42,8 @@ from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.construct import build_model
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.trial import try_export
+from llava_ds.extensions.infer import engines, web  # noqa: F401  imported once, before the processes are forked
 from llava_ds.files.writing import sha256
-from llava_ds.infer import engines, web  # noqa: F401  imported once, before the processes are forked
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.plan import plan_model
 

@@ -6,7 +6,7 @@ import pytest
 import toys
 
 from llava_ds.constants import ConfigError
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.model.families.language import read_text_config
 from llava_ds.tokenizer import open_tokenizer
 

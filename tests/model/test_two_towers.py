@@ -19,8 +19,8 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.engine.construct import build_model
 from llava_ds.export.export_plan import export_format
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
-from llava_ds.infer.load import load_model
 from llava_ds.model.heads import Logits
 from llava_ds.model.hf import embed_batch
 from llava_ds.model.plan import plan_model

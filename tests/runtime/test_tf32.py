@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llava_ds.infer import engines
+from llava_ds.extensions.infer import engines
 from llava_ds.runtime.tf32 import allow_tf32, exact_fp32, tf32_allowed
 from llava_ds.train import start
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from llava_ds.evaluation.answers import BLANK_IMAGE, WITHOUT_PICTURE
+from llava_ds.extensions.benchmarks.answers import BLANK_IMAGE, WITHOUT_PICTURE
 from llava_ds.tracking.blocks import show
 from llava_ds.tracking.mistakes import mistake_lines, mistakes_part, most_confident, percent
 from llava_ds.tracking.page import report_page

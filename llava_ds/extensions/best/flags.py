@@ -23,7 +23,7 @@ class Flags(ExtensionFlags):
     metric_for_best_model: str | None = _best(
         None,
         "The number of an evaluation by which the best one is found: eval_loss, eval_loss/NAME of one data source, a "
-        "name of --eval_tasks, or another in evals.jsonl. The checkpoint with the best is never deleted by "
+        "benchmark by its name, or another in evals.jsonl. The checkpoint with the best is never deleted by "
         "--save_total_limit. Absent: eval_loss, where --load_best_model_at_end or --early_stopping_patience is given.",
     )
     greater_is_better: bool | None = _best(

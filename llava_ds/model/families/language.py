@@ -3,8 +3,8 @@
 To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
 copy. Add a line to llava_classes.json if LLaVA has a class of its own for it, to MLP_WIDTHS or EXPERT_WIDTHS if its
 configuration has another name for these widths, to EXPERTS if it is a mixture, and to TENSOR_PARALLEL of
-infer/engines.py once tests/infer/test_engines.py passes with it. Then add its small configuration to FAMILIES in
-tests/helpers/toys.py and a row to docs/language_models.md.
+extensions/infer/engines.py once tests/extensions/infer/test_engines.py passes with it. Then add its small configuration
+to FAMILIES in tests/helpers/toys.py and a row to docs/language_models.md.
 """
 
 import json

@@ -26,9 +26,9 @@ from llava_ds.data.images.decode import load_images, load_media
 from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
+from llava_ds.extensions.infer.generate import Prompt, media_of
 from llava_ds.extensions.ready.family import media_ids
 from llava_ds.extensions.ready.ready_tilings import cut_as_asked
-from llava_ds.infer.generate import Prompt, media_of
 from llava_ds.model.plan import read_parts
 from llava_ds.tilings import AskedSize
 from llava_ds.videos import Clip, Footage, FrameChoice

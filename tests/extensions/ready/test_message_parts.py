@@ -18,12 +18,12 @@ from llava_ds.data.encoded_rows import SizedMedia, layout_of
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.data.special_tokens import PART_END, in_lines, join_parts, split_parts
 from llava_ds.data.templates import render
-from llava_ds.evaluation.benchmark_files import Given
-from llava_ds.evaluation.question import without_image
-from llava_ds.evaluation.tasks import read_questions
+from llava_ds.extensions.benchmarks.benchmark_files import Given
+from llava_ds.extensions.benchmarks.question import without_image
+from llava_ds.extensions.benchmarks.tasks import read_questions
+from llava_ds.extensions.infer.chat_completions import read_completion
+from llava_ds.extensions.infer.generate import Sampling
 from llava_ds.extensions.ready.family import media_ids
-from llava_ds.infer.chat_completions import read_completion
-from llava_ds.infer.generate import Sampling
 from llava_ds.model.plan import read_parts
 
 IMAGE = {"type": "image"}

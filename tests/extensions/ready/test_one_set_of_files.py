@@ -17,10 +17,10 @@ from llava_ds.data.images.resize import cut_by
 from llava_ds.data.jinja_templates import chat_template
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.output_folder import planned_entries, write_folder
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.extensions.ready.ready_trial import _tiles_of
 from llava_ds.files.processor_files import SETTINGS_FILES
 from llava_ds.geometry import media_layout
-from llava_ds.infer.load import load_model
 from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.plan import plan_model
 

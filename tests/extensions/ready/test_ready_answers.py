@@ -12,8 +12,8 @@ from llava_ds.data.collate import LoadedSample
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.sample import Message
 from llava_ds.engine.twin import twin_of
-from llava_ds.infer.generate import Prompt, answer, decode_media, media_of
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.infer.generate import Prompt, answer, decode_media, media_of
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import load_weights
 from llava_ds.model.plan import open_part, plan_model

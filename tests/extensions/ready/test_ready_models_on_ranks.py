@@ -18,9 +18,9 @@ from transformers import AutoModelForImageTextToText
 from transformers.video_utils import VideoMetadata
 
 from llava_ds.data.sample import FileRef, Media, Message
+from llava_ds.extensions.infer.generate import Prompt, answer
+from llava_ds.extensions.infer.load import load_model
 from llava_ds.files.jsonl import read_metrics
-from llava_ds.infer.generate import Prompt, answer
-from llava_ds.infer.load import load_model
 
 STEPS, SAVED, BATCH, RATE = 20, 10, 4, 2e-3
 KINDS, WITH_VIDEO = "itiititt", "itivtitt"

@@ -13,9 +13,9 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from llava_ds.data.sample import Message
-from llava_ds.infer.engines import EngineOptions, load_for_inference
-from llava_ds.infer.generate import Prompt, answer, prompt_ids
-from llava_ds.infer.load import load_model
+from llava_ds.extensions.infer.engines import EngineOptions, load_for_inference
+from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
+from llava_ds.extensions.infer.load import load_model
 
 pytestmark = pytest.mark.full
 

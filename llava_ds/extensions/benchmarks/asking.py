@@ -1,0 +1,74 @@
+"""Ask a model all questions, on all ranks, so that neither their number nor an interruption changes an answer."""
+
+from collections.abc import Callable, Container
+
+from llava_ds.constants import DataError
+from llava_ds.extensions.benchmarks.question import Question
+from llava_ds.extensions.infer.generate import Answer, greedy_answers, prompt_ids
+from llava_ds.extensions.infer.load import LoadedModel
+from llava_ds.runtime.ranks import Ranks, gather, progress_bar
+
+# Questions and their numbers to an answer each.
+Answering = Callable[[list[Question], list[int]], list[Answer]]
+
+
+def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int, ranks: Ranks) -> list[list[int]]:
+    """Choose the questions, by number, that are asked together: neighbours in length, the longest first.
+
+    The same on any number of ranks. A batch is always asked whole, because sums are rounded differently beside other
+    texts, which can change a word. The longest come first so that a batch that is too large fails at once. Raises
+    DataError for a question that can't be encoded.
+    """
+    own = [_length(loaded, question) for question in questions[ranks.rank :: ranks.world_size]]
+    shares = gather(own, ranks)
+    lengths = [shares[i % ranks.world_size][i // ranks.world_size] for i in range(len(questions))]
+    order = sorted(range(len(questions)), key=lambda i: (-lengths[i], i))
+    return [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+
+
+def _length(loaded: LoadedModel, question: Question) -> int:
+    try:
+        return len(prompt_ids(loaded, question.prompt))
+    except DataError as error:
+        raise DataError(f"question {question.id}: {error}") from error
+
+
+def open_batches(batches: list[list[int]], answered: Container[int]) -> list[list[int]]:
+    """Return the batches that are not answered as a whole."""
+    return [batch for batch in batches if not all(number in answered for number in batch)]
+
+
+def ask(
+    loaded: LoadedModel,
+    questions: list[Question],
+    batches: list[list[int]],
+    keep: Callable[[dict[int, Answer]], None],
+    ranks: Ranks,
+    *,
+    max_new_tokens: int,
+    progress: str,
+) -> None:
+    """Ask every batch, and hand each batch's answers to keep.
+
+    Ranks that each have the whole model take a share each; ranks that hold it together all ask, and rank 0 keeps.
+    """
+    own = batches[ranks.rank :: ranks.world_size] if loaded.ranks is None else batches
+
+    def greedy(batch: list[int]) -> list[Answer]:
+        prompts = [questions[number].prompt for number in batch]
+        return greedy_answers(loaded, prompts, batch_size=len(batch), max_new_tokens=max_new_tokens)
+
+    ask_each(own, greedy, keep if loaded.ranks is None or ranks.is_first else lambda _: None, progress)
+
+
+def ask_each(
+    batches: list[list[int]],
+    answers_to: Callable[[list[int]], list[Answer]],
+    keep: Callable[[dict[int, Answer]], None],
+    progress: str,
+) -> None:
+    """Hand the answers to each batch, questions by number, to keep."""
+    with progress_bar(total=sum(map(len, batches)), desc=progress, unit="question") as bar:
+        for batch in batches:
+            keep(dict(zip(batch, answers_to(batch), strict=True)))
+            bar.update(len(batch))

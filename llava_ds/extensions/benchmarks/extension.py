@@ -1,0 +1,6 @@
+"""Benchmarks that are asked while a run trains."""
+
+from llava_ds.extensions.base import Extension
+from llava_ds.extensions.benchmarks.eval_tasks import open_tasks
+
+extension = Extension(complete=open_tasks)

@@ -1,0 +1,148 @@
+"""Answers by a judge: of two given ones the better, or of several drawn ones the best."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.data.collate import LoadedSample
+from llava_ds.data.encode import Encoder, EncodingOptions
+from llava_ds.data.end_markers import end_markers
+from llava_ds.engine.frozen import FrozenPlan, Scorer, open_frozen, plan_alone
+from llava_ds.engine.twin import twin_of
+from llava_ds.extensions.benchmarks.question import Question
+from llava_ds.extensions.infer.formats import CHECKPOINT_FLAGS
+from llava_ds.extensions.infer.generate import Answer, Prompt, decode_media, media_of
+from llava_ds.extensions.infer.infer_flags import EngineOptions
+from llava_ds.files.model_files import is_there
+from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
+from llava_ds.model.value_head import value_head_file
+from llava_ds.runtime.ranks import Ranks
+from llava_ds.train.sampling import DrawRules, draw_answers, numbers_for
+
+
+class Judge:
+    """A model that scores answers: with its value head, or by their log-probability where it has none."""
+
+    def __init__(self, flag: str, path: str, options: EngineOptions, ranks: Ranks, must_score: bool = False) -> None:
+        """flag: that names the folder; must_score: refuse a model without a value head. All ranks call it together."""
+        plan = _plan(flag, path, options, must_score)
+        self.has_value_head = plan.model.has_value_head
+        self._model = Scorer(plan, options.precision or torch.float32, ranks)
+        self._plan, self._encoder = plan, _encoder(plan)
+
+    def describe(self) -> str:
+        """A line that says what is compared."""
+        return "answers are judged by " + ("the value head" if self.has_value_head else "their log-probability")
+
+    def scores(self, prompts: list[Prompt], answers: list[list[str]]) -> list[list[float]]:
+        """Of each answer to each prompt."""
+        samples = [self._samples(prompt, texts) for prompt, texts in zip(prompts, answers, strict=True)]
+        found = iter(self._model.scores([sample for some in samples for sample in some]))
+        return [[next(found) for _ in some] for some in samples]
+
+    def _samples(self, prompt: Prompt, answers: list[str]) -> list[LoadedSample]:
+        """A prompt with each of the answers, over the same images."""
+        media = media_of(prompt, self._plan.images)
+        features = [layout.num_tokens for *_, layout in media]
+        tiles = decode_media(media, prompt.blank, self._plan.images)
+        answered = [(prompt.answered(text), features) for text in answers]
+        coded = self._encoder.encode_batch(answered)
+        for text, one in zip(answers, coded):
+            if isinstance(one, DataError) or not one.num_targets:
+                why = one if isinstance(one, DataError) else "it has no tokens"
+                raise DataError(f"the answer {text!r:.80} can't be judged: {why}")
+        return [
+            LoadedSample(torch.from_numpy(one.input_ids).long(), torch.from_numpy(one.labels).long(), tiles)
+            for one in coded
+        ]
+
+
+@dataclass(frozen=True)
+class Preferring:
+    """Answers each question by that of its two answers that the judge prefers, the chosen one if both are equal."""
+
+    judge: Judge
+
+    def __call__(self, questions: list[Question], numbers: list[int]) -> list[Answer]:
+        pairs = [[question.reference, question.more["rejected"]] for question in questions]
+        scores = self.judge.scores([question.prompt for question in questions], pairs)
+        return [
+            # The probability that the preferred answer is the better one, as pairs are learnt.
+            Answer(pair[b > a], -math.log1p(math.exp(-abs(a - b))), 0)
+            for pair, (a, b) in zip(pairs, scores)
+        ]
+
+
+class BestOfN:
+    """Answers each question by that of n drawn answers to which the judge gives the highest score."""
+
+    def __init__(
+        self, path: str, judge: Judge, rules: tuple[int, int, int], options: EngineOptions, ranks: Ranks
+    ) -> None:
+        """rules: n, tokens of the longest answer, and the seed of drawing. All ranks call it together."""
+        self._plan, self._judge = _plan("--model_path", path, options, False), judge
+        count, max_new_tokens, self._seed = rules
+        self._encoder, self._tokenizer = _encoder(self._plan), self._plan.model.tokenizer
+        ends = tuple(end_markers(self._encoder.options.template, self._tokenizer))
+        length = getattr(self._plan.model.text_config, "max_position_embeddings", None) or 2**31
+        self._rules = DrawRules(count, max_new_tokens, length, ends, self._plan.images)
+        self._model = twin_of(open_frozen(self._plan, options.precision or torch.float32, ranks))
+
+    def __call__(self, questions: list[Question], numbers: list[int]) -> list[Answer]:
+        drawn = draw_answers(
+            self._model,
+            [self._prompt(question.prompt) for question in questions],
+            [numbers_for(self._rules, self._seed, 0, number) for number in numbers],
+            self._rules,
+        )
+        decode = self._tokenizer.decode
+        texts = [[decode(one.ids, skip_special_tokens=True).strip() for one in some] for some in drawn]
+        scores = self._judge.scores([question.prompt for question in questions], texts)
+        answers = []
+        for some, own, of in zip(drawn, texts, scores):
+            best = max(range(len(of)), key=of.__getitem__)  # the first of equal ones
+            answers.append(Answer(own[best], round(sum(some[best].log_probs), 4), len(some[best].ids)))
+        return answers
+
+    def _prompt(self, prompt: Prompt) -> LoadedSample:
+        media = media_of(prompt, self._plan.images)
+        ids = torch.tensor(self._encoder.prompt_ids(prompt.transcript, [layout.num_tokens for *_, layout in media]))
+        sample = LoadedSample(ids, ids, decode_media(media, prompt.blank, self._plan.images))
+        if self._rules.room(sample) < 1:
+            raise DataError(f"a question has {len(ids):,} tokens: the model has no position left for an answer")
+        return sample
+
+
+def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> FrozenPlan:
+    """Raises ConfigError for folders and options that only inference through transformers takes."""
+    if options.engine != "hf":
+        raise ConfigError(f"--engine {options.engine} does not judge or draw answers: leave it out")
+    if given := [f"--{name}" for name in CHECKPOINT_FLAGS if name in options.moved]:
+        raise ConfigError(f"{', '.join(given)} goes with a checkpoint: give the folder that run/export.py makes of it")
+    if not any(is_there(Path(path) / name) for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(f"{flag} {path} has no config.json: give an exported folder (run/export.py makes one)")
+    named = {"version": options.version, "chat_template_kwargs": options.chat_template_kwargs}
+    given = {name: value for name, value in named.items() if value is not None}
+    plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **given)
+    if (own := plan.model.architecture) is not None:
+        raise ConfigError(
+            f"{flag} {path} is a {own.config.model_type}: {own.kind} does not judge or draw answers so "
+            "far: give a LLaVA, or leave --best_of_n and the judge out"
+        )
+    return plan
+
+
+def _encoder(plan: FrozenPlan) -> Encoder:
+    """The encoder of training, without a bound on the length, which supervises the last answer."""
+    args = plan.args
+    options = EncodingOptions(
+        args.version,
+        2**31,
+        args.mm_use_im_start_end,
+        supervise_last_turn_only=True,
+        split_special_tokens=args.split_special_tokens,
+    )
+    return Encoder(plan.model.tokenizer, options)

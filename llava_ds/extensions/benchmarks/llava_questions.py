@@ -1,0 +1,173 @@
+"""Questions of any file that training reads: one with references, or one of preferences."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from llava_ds.constants import IMAGE_TOKEN, DataError
+from llava_ds.data.sample import Media, Message, Sample
+from llava_ds.data.sources import RawRecord, SourceOptions, open_sources, shown, to_sample
+from llava_ds.data.sources.fields import field_of
+from llava_ds.data.sources.record_forms import all_answers, as_conversation
+from llava_ds.data.sources.source import Source
+from llava_ds.data.special_tokens import shown_text
+from llava_ds.extensions.benchmarks.benchmark_files import Given, complete
+from llava_ds.extensions.benchmarks.question import Question
+from llava_ds.extensions.benchmarks.scores import reference_for
+from llava_ds.extensions.infer.generate import Prompt
+
+TURNS = ("together", "each")  # how the questions of a record are asked
+MIN_SAME_WORDS = 5  # questions that make a group where no kinds are given
+MAX_GROUPS = 20
+METRICS_OF_SEVERAL = ("vqa", "caption")  # that compare with all answers of a record
+LONGEST_NAME = 100  # characters of a question that may name a group
+
+
+def llava(given: Given) -> list[Question]:
+    """Every answered turn of every record, asked after the record's own earlier turns, or by itself.
+
+    "kind" in a record or in one of a question's two turns groups the scores; "references", a list of texts, stands for
+    a record's last answer.
+    """
+
+    def convert(sample: Sample, record: RawRecord, source: Source) -> list[Question]:
+        return _questions_of(sample, _scoring(record, source, given.metric), given)
+
+    questions = _converted(given, SourceOptions(), convert)
+    if not questions:
+        raise DataError(f"{given.data_path}: there is no question with an answer in the data")
+    return questions if any(question.kinds for question in questions) else _grouped_by_words(questions)
+
+
+def preferences(given: Given) -> list[Question]:
+    """The pairs of answers in a file of preferences (docs/preference.md): which of the two does a model prefer?"""
+    return _converted(given, SourceOptions(are_preferences=True), lambda sample, *_: [_pair(sample)])
+
+
+def _pair(sample: Sample) -> Question:
+    *before, chosen = sample.messages
+    rejected = sample.rejected[-1]
+    if any(each.thought is not None or each.tool_calls for each in (chosen, rejected)):
+        raise DataError("has answers with thoughts or tool calls, and answers are judged by their texts alone")
+    return Question(
+        sample.id,
+        _prompt(sample, tuple(before), sample.media),
+        shown_text(before[-1].text).strip(),
+        shown_text(chosen.text),
+        kinds=(sample.kind,) if sample.kind else (),
+        more={"rejected": shown_text(rejected.text)},
+    )
+
+
+def _converted(
+    given: Given, options: SourceOptions, convert: Callable[[Sample, RawRecord, Source], list[Question]]
+) -> list[Question]:
+    """The questions of all records. Raises DataError, with the first problems, where some can't be used."""
+    questions, problems, total = [], [], 0
+    options = replace(options, image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split)
+    for source in open_sources(complete(given), options):
+        for record in source.read():
+            total += 1
+            try:
+                questions += convert(_sample(record, source), record, source)
+            except DataError as error:
+                problems.append(f"{record.file}, record {record.index}: {error}")
+    if problems:
+        raise DataError(f"{given.data_path}: {len(problems)} of {total} records can't be used\n{shown(problems)}")
+    return questions
+
+
+def _sample(record: RawRecord, source: Source) -> Sample:
+    """Raises DataError for a record that can't be asked about."""
+    sample = to_sample(record.text, source, record.index)
+    if sample.boxes or sample.refs:
+        raise DataError(
+            "has boxes under 'objects', which are written for a model when it is trained: score boxes with --task "
+            "refcoco, and leave these records out"
+        )
+    return sample
+
+
+def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] | None, list[str]]:
+    """References, and the kinds of the turns ("" where one has none): fields of a record beside its conversation.
+
+    Raises DataError for references that are no texts. record: one that to_sample takes.
+    """
+    has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
+    if "references" not in record.text and "kind" not in record.text and not has_answers:
+        return None, []
+    content = json.loads(record.text)
+    references = content.get("references")
+    if references is None and has_answers:
+        references = all_answers(content, source.columns)
+    if references is not None and (
+        not isinstance(references, list) or not references or not all(isinstance(each, str) for each in references)
+    ):
+        raise DataError(f"has {references!r:.60} under 'references', expected a list of texts")
+    if source.format != "caption":
+        content = as_conversation(content, source.columns)
+    _, turns = field_of(content, source.columns.turns)
+    kinds = [turn.get("kind") for turn in turns or ()]
+    return references, [kind if isinstance(kind, str) else "" for kind in kinds]
+
+
+def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], given: Given) -> list[Question]:
+    questions, (references, turn_kinds) = [], scoring
+    # An answer that was switched off may be wrong, and a call is no text.
+    answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
+    if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
+        raise DataError("has results of tools, which mean nothing without their calls: leave --turns each out")
+    of_its_own = len(sample.messages) - len(turn_kinds)  # a system message that is no turn
+    for number, i in enumerate(answered, 1):
+        own = turn_kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's
+        kind = next(filter(None, own), sample.kind)
+        texts = references if references and i == answered[-1] else [shown_text(sample.messages[i].text)]
+        before = sample.messages[:i]
+        media = sample.media[: sum(message.text.count(IMAGE_TOKEN) for message in before)]
+        questions.append(
+            Question(
+                f"{sample.id}#{number}" if len(answered) > 1 else sample.id,
+                _prompt(sample, _by_itself(before) if given.turns == "each" else before, media),
+                shown_text(before[-1].text).strip(),
+                reference_for(given.metric, texts),
+                kinds=(kind,) if kind else (),
+                more={"id": sample.id, "turn": number},
+            )
+        )
+    return questions
+
+
+def _prompt(sample: Sample, messages: tuple[Message, ...], media: tuple[Media, ...]) -> Prompt:
+    """A part of a record's conversation that ends with a question."""
+    images = tuple(map(_by_path, media))
+    return Prompt(messages, images, tools=sample.tools, template_kwargs=sample.template_kwargs)
+
+
+def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The last question without the turns before it; images that these showed stand before it."""
+    *earlier, question = messages
+    system = [message for message in earlier if message.role == "system"]
+    marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
+    mark = IMAGE_TOKEN if question.keeps_spaces else f"{IMAGE_TOKEN}\n"
+    return (*system, replace(question, text=mark * marks + question.text))
+
+
+def _grouped_by_words(questions: list[Question]) -> list[Question]:
+    """The questions with their own words as their kind, those of the words that many have."""
+    counts = Counter(question.asked for question in questions)
+    groups = {
+        words: " ".join(words.split())
+        for words, count in counts.most_common(MAX_GROUPS)
+        if count >= MIN_SAME_WORDS and 0 < len(words) <= LONGEST_NAME
+    }
+    if sum(counts[words] for words in groups) == len(questions) and len(groups) == 1:
+        return questions  # the group would say what all of them do
+    return [replace(q, kinds=(groups[q.asked],)) if q.asked in groups else q for q in questions]
+
+
+def _by_path(media: Media) -> str | Media:
+    """An image that is a whole file by its path, which is what other questions have."""
+    [first, *more] = media.refs
+    is_file = media.kind == "image" and not more and first.num_bytes < 0 and not media.settings
+    return first.path if is_file else media

@@ -1,0 +1,1 @@
+"""Export to GGUF, for llama.cpp and Ollama."""

@@ -1,0 +1,183 @@
+"""Inference engines: transformers alone, or DeepSpeed over several ranks, or with parameters in CPU memory or on NVMe.
+
+With every engine, generate() is transformers' own.
+"""
+
+import contextlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.infer.formats import UnloadedModel, open_model
+from llava_ds.extensions.infer.infer_flags import EngineOptions
+from llava_ds.extensions.infer.load import LoadedModel, check_weights, construct_model, load_model, with_settings
+from llava_ds.model.hf import HFModel
+from llava_ds.runtime.ranks import Ranks, on_every_rank
+from llava_ds.runtime.tf32 import allow_tf32
+from llava_ds.template_variables import set_variables
+
+NO_KERNELS = (
+    "DeepSpeed's kernels are not injected: its layers return tuples and keep a cache of their own, which transformers "
+    "5's language models don't take"
+)
+
+# Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
+# attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
+TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
+
+
+def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:
+    """The model at a path, ready to answer, without TF32: in fp32 a GPU gives a CPU's answers.
+
+    ranks: of init_ranks, which --engine deepspeed needs; with it, all ranks call this together, share the model, and
+    generate together. Raises ConfigError or DataError for models that can't be opened, or sharded over the ranks.
+    """
+    allow_tf32(False)
+    how = {"dtype": options.precision, "version": options.version, "moved": options.moved}
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which is for answers
+        if options.engine == "hf":
+            if ranks is None:
+                return with_variables(load_model(path, **how), options)
+            return with_variables(on_every_rank(ranks, lambda: load_model(path, str(ranks.device), **how)), options)
+        assert ranks is not None, "DeepSpeed's engines run in a process group"
+        if options.offload == "none":
+            found = on_every_rank(ranks, lambda: load_model(path, "cpu", **how, maps=True))
+            model, notes = _tensor_parallel(found.model, ranks, str(path))
+        else:
+            with open_model(path, options.moved, options.version) as opened:
+                model, notes = _zero_inference(opened, options, ranks)
+                found = with_settings(model, opened, options.version)
+    processors = LogitsProcessorList([_Rank0Scores()] if ranks.world_size > 1 else [])
+    found = with_variables(found, options)
+    return replace(
+        found, model=model, ranks=ranks, generating={"logits_processor": processors}, notes=(*found.notes, *notes)
+    )
+
+
+def with_variables(loaded: LoadedModel, options: EngineOptions) -> LoadedModel:
+    """Let the model's chat template ask under --chat_template_kwargs. Raises ConfigError for names that it never
+    reads."""
+    lines = set_variables(loaded.tokenizer, options.chat_template_kwargs, loaded.version)
+    return replace(loaded, notes=(*loaded.notes, *lines))
+
+
+def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, list[str]]:
+    """Move the model to this rank's device, its decoder and output layers sharded over all ranks, its tower whole.
+
+    model: mapped from its files, of which a rank then copies what it needs.
+    """
+    import deepspeed
+    from deepspeed.module_inject.auto_tp import AutoTP
+
+    size, decoder = ranks.world_size, model.model.language_model
+    _check_precision(model.dtype, ranks, path)
+    cut = {}
+    if size > 1:
+        _check_shardable(decoder, size, path)
+        # For the language model alone: by itself, DeepSpeed 0.19 shards CLIP's layers, too.
+        cut = {"injection_policy": {layer: tuple(sorted(names)) for layer, names in AutoTP.tp_parser(decoder)}}
+    tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    mapped = {parameter.data_ptr() for parameter in model.parameters()}
+    engine = deepspeed.init_inference(
+        model, dtype=model.dtype, tensor_parallel={"tp_size": size}, replace_with_kernel_inject=False, **cut
+    )
+    # DeepSpeed 0.19 rounds every buffer to dtype; the tables of rotary angles were in float32.
+    for name, buffer in engine.module.named_buffers():
+        buffer.data = tables[name].to(ranks.device)
+    for parameter in engine.module.parameters():  # whole ones, on the CPU
+        if parameter.data_ptr() in mapped:
+            parameter.data = parameter.data.clone()
+    notes = [f"deepspeed.init_inference: the language model is cut over {size} ranks" if size > 1 else
+             "deepspeed.init_inference, on one rank: nothing is cut"]  # fmt: skip
+    return engine.module, [*notes, NO_KERNELS]
+
+
+def _check_shardable(decoder: nn.Module, size: int, path: str) -> None:
+    """Raise ConfigError for unequal shards, and for families outside TENSOR_PARALLEL."""
+    config = decoder.config
+    if config.model_type not in TENSOR_PARALLEL:
+        raise ConfigError(
+            f"{path} can't be cut over ranks: its language model is a {config.model_type}, and DeepSpeed cuts "
+            f"{', '.join(TENSOR_PARALLEL)}: start one rank, or give --offload cpu"
+        )
+    names = ("num_attention_heads", "num_key_value_heads")
+    counts = {name: getattr(config, name, None) for name in names}
+    uneven = [f"{name} {count}" for name, count in counts.items() if count is not None and count % size]
+    if uneven:
+        raise ConfigError(
+            f"{path} can't be cut over {size} ranks: {', '.join(uneven)} can't be divided by it: start another number "
+            "of ranks"
+        )
+
+
+def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks) -> tuple[HFModel, list[str]]:
+    """Build the model with its parameters in CPU memory or on NVMe, partitioned over ranks, fetched layer by layer.
+
+    Weights stream in one by one: no rank holds the whole model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
+    """
+    import deepspeed
+
+    from llava_ds.engine.construct import construction
+    from llava_ds.model.loading import load_weights, return_freed_memory
+
+    dtype = opened.precision(options.precision)
+    _check_precision(dtype, ranks, str(opened.path))
+    config = zero_config(dtype, options, ranks)
+    on_every_rank(ranks, lambda: check_weights(opened, dtype))
+    with return_freed_memory():
+        with construction(config, dtype, ranks.device, zero3=True):
+            model = construct_model(opened, dtype)
+        load_weights(model, opened.weights(model), ranks, str(opened.path))
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        _keep_newline_whole(engine.module.eval())
+    where = "in CPU memory" if options.offload == "cpu" else f"on NVMe, in {options.offload_path}"
+    return engine.module, [f"ZeRO-Inference: parameters {where}, fetched layer by layer", NO_KERNELS]
+
+
+def _keep_newline_whole(model: HFModel) -> None:
+    """Make the learned newline a buffer: it is read outside of its module's forward, where ZeRO fetches nothing."""
+    import deepspeed
+
+    inner = model.model
+    if not hasattr(inner, "image_newline"):
+        return
+    with deepspeed.zero.GatheredParameters([inner.image_newline]):
+        newline = inner.image_newline.detach().clone()
+    del inner.image_newline
+    inner.register_buffer("image_newline", newline, persistent=False)
+
+
+def zero_config(dtype: torch.dtype, options: EngineOptions, ranks: Ranks) -> dict:
+    """The DeepSpeed JSON of ZeRO-Inference."""
+    offload: dict[str, object] = {"device": options.offload, "pin_memory": ranks.device.type == "cuda"}
+    if options.offload == "nvme":
+        # A buffer holds a whole parameter; the largest are the embeddings.
+        offload |= {"nvme_path": options.offload_path, "buffer_count": 5}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "train_batch_size": ranks.world_size,
+        # DeepSpeed's own linear layer, which saves memory in backward, rounds once more before it adds the bias.
+        "zero_optimization": {"stage": 3, "offload_param": offload, "memory_efficient_linear": False},
+    }
+    if dtype != torch.float32:
+        config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
+    return config
+
+
+def _check_precision(dtype: torch.dtype, ranks: Ranks, path: str) -> None:
+    if dtype == torch.float16 and ranks.device.type == "cpu":
+        raise ConfigError(f"{path} is float16, which DeepSpeed does not run on a CPU: give --dtype bfloat16")
+
+
+class _Rank0Scores(LogitsProcessor):
+    """Rank 0's scores on all ranks: rounding can't make them choose different tokens, and hang."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores = scores.contiguous()
+        torch.distributed.broadcast(scores, 0)
+        return scores
