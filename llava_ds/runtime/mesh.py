@@ -59,7 +59,9 @@ class Mesh:
         laid_out = sorted([(axis.order, axis.name, axis.size) for axis in axes] + [(0, DATA, dp)])
         names, sizes = [name for _, name, _ in laid_out], [size for _, _, size in laid_out]
         grid = torch.arange(ranks.world_size).view(sizes)
-        own = dict(zip(names, (grid == ranks.rank).nonzero()[0].tolist()))
+        own, rest = {}, ranks.rank
+        for name, size in zip(reversed(names), reversed(sizes)):
+            rest, own[name] = divmod(rest, size)
 
         def group_along(along: Collection[str], backend: str | None = None) -> Group:
             """The group of the ranks that differ from this one on some axes alone."""
