@@ -14,7 +14,7 @@ _MAX_ROWS = 64  # layouts whose indices are in memory
 
 
 class ImageText(NamedTuple):
-    """What a ready model's processor writes in an image's or video's place, and the features for each of its tokens
+    """What an own processor writes in an image's or video's place, and the features for each of its tokens
     there."""
 
     text: str
@@ -44,7 +44,7 @@ class MediaLayout:
     )  # the images' sizes; other sizes may give the same layout
     overview: bool = True
     pools_by_max: bool = False
-    text: ImageText | None = None  # of a ready model
+    text: ImageText | None = None  # of an own processor
     cells: tuple[int, int] | None = None  # tiles across and down, where these are the cells of one whole image
     moments: int = 1  # of a video, each with as many cells
     seconds: float = 0.0  # from one moment to the next
@@ -52,7 +52,7 @@ class MediaLayout:
 
     @property
     def mark(self) -> int | ImageText:
-        """What the encoder puts in its place: positions in a row, or a ready model's text."""
+        """What the encoder puts in its place: positions in a row, or an own processor's text."""
         return self.num_tokens if self.text is None else self.text
 
     @property
@@ -62,7 +62,7 @@ class MediaLayout:
 
     @property
     def is_video(self) -> bool:
-        """True for a ready model's video."""
+        """True for a video with a text of its own."""
         return self.text is not None and self.text.is_video
 
     @property

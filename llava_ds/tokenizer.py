@@ -17,7 +17,6 @@ from transformers.convert_slow_tokenizer import import_protobuf
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
 from llava_ds.files.model_files import check_folder, library_errors, own_file, read_config, read_json_if_there, shown
-from llava_ds.files.processor_files import processor_template
 
 SPACE = "▁"  # sentencepiece's space
 MAX_NAMED = 4  # tokens named in one line
@@ -48,28 +47,6 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if not tokenizer.is_fast:
         raise ConfigError(f"{where}: the tokenizer is a slow one, without character offsets: add its tokenizer.json")
     return as_llava(tokenizer)
-
-
-def open_ready_tokenizer(path: str, where: str) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a ready model as its own processor uses it, with the processor's chat template.
-
-    where: the beginning of error messages. Raises ConfigError for a folder without a tokenizer or a template.
-    """
-    tokenizer = read_tokenizer(path, where)
-    if not tokenizer.is_fast:
-        raise ConfigError(f"{where}: the tokenizer is a slow one, without character offsets: add its tokenizer.json")
-    template = processor_template(path, where) or tokenizer.chat_template
-    if isinstance(template, dict):  # by names
-        template = template.get("default")
-    if not isinstance(template, str):
-        raise ConfigError(
-            f"{where} has no chat template (chat_template.jinja, chat_template.json or in processor_config.json): a "
-            "base model without one can't be trained on conversations, bring the instruction-tuned one"
-        )
-    tokenizer.chat_template = template
-    tokenizer.name_or_path = str(path)
-    tokenizer._is_as_llava = True  # it stays as it is
-    return tokenizer
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

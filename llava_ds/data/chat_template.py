@@ -256,14 +256,14 @@ def _behind_header(
     return len(asked)
 
 
-def render_ready(
+def render_parts(
     conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     prompt: AnswerPrompt = NO_PROMPT,
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> list[Segment]:
-    """Render a conversation as a ready model's processor does, with images where their marks are. prompt: of
+    """Render a conversation as a model's own processor does, with images where their marks are. prompt: of
     answer_prompt; kinds: "image" or "video" for each mark; source: another template than the tokenizer's. Raises
     DataError as render_own does."""
     conversation = Transcript.of(conversation)
@@ -271,14 +271,14 @@ def render_ready(
     return _segments(_as_parts(conversation, tokenizer, source, kinds), tokenizer, prompt, source)
 
 
-def render_ready_prompt(
+def render_parts_prompt(
     conversation: Transcript | Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> str:
-    """The text up to the beginning of the next answer, as a ready model's processor writes it. kinds, source: as of
-    render_ready."""
+    """The text up to the beginning of the next answer, as a model's own processor writes it. kinds, source: as of
+    render_parts."""
     conversation = Transcript.of(conversation)
     source = own_template(tokenizer, bool(conversation.tools)) if source is None else source
     return _rendered(_as_parts(conversation, tokenizer, source, kinds), tokenizer, source, prompt=True)[0]
@@ -288,7 +288,7 @@ def answer_prompt(
     tokenizer: PreTrainedTokenizerBase, variables: str = "", source: str | None = None, as_parts: bool = True
 ) -> AnswerPrompt:
     """The prompt before an answer, in a template that is given the variables of a JSON object, "" for none. source:
-    another template than the tokenizer's; as_parts: as render_ready writes messages, not as render_own."""
+    another template than the tokenizer's; as_parts: as render_parts writes messages, not as render_own."""
     source = own_template(tokenizer) if source is None else source
     template = tokenizer, source
     question, mark = Message("human", "x"), _ANSWER
@@ -327,11 +327,11 @@ class AnswerEnd(NamedTuple):
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase, as_parts: bool = True) -> AnswerEnd:
-    """The end of an answer. as_parts: as render_ready writes messages, not as render_own. Raises DataError where the
+    """The end of an answer. as_parts: as render_parts writes messages, not as render_own. Raises DataError where the
     template does not write a question and its answer."""
     answer = [Message("human", "x"), Message("gpt", "y")]
     prompt = answer_prompt(tokenizer, as_parts=as_parts)
-    segments = render_ready(answer, tokenizer, prompt) if as_parts else render_own(answer, tokenizer, prompt=prompt)
+    segments = render_parts(answer, tokenizer, prompt) if as_parts else render_own(answer, tokenizer, prompt=prompt)
     last = max((i for i, segment in enumerate(segments) if segment.supervised), default=-1)
     learned = "".join(segment.text for segment in segments[: last + 1] if segment.supervised)
     behind = "".join(segment.text for segment in segments[last + 1 :])

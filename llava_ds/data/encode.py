@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from tokenizers import Encoding
@@ -84,7 +84,12 @@ class _Head:
 
 
 class Encoder:
-    """Encodes conversations to the ids and labels of LLaVA's own code. Can be pickled."""
+    """Encodes conversations to the ids and labels of LLaVA's own code. Can be pickled.
+
+    writes_parts: messages are written as lists of parts, images among them.
+    """
+
+    writes_parts: ClassVar[bool] = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions) -> None:
         self.options = options
@@ -231,11 +236,10 @@ class Encoder:
         return self._prompt_text(asked, num_image_tokens), "".join(segment.text for segment in segments)
 
     def _answer_prompt(self, conversation: Transcript, source: str | None = None) -> AnswerPrompt:
-        """The prompt before the answers of a conversation. source: as of render_ready."""
+        """The prompt before the answers of a conversation. source: as of render_parts."""
         key = (conversation.template_kwargs, source)
         if key not in self._prompts:
-            is_ready = self.options.template == "processor"
-            self._prompts[key] = answer_prompt(self.tokenizer, *key, as_parts=is_ready)
+            self._prompts[key] = answer_prompt(self.tokenizer, *key, as_parts=self.writes_parts)
         return self._prompts[key]
 
     def _prompt_text(self, conversation: Transcript, features: Sequence[int | ImageText]) -> str:

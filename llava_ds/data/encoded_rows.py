@@ -74,7 +74,7 @@ PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("
 class SizedMedia:
     """An image or video with the upright size in pixels of each image or sampled frame.
 
-    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a ready model's
+    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a rule's
     video; deep: descriptions of its images that use little of their range of more than 8 bits.
     """
 

@@ -98,7 +98,7 @@ def box_parts(options: ImageOptions) -> list[str]:
 
 
 def video_parts(options: ImageOptions) -> list[str]:
-    """What a ready model makes of videos."""
+    """What an architecture's rule makes of videos."""
     return [] if options.video is None else [repr(options.video), repr(options.force_sample)]
 
 

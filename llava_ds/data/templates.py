@@ -312,7 +312,7 @@ TEMPLATES: dict[str, Template] = {
     "gemma": Template(_gemma, "", ("<end_of_turn>",), next_rules=True),
     "phi": Template(_two_separators("<|endoftext|>"), V1_SYSTEM, ("<|endoftext|>",)),
     "chat_template": Template(None, "", (), next_rules=True, whole=True, drops_opening_answer=False, alternates=False),
-    # That of a ready model's own processor, with images where their marks are.
+    # That of a model's own processor, with images where their marks are.
     "processor": Template(None, "", (), whole=True, drops_opening_answer=False, alternates=False),
 }
 

@@ -8,7 +8,7 @@ import pytest
 from thinking_templates import DEEPSEEK, GEMMA4, GEMMA4_CALLS, MAGISTRAL, PLAIN, QWEN3, QWEN35, TOKENS
 
 from llava_ds.constants import DataError
-from llava_ds.data.chat_template import answer_end, answer_prompt, render_own, render_own_prompt, render_ready
+from llava_ds.data.chat_template import answer_end, answer_prompt, render_own, render_own_prompt, render_parts
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.sample import Message, Transcript
 
@@ -41,7 +41,7 @@ def segments(tokenizer, conversation, as_parts: bool):
     conversation = Transcript.of(conversation)
     prompt = answer_prompt(tokenizer, conversation.template_kwargs, as_parts=as_parts)
     if as_parts:
-        return render_ready(conversation, tokenizer, prompt)
+        return render_parts(conversation, tokenizer, prompt)
     return render_own(conversation, tokenizer, prompt=prompt)
 
 

@@ -75,7 +75,7 @@ def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -
 def footage(
     media: Media, options: ImageOptions, notes: list[str] | None = None
 ) -> tuple[Footage | None, tuple[Size, ...]]:
-    """The frames that a ready model's video has, else None; and the sizes as of probe, which takes notes, too.
+    """The frames of a video that the options have a rule for, else None; and sizes as of probe, which takes notes, too.
 
     Frames that are given as images are --video_fps of a second, unless their part of a message says it.
     """

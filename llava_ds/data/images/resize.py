@@ -61,7 +61,7 @@ def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: b
 
 
 def cut_by(image: Image.Image, cut: Cut, side: int, resample: int) -> torch.Tensor:
-    """Tiles of a ready model's image, (n, 3, S, S) uint8. side: S; resample: Pillow's number of the filter.
+    """Tiles of an image that a tiling cuts, (n, 3, S, S) uint8. side: S; resample: Pillow's number of the filter.
 
     Source: transformers' image processors, which resize by Pillow alone.
     """

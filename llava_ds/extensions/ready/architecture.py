@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llava_ds.batch import Batch
 from llava_ds.config.arguments import Arguments
+from llava_ds.constants import ConfigError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.export.bit_check import Written
 from llava_ds.export.export_plan import ExportPlan
@@ -17,11 +18,12 @@ from llava_ds.extensions.ready.family import ReadyModel
 from llava_ds.extensions.ready.ready_vision import ReadyVision, plan_vision
 from llava_ds.extensions.ready.refusals import ready_problems, sharing_problems
 from llava_ds.extensions.ready.tensor_names import ReadyNames
+from llava_ds.files.processor_files import processor_template
 from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.plan import ModelPlan
 from llava_ds.model.vision import read_processor, read_whole_processor
-from llava_ds.tokenizer import open_ready_tokenizer
+from llava_ds.tokenizer import read_tokenizer
 
 
 class ReadyArchitecture(ReadyModel):
@@ -35,8 +37,24 @@ class ReadyArchitecture(ReadyModel):
         return self.family.casts_pixels
 
     def open_tokenizer(self, path: str, where: str) -> PreTrainedTokenizerBase:
-        """Open the tokenizer as the processor uses it."""
-        return open_ready_tokenizer(path, where)
+        """Open the tokenizer as the processor uses it, with the processor's chat template."""
+        tokenizer = read_tokenizer(path, where)
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                f"{where}: the tokenizer is a slow one, without character offsets: add its tokenizer.json"
+            )
+        template = processor_template(path, where) or tokenizer.chat_template
+        if isinstance(template, dict):  # by names
+            template = template.get("default")
+        if not isinstance(template, str):
+            raise ConfigError(
+                f"{where} has no chat template (chat_template.jinja, chat_template.json or in processor_config.json): "
+                "a base model without one can't be trained on conversations, bring the instruction-tuned one"
+            )
+        tokenizer.chat_template = template
+        tokenizer.name_or_path = str(path)
+        tokenizer._is_as_llava = True  # it stays as it is
+        return tokenizer
 
     def plan_tower(self, folder: Path, tokenizer: PreTrainedTokenizerBase, where: str) -> ReadyVision:
         """Plan vision model, connector and images."""

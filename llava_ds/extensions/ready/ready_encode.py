@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.chat_template import render_ready, render_ready_prompt
+from llava_ds.data.chat_template import render_parts, render_parts_prompt
 from llava_ds.data.encode import Encoded, Encoder, EncodingOptions, Piece
 from llava_ds.data.sample import Transcript
 from llava_ds.data.special_tokens import LITERAL_IMAGE
@@ -22,6 +23,8 @@ class ReadyEncoder(Encoder):
 
     In place of an image or video comes the text of its layout, in which a token stands for so many features.
     """
+
+    writes_parts: ClassVar[bool] = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> None:
         self.image_token, self.placeholder = images.tiling.image_token, images.tiling.placeholder
@@ -49,11 +52,11 @@ class ReadyEncoder(Encoder):
         source = self._template(any(mark.is_video for mark in features))
         guarded = self._guarded(conversation)
         prompt = self._answer_prompt(conversation, source)
-        return render_ready(guarded, self.tokenizer, prompt, _kinds(features), source)
+        return render_parts(guarded, self.tokenizer, prompt, _kinds(features), source)
 
     def _prompt_text(self, conversation: Transcript, features: Sequence[ImageText]) -> str:
         source = self._template(any(mark.is_video for mark in features))
-        return render_ready_prompt(conversation, self.tokenizer, _kinds(features), source)
+        return render_parts_prompt(conversation, self.tokenizer, _kinds(features), source)
 
     def _pieces(self, segments: Sequence[Segment], features: Sequence[ImageText]) -> tuple[list[Piece], list[Span]]:
         """The text with every image's or video's own text in its place, and its supervised spans."""

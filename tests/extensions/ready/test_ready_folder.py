@@ -105,13 +105,11 @@ def test_flags_of_llavas_own_composition_are_refused(folder):
     ("flags", "message"),
     [
         ({"objective": "dpo"}, "--objective dpo: .* give sft"),
-        *(({name: 2}, f"--{name} 2: .* give 1") for name in AXES),
-        ({"ep_size": 2}, "--ep_size 2: .* give 1"),
-        ({"moe_enable": True}, "--moe_enable True: .*leave it out"),
+        *(({name: 2}, f"a ready model needs .* leave --{name} 2 out") for name in AXES),
+        ({"ep_size": 2}, "a ready model needs .* leave --ep_size 2 out"),
+        ({"moe_enable": True}, "a ready model needs .* leave --moe_enable True out"),
         pytest.param(
-            {"bits": 4, "lora_enable": True},
-            "a ready model needs weights that are not packed .* --bits 4 takes away",
-            marks=needs("lora_enable"),
+            {"bits": 4, "lora_enable": True}, "a ready model needs .* leave --bits 4 out", marks=needs("lora_enable")
         ),
         pytest.param({"lora_weight_path": "adapter"}, "--lora_weight_path adapter needs", marks=needs("lora_enable")),
     ],
