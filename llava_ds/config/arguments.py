@@ -12,8 +12,10 @@ from pathlib import Path
 from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
 from llava_ds.config.model_flags import (
+    TUNING_FLAGS,
     ModelArguments,
     adapted_parts,
+    chosen_parts,
     trained_parts,
     trains_new_rows,
     trains_projector_only,
@@ -26,11 +28,13 @@ from llava_ds.extensions.table import EXTENSIONS
 __all__ = [
     "FLAGS",
     "SECTIONS",
+    "TUNING_FLAGS",
     "Arguments",
     "DataArguments",
     "ModelArguments",
     "TrainingArguments",
     "adapted_parts",
+    "chosen_parts",
     "every_flag",
     "every_objective",
     "every_section",

@@ -34,9 +34,9 @@ KINDS = [
 
 ADAPTERS = []  # what writes them
 if known(["lora_enable"]):
-    from llava_ds.extensions.lora import export
+    from llava_ds.extensions.lora import adapter_export
 
-    ADAPTERS.append((export, "export_adapter"))
+    ADAPTERS.append((adapter_export, "export_adapter"))
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_an_adapters_projector_is_read_again(ended, kind):
 
 def test_a_projector_that_is_written_wrong_beside_an_adapter_is_found_by_the_logits(ended, monkeypatch):
     """It is read from the file, and not taken from the trained model."""
-    adapter = pytest.importorskip("llava_ds.extensions.lora.export")
+    adapter = pytest.importorskip("llava_ds.extensions.lora.adapter_export")
     before = adapter._before
     monkeypatch.setattr(adapter, "_before", lambda name, *rest: before(name, *rest) * (2 if "projector" in name else 1))
     with pytest.raises(RuntimeError, match="peft computes other logits from it"):

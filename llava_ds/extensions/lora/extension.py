@@ -100,10 +100,10 @@ def _gather_as_one(model: LlavaModel) -> None:
 
 
 class Export(Adapter):
-    """The folder of LLaVA's LoRA runs, which peft opens, too; export.py has it."""
+    """The folder of LLaVA's LoRA runs, which peft opens, too; adapter_export.py has it."""
 
     def write(self, export: ExportPlan, model: LlavaModel, folder: Path, ranks: Ranks) -> Written:
-        from llava_ds.extensions.lora.export import export_adapter
+        from llava_ds.extensions.lora.adapter_export import export_adapter
 
         return export_adapter(export, model, folder, ranks)
 
@@ -113,12 +113,12 @@ class Export(Adapter):
         return exact_products(model)
 
     def compare(self, folder: Path, export: ExportPlan, batch: Batch, logits: torch.Tensor) -> float:
-        from llava_ds.extensions.lora.export import compare_reloaded_adapter
+        from llava_ds.extensions.lora.adapter_export import compare_reloaded_adapter
 
         return compare_reloaded_adapter(folder, export, batch, logits)
 
     def merged(self, trained: list[Entry], base: list[Entry], export: ExportPlan, checkpoint: Path) -> list[Entry]:
-        from llava_ds.extensions.lora.export import merged_entries
+        from llava_ds.extensions.lora.adapter_export import merged_entries
 
         start = _start(export, checkpoint)
         return merged_entries(trained, base, export.args, export.model.own["lora"], start)
@@ -126,7 +126,7 @@ class Export(Adapter):
     def write_restored(
         self, export: ExportPlan, trained: list[Entry], base: list[Entry], checkpoint: Path, folder: Path
     ) -> Written:
-        from llava_ds.extensions.lora.export import write_restored_adapter
+        from llava_ds.extensions.lora.adapter_export import write_restored_adapter
 
         return write_restored_adapter(export, trained, _start(export, checkpoint), base, folder)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from llava_ds.config.bounds import Count, PartBelowOne, json_object
+from llava_ds.config.bounds import Count, PartBelowOne, in_short, json_object
 from llava_ds.config.flags import flags_of, joined
-from llava_ds.constants import in_short
 from llava_ds.extensions.base import ExtensionFlags
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class Flags(ExtensionFlags):
         """What was trained beside --lora_weight_path, which wins over what that training began with."""
         if self.lora_weight_path is None:
             return {}
-        from llava_ds.model.open.merged_adapters import non_lora_file
+        from llava_ds.extensions.lora.adapter_folder import non_lora_file
 
         file = non_lora_file(self.lora_weight_path)
         return {} if file is None else {"--lora_weight_path": file}
@@ -200,7 +199,7 @@ class Flags(ExtensionFlags):
             )
 
     def _problems_of_enabling(self, args: "Arguments") -> Iterator[str]:
-        from llava_ds.config.model_flags import TUNING_FLAGS, chosen_parts
+        from llava_ds.config.arguments import TUNING_FLAGS, chosen_parts
 
         model = args.model
         if "language_model" in self.adapted_parts and "language_model" not in chosen_parts(model):

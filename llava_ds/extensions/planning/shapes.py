@@ -362,8 +362,8 @@ def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
 
 
 def _estimates(args: Arguments) -> list[ModuleType]:
-    """estimate.py of the extensions that the model has: what they add to it."""
-    return [importlib.import_module(f"llava_ds.extensions.{name}.estimate") for name in args.model.own]
+    """estimated.py of the extensions that the model has: what they add to it."""
+    return [importlib.import_module(f"llava_ds.extensions.{name}.estimated") for name in args.model.own]
 
 
 def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:

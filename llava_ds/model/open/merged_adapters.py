@@ -91,14 +91,6 @@ def adapter_file(folder: str | Path) -> Path | None:
     return file
 
 
-def non_lora_file(folder: str | Path) -> str | None:
-    """An adapter's file of weights trained beside it: projector, perhaps newline and tower."""
-    if not (file := Path(folder) / NON_LORA).is_file():
-        return None
-    own_file(file)
-    return str(file)
-
-
 def is_adapter(path: str | Path) -> bool:
     """True for a folder with an adapter rather than a model."""
     return (Path(path) / ADAPTER_CONFIG).is_file()

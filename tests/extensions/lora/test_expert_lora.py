@@ -15,8 +15,8 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.construct import build_model
 from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.extensions.lora import layers as lora
+from llava_ds.extensions.lora.adapter_export import export_adapter, merged_entries
 from llava_ds.extensions.lora.expert_layers import wrap_experts
-from llava_ds.extensions.lora.export import export_adapter, merged_entries
 from llava_ds.model.flops import model_flops
 from llava_ds.model.mixture import check_way
 from llava_ds.model.open.merged_adapters import STACKED
