@@ -1,3 +1,3 @@
 """Loads the fake CUDA library before torch."""
 
-from fake_cuda import pytest_runtest_setup  # noqa: F401
+from fake_cuda import pytest_configure, pytest_runtest_setup  # noqa: F401

@@ -1,6 +1,6 @@
 """The library behind make test-cuda: CUDA paths over fake tensors. Needs g++, no GPU, and to be loaded before torch.
 
-A conftest.py that imports pytest_runtest_setup from here loads it.
+A conftest.py that imports both hooks from here loads it.
 """
 
 import ctypes
@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,9 +52,16 @@ def build(library: Path) -> None:
     unfinished.replace(library)
 
 
-MISSING = load()
+WHY_NOT: list[str | None] = []  # once it is known: the reason why the library is not there, None if it is
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the library, but only where tests marked cuda are asked for: others run without it."""
+    if not WHY_NOT:
+        asked = re.search(r"(?<!not )\bcuda\b", config.getoption("markexpr") or "")
+        WHY_NOT.append(load() if asked else "run with -m cuda")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if MISSING:
-        pytest.skip(MISSING)
+    if WHY_NOT[0]:
+        pytest.skip(WHY_NOT[0])
