@@ -36,7 +36,7 @@ from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
 from llava_ds.model.plan import plan_model
 from llava_ds.tokenizer import open_tokenizer
 
-GOLDENS = Path(__file__).parents[1] / "data" / "goldens" / "tokenizers"
+GOLDENS = Path(__file__).parents[2] / "data" / "goldens" / "tokenizers"
 MARK = "<__media_7__>"
 # Places of the toy's tensors, written out: llama.cpp's names and the folder's.
 LAYER = {

@@ -26,7 +26,7 @@ from llava_ds.model.plan import plan_model
 from llava_ds.runtime.launchers import free_port
 from llava_ds.tokenizer import begins_with_bos, open_tokenizer
 
-GOLDENS = Path(__file__).parents[1] / "data" / "goldens" / "tokenizers"
+GOLDENS = Path(__file__).parents[2] / "data" / "goldens" / "tokenizers"
 TEXT = "Why, 猫  and 1<2? A chat about 1234 things:\n\n  it's\tO'Clock."
 LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
