@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 181,
-    "imported lines": 28737,
+    "imported lines": 28740,
     "files at the end": 225,
     "lines at the end": 35119,
     "feature words": 526,
     "kernel files": 66,
     "kernel lines": 10101,
-    "all lines": 69287,
+    "all lines": 69290,
 }
 
 # What one reads to understand training.

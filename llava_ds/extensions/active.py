@@ -227,6 +227,9 @@ def _extension(name: str) -> Extension:
         if not isinstance(found.wrap, Wrap):
             raise ConfigError(f"{where}: give a value of a class of extensions/base.py's Wrap")
         _refuse_unknown(vars(type(found.wrap)), Wrap, where)
+    if found.folder is not None:
+        kind = type(found.folder)
+        _refuse_unknown(vars(kind), FolderPart, f"llava_ds/extensions/{name}/extension.py: {kind.__name__}")
     for phase, hook in found.hooks:
         where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):

@@ -97,7 +97,7 @@ class Architecture(Protocol):
 class FolderPart(Protocol):
     """The model folders that an extension reads. model_types: of their config.json."""
 
-    model_types: Collection[str]
+    model_types: Collection[str] = ()
 
     def read(self, path: str, config: dict, where: str) -> "ModelFolder":
         """Read a folder with one of Trigger.model_types. config: its config.json; where: as messages begin.

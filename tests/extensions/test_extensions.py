@@ -20,6 +20,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions import active as loading
 from llava_ds.extensions import table
 from llava_ds.extensions.active import active, flags_class, owners
+from llava_ds.extensions.architecture import FolderPart
 from llava_ds.extensions.base import Extension, ExtensionFlags, Hook, Phase
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
@@ -161,6 +162,11 @@ class GreedyFlags(Flags):
     breaks: ClassVar = ("whole_layer",)
 
 
+class MisspelledFolders(FolderPart):
+    def missin(self, config: dict) -> None:
+        pass
+
+
 class Misspelled(Hook):
     def after_stepp(self, end) -> None:
         pass
@@ -205,6 +211,7 @@ def test_a_slip_in_an_extensions_flags_is_named(mine, flags, message):
             {"extension": Extension(hooks=((Phase.LOG, Misspelled),))},
             "Misspelled: nothing reads after_stepp: did you mean after_step?",
         ),
+        ({"extension": Extension(folder=MisspelledFolders())}, "nothing reads missin: did you mean missing?"),
         ({"extension": Extension(hooks=((2, Misspelled),))}, "Misspelled: give a Phase and a class"),
         ({"extension": Extension(hooks=((Phase.LOG, print),))}, "print: give a Phase and a class"),
     ],
