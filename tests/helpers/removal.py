@@ -23,7 +23,8 @@ from llava_ds.extensions.table import EXTENSIONS
 ROOT = Path(__file__).parents[2]
 SUITE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]  # as make test
 QUICK = [
-    "tests/extensions",
+    "tests/extensions/test_extensions.py",
+    "tests/runtime/test_cli.py",
     "tests/config",
     "tests/checkpoint",
     "tests/train/test_hooks.py",
