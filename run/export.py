@@ -108,7 +108,6 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
-from llava_ds.export.adapter import write_restored_adapter
 from llava_ds.export.bit_check import check_written
 from llava_ds.export.blending import open_adapters
 from llava_ds.export.card import write_card, write_conversion_card
@@ -161,14 +160,14 @@ def main(argv: list[str]) -> None:
     export = dataclasses.replace(export, form=form, max_shard_bytes=max_shard_bytes)
     if form not in FORMS:
         export = choice("format", form).planned(export, args.dtype)
-    _check_form(export, args.dtype, is_lora_run=restored is not None and restored.run.model.lora_enable)
+    _check_form(export, args.dtype, has_adapter=restored is not None and export.adapter is not None)
     output_dir = Path(args.output_dir or f"{str(source).rstrip('/')}-{form}")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not args.overwrite:
         raise ConfigError(f"--output_dir {output_dir} is not empty: name another folder, or give --overwrite")
     _check_is_not_read(output_dir, source, export)
     with staged(output_dir) as stage:
         if form == "adapter":
-            written = write_restored_adapter(export, restored.trained, restored.lora_start, restored.base, stage)
+            written = export.adapter.write_restored(export, restored.trained, restored.base, source, stage)
         else:
             written = write_folder(export, entries, stage)
         checked = f" ({describe_bits('full', partial(check_written, written))})" if written else ""
@@ -189,8 +188,8 @@ def _check_is_not_read(output_dir: Path, source: Path, export: ExportPlan) -> No
         raise ConfigError(f"--output_dir {output_dir} holds a model that is read for this one: name another folder")
 
 
-def _check_form(export: ExportPlan, dtype: str, is_lora_run: bool) -> None:
-    if export.form == "adapter" and not is_lora_run:
+def _check_form(export: ExportPlan, dtype: str, has_adapter: bool) -> None:
+    if export.form == "adapter" and not has_adapter:
         raise ConfigError("--format adapter goes with the checkpoint of a LoRA run, and this is none: give hf or llava")
     own = next((each.values["format"] for each in EXTENSIONS.values() if dtype in each.values.get("dtype", ())), None)
     if own is not None and export.form not in own:

@@ -17,7 +17,6 @@ from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
 from llava_ds.engine.placement import Slice, cut_dim
 
-LORA_START = "lora_start.pt"  # beside it: LoRA's matrices as they began, where they began as parts of the weights
 COUNT_IN_LAST = ("FusedAdam", "FusedLion")
 
 
@@ -40,19 +39,6 @@ class SavedWeight(NamedTuple):
 def read_states(file: Path) -> dict:
     """Read a file of torch.save. Raises DataError for a file that can't be read, or that holds code."""
     return safe_load.load(file, mmap=True)
-
-
-def read_lora_start(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read LoRA's matrices as they began, by name in the model, of a run with which they took a part of the weights.
-
-    Raises DataError where they are missing.
-    """
-    file = checkpoint / LORA_START
-    if not file.is_file():
-        raise DataError(
-            f"{checkpoint} holds no {LORA_START}, without which LoRA's weights mean nothing: use another one"
-        )
-    return safe_load.load(file)
 
 
 def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:

@@ -15,7 +15,6 @@ from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.files.writing import sha256
-from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapter_file
 from llava_ds.template_variables import parse_variables
 
 # Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
@@ -58,8 +57,8 @@ class RunIdentity:
             flags[name] = folder and folder_digest(Path(folder))
         flags["vision_tower"] = towers_digest(args.model.vision_tower)
         flags |= {name: folder_digest(folder) for name, folder in args.own_models.items()}
-        if args.model.lora_weight_path is not None:
-            flags["lora_weight_path"] = adapter_digest(Path(args.model.lora_weight_path))
+        for own in args.own.values():
+            flags |= own.identity()
         zero_stage = ds_config["zero_optimization"].get("stage", 0)
         deciding = {key: ds_config.get(key) for key in DECIDING_SECTIONS}
         on_nvme = offload_device(ds_config, "offload_optimizer") == "nvme"
@@ -189,13 +188,6 @@ def folder_digest(folder: Path) -> str:
 def towers_digest(vision_tower: str | None) -> str | None:
     """The digests of the folders that --vision_tower names, None without."""
     return ",".join(folder_digest(Path(folder)) for folder in tower_folders(vision_tower)) or None
-
-
-def adapter_digest(folder: Path) -> str:
-    """Hash an adapter folder: its settings, its weights, and the projector beside them."""
-    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
-    listed = [(file.name, sha256(file)) for file in files if file is not None and file.is_file()]
-    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:

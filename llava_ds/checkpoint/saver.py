@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.checkpoint_files import LORA_START
 from llava_ds.checkpoint.resume import ResumePlan
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
 from llava_ds.checkpoint.training_state import random_states, rewind
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.engine.checkpoint_writer import ENGINE, CheckpointWriter, save_engine
 from llava_ds.engine.pieces import layout_file, layout_text
+from llava_ds.extensions.base import StatePart
 from llava_ds.files.writing import described
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.waiting import waiting
@@ -75,7 +75,7 @@ class Saver:
         self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save
         self.last_good = resume.point.path
-        self.lora_start: dict[str, torch.Tensor] = {}  # LlavaModel's, set by the session
+        self.states: list[StatePart] = []  # of extensions, set by the session
         self.num_failed, self.failure = 0, ""  # in a row, and what the last one was
         self._save: _Save | None = None
         self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
@@ -136,8 +136,9 @@ class Saver:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
             # For the zero_to_fp32.py that DeepSpeed copies beside it.
             writer.save_text(ENGINE, scratch / "latest")
-            if self.lora_start:
-                writer.save(self.lora_start, scratch / LORA_START)
+            for part in self.states:
+                if tensors := part.of(self.engine.module):
+                    writer.save(tensors, scratch / part.file)
         writer.start()
         self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from llava_ds.config.data_flags import DataArguments
 from llava_ds.config.flags import Flag
 from llava_ds.config.model_flags import (
+    TUNING_FLAGS,
     ModelArguments,
-    changes_base,
-    lora_parts,
+    adapted_parts,
+    chosen_parts,
     trained_parts,
     trains_new_rows,
     trains_projector_only,
@@ -27,17 +28,18 @@ from llava_ds.extensions.table import EXTENSIONS
 __all__ = [
     "FLAGS",
     "SECTIONS",
+    "TUNING_FLAGS",
     "Arguments",
     "DataArguments",
     "ModelArguments",
     "TrainingArguments",
-    "changes_base",
+    "adapted_parts",
+    "chosen_parts",
     "every_flag",
     "every_objective",
     "every_section",
     "flag_default",
     "flags_free_on_resume",
-    "lora_parts",
     "steps_go_across_epochs",
     "trained_parts",
     "trains_new_rows",
@@ -47,7 +49,7 @@ __all__ = [
 
 def declared_by(section: object) -> dict[str, Flag]:
     """The flags that a section, or its class, declares."""
-    return {field.name: field.metadata["flag"] for field in dataclasses.fields(section)}
+    return {field.name: field.metadata["flag"] for field in dataclasses.fields(section) if "flag" in field.metadata}
 
 
 SECTIONS = (ModelArguments, DataArguments, TrainingArguments)  # of the core; each extension has one of its own
@@ -81,6 +83,13 @@ class Arguments:
     training: TrainingArguments
     given: frozenset[str]
     own: Mapping[str, ExtensionFlags] = field(default_factory=lambda: loaded({}))
+
+    def __post_init__(self) -> None:
+        of_model = {name: flags for name, flags in self.own.items() if flags.of_model}
+        if self.model.own != of_model:
+            model = dataclasses.replace(self.model)
+            object.__setattr__(model, "own", of_model)
+            object.__setattr__(self, "model", model)
 
     @property
     def sections(self) -> list[object]:
@@ -175,7 +184,7 @@ class Arguments:
 
     def as_dict(self) -> dict[str, object]:
         """Every flag and its value."""
-        return {name: value for section in self.sections for name, value in dataclasses.asdict(section).items()}
+        return {name: getattr(section, name) for section in self.sections for name in declared_by(section)}
 
     def same_on_every_rank(self) -> dict[str, object]:
         """The flags whose value no rank may have differently: all but paths and those of a machine, by their name."""

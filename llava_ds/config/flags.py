@@ -13,7 +13,6 @@ GROUPS = {
     "model": "the model",
     "tower": "the vision tower",
     "trainable": "what trains",
-    "lora": "LoRA and quantization",
     "experts": "experts out of a dense model (MoE-LLaVA's stage 3)",
     "data": "the data",
     "images": "images and videos",
@@ -72,3 +71,9 @@ def _declare(
     """A field that is a flag. about: the fields of Flag; argparse: more options of add_argument."""
     metadata = {**(argparse or {}), "flag": Flag(**about)}
     return HfArg(default=default, help=help, aliases=list(aliases), metadata=metadata)
+
+
+def joined(value: str | list[str] | None) -> str | None:
+    """Words with commas between them; None for none."""
+    words = [value] if isinstance(value, str) else value or []
+    return ",".join(word for each in words for word in each.replace(",", " ").split()) or None

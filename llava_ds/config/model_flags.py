@@ -1,25 +1,25 @@
 """Flags of the model: its folders, its composition, and which parts of it train."""
 
 import os
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from llava_ds.config.bounds import Bounds, Count, NotNegative, PartBelowOne, Positive, Whole
+from llava_ds.config.bounds import Bounds, Count, NotNegative, Positive, Whole
 from llava_ds.config.flags import flags_of
+from llava_ds.extensions.base import ExtensionFlags
 
 # Declarations of flags by their group; _free: of those that a resumed run may change freely.
 _model, _model_free = flags_of("model")
 _tower, _tower_free = flags_of("tower")
 _trainable, _ = flags_of("trainable")
 _images, _ = flags_of("images")
-_lora, _lora_free = flags_of("lora")
 _experts, _ = flags_of("experts")
 
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Flags of the model, and of the parts of it that train."""
+    """Flags of the model, and of the parts of it that train. own: Arguments.own, for what extensions make of it."""
 
     model_name_or_path: str | None = _model_free(
         None,
@@ -139,63 +139,6 @@ class ModelArguments:
         "without its padding, and with a learned newline after each row (spatial_unpad is LLaVA-NeXT's); nobase: "
         "without the overview; maxpool2x2: the largest of each 2 x 2 features, padding included.",
     )
-    lora_enable: bool = _lora(
-        False,
-        "Train LoRA matrices beside the linear layers of the language model in place of the layers, and the projector "
-        "in full. Writes an adapter that peft and LLaVA open (needs the extra llava_ds[lora]).",
-    )
-    lora_modules: str = _lora(
-        "language",
-        "Parts whose linear layers get LoRA in place of training in full: any of language, vision and projector, "
-        "separated by commas.",
-    )
-    lora_target_modules: str | None = _lora(
-        None,
-        "Layers of these parts that get LoRA: ends of their names, like q_proj v_proj, or one regular expression for "
-        "whole names, as peft's target_modules; names are those in adapter_config.json. Absent, or all-linear: every "
-        "linear layer but the output layer. The experts of a mixture get it only by name: gate_up_proj down_proj.",
-        argparse={"nargs": "*"},
-    )
-    lora_r: Count = _lora(64, "Rank of LoRA's matrices.")
-    lora_alpha: Count = _lora(16, "LoRA's product is scaled by lora_alpha / lora_r.")
-    lora_rank_pattern: str | None = _lora(
-        None,
-        'Ranks of some layers in place of --lora_r, as JSON like {"down_proj": 8}: names of layers or regular '
-        "expressions for their ends (peft's rank_pattern).",
-    )
-    lora_alpha_pattern: str | None = _lora(None, "The same for --lora_alpha (peft's alpha_pattern).")
-    use_rslora: bool = _lora(False, "Scale LoRA's product by lora_alpha / sqrt(lora_r) (rsLoRA).")
-    use_dora: bool = _lora(
-        False, "Train the length of every row of a layer's weight apart from its direction, which LoRA changes (DoRA)."
-    )
-    init_lora_weights: str = _lora(
-        "true",
-        "Start of LoRA's matrices: true (A uniform, B zero), gaussian (A normal), or parts of the weight beside them, "
-        "which is reduced by their product: pissa (largest singular vectors), pissa_niter_N (the same, fast, by N "
-        "iterations), olora (QR). The adapter that is written opens over the unchanged weights.",
-    )
-    modules_to_save: str | None = _lora(
-        None,
-        "Modules that train in full beside LoRA, and are written into the adapter: ends of their names, like norm or "
-        "layers.31.mlp.",
-        argparse={"nargs": "*"},
-    )
-    lora_dropout: PartBelowOne = _lora(0.05, "Dropout on LoRA's inputs.")
-    lora_bias: Literal["none", "all", "lora_only"] = _lora(
-        "none", "Biases of the language model that train with LoRA: none, all, or those of the layers with LoRA."
-    )
-    lora_weight_path: str | None = _lora_free(
-        None,
-        "Folder of an adapter to start from (peft's or LLaVA's). Its non_lora_trainables.bin, if there is one, is the "
-        "projector.",
-        path="folder",
-    )
-    bits: Literal[16, 8, 4] = _lora(
-        16,
-        "Hold the frozen weights beside LoRA in 4 or 8 bits (QLoRA; needs the extra llava_ds[qlora]); 16: unchanged.",
-    )
-    quant_type: Literal["nf4", "fp4"] = _lora("nf4", "Number format of --bits 4.")
-    double_quant: bool = _lora(True, "Quantize the scales of 4-bit weights, too.")
     moe_enable: bool = _experts(
         False,
         "Upcycle the dense language model of --model_name_or_path: MLPs become mixtures of experts, each of which "
@@ -226,6 +169,7 @@ class ModelArguments:
         "routers). Absent: all of it.",
         argparse={"nargs": "*"},
     )
+    own: Mapping[str, ExtensionFlags] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 # The names of --mm_tunable_parts, and the parts of the model.
@@ -240,37 +184,21 @@ TUNABLE_PARTS = {
 TUNING_FLAGS = {"tune_mm_vision": "vision_tower", "tune_mm_mlp": "projector", "tune_mm_llm": "language_model"}
 
 
-# The names of --lora_modules, and the parts of the model.
-LORA_PARTS = {"language": "language_model", "vision": "vision_tower", "projector": "projector"}
-
-
-def changes_base(model: ModelArguments) -> bool:
-    """True if LoRA begins with a part of the weights beside it, which lose that part (--init_lora_weights)."""
-    return model.lora_enable and model.init_lora_weights.startswith(("pissa", "olora"))
-
-
-def is_pattern(targets: str) -> bool:
-    """True if --lora_target_modules is a regular expression rather than names."""
-    return re.search(r"[^\w.,\s-]", targets) is not None
-
-
-def lora_parts(model: ModelArguments) -> frozenset[str]:
-    """The parts with LoRA, of vision_tower, projector and language_model; none without --lora_enable."""
-    named = {name.strip() for name in model.lora_modules.split(",")} if model.lora_enable else ()
-    return frozenset(part for name, part in LORA_PARTS.items() if name in named)
+def adapted_parts(model: ModelArguments) -> frozenset[str]:
+    """The parts beside whose layers an extension trains others, of vision_tower, projector and language_model."""
+    return frozenset(part for flags in model.own.values() for part in flags.adapted_parts)
 
 
 def trained_parts(model: ModelArguments) -> frozenset[str]:
     """The parts that train, of vision_tower, projector, language_model and output_layer (the language model's alone).
 
-    Of those with LoRA the language model alone is one of them, for the others train in full here. A part is one, too,
-    if only its last layers train (--unfreeze_topk_llm).
+    Of adapted_parts the language model alone is one of them, for the others train in full here. A part is one, too, if
+    only its last layers train (--unfreeze_topk_llm).
     """
-    chosen, adapted = chosen_parts(model), lora_parts(model)
     last = {"language_model": model.unfreeze_topk_llm, "vision_tower": model.unfreeze_topk_vision}
-    parts = (chosen | {part for part, count in last.items() if count}) - adapted
-    if model.lora_enable:
-        parts -= {"language_model", "output_layer"}
+    parts, adapted = chosen_parts(model) | {part for part, count in last.items() if count}, adapted_parts(model)
+    if adapted:
+        parts -= adapted | {"language_model", "output_layer"}
     return parts | ({"language_model"} & adapted)
 
 
@@ -282,7 +210,7 @@ def tower_folders(vision_tower: str | None) -> tuple[str, ...]:
 
 
 def chosen_parts(model: ModelArguments) -> frozenset[str]:
-    """The parts that LLaVA's and the vendors' flags choose, whatever is said of LoRA and of last layers.
+    """The parts that LLaVA's and the vendors' flags choose, whatever is said of adapters and of last layers.
 
     Source: LLaVA's and LLaVA-NeXT's train(), whose --freeze_backbone leaves the output layer training, and
     qwen-vl-finetune's set_model.
@@ -297,14 +225,14 @@ def chosen_parts(model: ModelArguments) -> frozenset[str]:
     if not model.freeze_mm_mlp_adapter:
         parts.add("projector")
     if not model.tune_mm_mlp_adapter:
-        # LoRA freezes all of the language model: --freeze_backbone changes nothing beside it.
-        parts.add("output_layer" if model.freeze_backbone and not model.lora_enable else "language_model")
+        # With adapters all of the language model is frozen: --freeze_backbone changes nothing beside them.
+        parts.add("output_layer" if model.freeze_backbone and not adapted_parts(model) else "language_model")
     return frozenset(parts)
 
 
 def trains_projector_only(model: ModelArguments) -> bool:
     """True for stage 1, which writes a projector and no whole model."""
-    return trained_parts(model) == {"projector"} and not model.lora_enable
+    return trained_parts(model) == {"projector"} and not adapted_parts(model)
 
 
 def trains_new_rows(model: ModelArguments) -> bool:

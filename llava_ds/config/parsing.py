@@ -11,12 +11,12 @@ from pathlib import Path
 
 from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded, traits_of
 from llava_ds.config.bounds import bounds_of, in_a_line
-from llava_ds.config.flags import GROUPS, Flag
+from llava_ds.config.flags import GROUPS, Flag, joined
 from llava_ds.config.hf_argparser import HfArgumentParser, string_to_bool
-from llava_ds.config.model_flags import is_pattern, tower_folders
+from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of
-from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off, unused_lora_flags
+from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off
 from llava_ds.config.shipped import DS_CONFIGS, found
 from llava_ds.config.training_flags import OPTIMS, TRACKERS
 from llava_ds.constants import (
@@ -32,7 +32,6 @@ from llava_ds.extensions.active import asked_for, flags_class, owners
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
 FEW_CHOICES = 5  # that stand beside a flag in --help
-ALL_LINEAR = ("all-linear", "all")  # peft's word, and LLaMA-Factory's, for what leaving out --lora_target_modules means
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
 
 
@@ -286,7 +285,8 @@ def _parsed(
         raise ConfigError("\n".join([*wrong, *(each for each in problems if unsure.isdisjoint(_flags_in(each)))]))
     if problems:
         raise FlagProblems("\n".join(problems), args)
-    return args, notes + unused_lora_flags(args) + switched_off(args)
+    notes += [line for flags in args.own.values() for line in flags.notes(args)]
+    return args, notes + switched_off(args)
 
 
 def _chosen_values(words: list[str]) -> dict[str, str]:
@@ -319,8 +319,8 @@ def _with_full_paths(args: Arguments) -> Arguments:
     if len(folders := tower_folders(args.model.vision_tower)) > 1:
         args = args.replaced(vision_tower=",".join(map(os.path.expanduser, folders)))
     if args.training.deepspeed_config not in (None, CHOOSE_DS_CONFIG):
-        args = args.replaced(deepspeed_config=found(args.training.deepspeed_config, DS_CONFIGS, ".json"))
-    return args.replaced(lora_weight_path=args.model.lora_weight_path or None)  # LLaVA's scripts write "" for none
+        return args.replaced(deepspeed_config=found(args.training.deepspeed_config, DS_CONFIGS, ".json"))
+    return args
 
 
 def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
@@ -346,46 +346,15 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
             'optimizer in the DeepSpeed JSON, like "optimizer": {"type": "Lion"}'
         )
     values["optim"] = optim or args.training.optim
-    if args.model.init_lora_weights == "True":  # YAML's true, and peft's
-        values["init_lora_weights"] = "true"
-    for name in ("moe_layers_idx", "train_modules", "modules_to_save"):
-        values[name] = _joined(getattr(args.model, name))
-    values["lora_target_modules"], several = _targets(args.model.lora_target_modules)
-    problems += several
+    for name in ("moe_layers_idx", "train_modules"):
+        values[name] = joined(getattr(args.model, name))
     values["report_to"], unknown = _trackers(args.training.report_to)
     known = f"give some of {', '.join(TRACKERS)}, or all, or none"
     problems += [f"--report_to {name} is unknown: {known}" for name in unknown]
-    return args.replaced(**values), problems
-
-
-def _joined(value: str | list[str] | None) -> str | None:
-    """Words with commas between them; None for none."""
-    words = [value] if isinstance(value, str) else value or []
-    return ",".join(word for each in words for word in each.replace(",", " ").split()) or None
-
-
-def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
-    """--lora_target_modules as names separated by commas, or a regular expression as it is; and what is wrong with
-    it."""
-    words = [value] if isinstance(value, str) else value or []
-    if not any(map(is_pattern, words)):
-        joined = _joined(words)
-        if not (whole := [word for word in (joined or "").split(",") if word.lower() in ALL_LINEAR]):
-            return joined, []
-        if joined == whole[0]:
-            return None, []
-        return None, [
-            f"--lora_target_modules {joined}: {whole[0]} means every linear layer, give it alone, or names without it"
-        ]
-    if len(words) > 1:
-        return None, [
-            f"--lora_target_modules {' '.join(words)}: give names, or one regular expression: join several by |"
-        ]
-    try:
-        re.compile(words[0])
-    except re.error as error:
-        return None, [f"--lora_target_modules {words[0]} is no regular expression ({error}): correct it, or give names"]
-    return words[0], []
+    args, own = args.replaced(**values), {name: flags.converted() for name, flags in args.own.items()}
+    problems += [line for _, lines in own.values() for line in lines]
+    core = (args.model, args.data, args.training)
+    return dataclasses.replace(args, own=loaded({name: flags for name, (flags, _) in own.items()}, core)), problems
 
 
 def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:

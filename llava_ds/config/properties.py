@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.data_flags import GROUPINGS
-from llava_ds.config.model_flags import lora_parts, trained_parts
+from llava_ds.config.model_flags import adapted_parts, trained_parts
 from llava_ds.extensions.base import PROPERTIES
 
 
@@ -25,8 +25,8 @@ class Feature(NamedTuple):
 
 def features(args: Arguments) -> list[Feature]:
     """The features that flags ask for, and that need or take away a property."""
-    own = (flags for flags in args.own.values() if flags.needs or flags.breaks)
-    return [*core_features(args), *(Feature(flags.asked_by(), flags.needs, flags.breaks) for flags in own)]
+    own = (feature for flags in args.own.values() for feature in flags.features())
+    return [*core_features(args), *(Feature(*feature) for feature in own)]
 
 
 def clashes(found: Collection[Feature]) -> list[str]:
@@ -52,6 +52,7 @@ def core_features(args: Arguments) -> Iterator[Feature]:
     training = args.training
     if args.traits.needs:
         breaks = ("given_answers",) if args.traits.draws else ()
+        breaks += ("one_model",) if args.traits.second_model else ()
         yield Feature(f"--objective {training.objective}", args.traits.needs, breaks)
     for name in GROUPINGS:
         if getattr(args.data, name):
@@ -68,14 +69,7 @@ def core_features(args: Arguments) -> Iterator[Feature]:
 def _ways_to_train(args: Arguments) -> Iterator[Feature]:
     """Features of what trains."""
     model, training = args.model, args.training
-    if model.lora_enable:
-        yield Feature(
-            "--lora_enable True", {"whole_matrices": "an adapter lies beside a whole matrix"}, ("trained_layers",)
-        )
-    if model.bits < 16:
-        breaks = ("trained_layers", "plain_weights")
-        yield Feature(f"--bits {model.bits}", {"whole_matrices": "packed ones can't be cut"}, breaks)
-    if "language_model" not in trained_parts(model) | lora_parts(model):
+    if "language_model" not in trained_parts(model) | adapted_parts(model):
         yield Feature("--tune_mm_mlp_adapter or another flag of what trains", breaks=("trained_layers",))
     for flag in ("unfreeze_topk_llm", "unfreeze_topk_vision"):
         if count := getattr(model, flag):

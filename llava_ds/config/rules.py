@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from llava_ds.config.arguments import Arguments, declared_by
-from llava_ds.config.bounds import json_object, out_of_bounds, part_of_steps_problem, range_of_values, seconds_of
+from llava_ds.config.bounds import out_of_bounds, part_of_steps_problem, range_of_values, seconds_of
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.config.model_flags import (
-    LORA_PARTS,
     TUNABLE_PARTS,
     TUNING_FLAGS,
-    ModelArguments,
-    changes_base,
+    adapted_parts,
     chosen_parts,
-    lora_parts,
     tower_folders,
     trained_parts,
     trains_projector_only,
@@ -36,23 +33,7 @@ _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
 # Flags that change nothing without the one that they belong to.
-LORA_FLAGS = (
-    "lora_modules",
-    "lora_target_modules",
-    "lora_r",
-    "lora_alpha",
-    "lora_rank_pattern",
-    "lora_alpha_pattern",
-    "lora_dropout",
-    "lora_bias",
-    "use_rslora",
-    "use_dora",
-    "init_lora_weights",
-    "modules_to_save",
-    "lora_weight_path",
-)
 MOE_FLAGS = ("num_experts", "top_k_experts", "moe_mode", "moe_layers_idx", "use_residual")  # of --moe_enable
-QUANTIZATION_FLAGS = ("quant_type", "double_quant")
 
 # Flags that say how the records of --data_path are read.
 OF_RECORDS = (
@@ -101,10 +82,11 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += data_problems(args)
     if to_train:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
-        problems += [line for flags in args.own.values() for line in flags.problems(args)]
         problems += clashes(features(args))
     problems += template_variables(args)
-    return [*problems, *lora_and_quantization(args), *lora_variants(args), *last_layers(args), *rows_of_tokens(args)]
+    # What makes another model is checked wherever the model is looked at.
+    problems += [line for flags in args.own.values() if to_train or flags.of_model for line in flags.problems(args)]
+    return [*problems, *last_layers(args), *rows_of_tokens(args)]
 
 
 def data_problems(args: Arguments) -> list[str]:
@@ -316,7 +298,7 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
     elif model.tune_mm_mlp_adapter and model.freeze_mm_mlp_adapter:
         yield "--tune_mm_mlp_adapter True trains the projector only, --freeze_mm_mlp_adapter True does not: choose one"
     for name, part in (("mm_projector_lr", "projector"), ("mm_vision_tower_lr", "vision_tower")):
-        if getattr(args.training, name) is not None and parts and part not in parts | lora_parts(model):
+        if getattr(args.training, name) is not None and parts and part not in parts | adapted_parts(model):
             yield f"--{name} is a rate for the {part.replace('_', ' ')}, which does not train: leave it out"
 
 
@@ -327,27 +309,8 @@ def tuning_flags(args: Arguments) -> Iterator[str]:
     others = [name for name in PART_FLAGS if getattr(model, name)]
     if tuned and others:
         yield f"--{tuned[0]} and --{others[0]} both say what trains: give one of them"
-    if tuned and not trained_parts(model) | lora_parts(model):
+    if tuned and not trained_parts(model) | adapted_parts(model):
         yield f"--{tuned[0]} False leaves nothing to train: give one of {', '.join(TUNING_FLAGS)} as True"
-
-
-def lora_and_quantization(args: Arguments) -> Iterator[str]:
-    model = args.model
-    adapts = "language_model" in lora_parts(model)
-    if adapts and "language_model" not in chosen_parts(model):
-        freezing = "--tune_mm_mlp_adapter" if model.tune_mm_mlp_adapter else "--mm_tunable_parts"
-        freezing = "--tune_mm_llm" if any(getattr(model, name) is not None for name in TUNING_FLAGS) else freezing
-        yield f"--lora_enable trains adapters of the language model, which {freezing} leaves alone: choose one"
-    if model.bits != 16 and not model.lora_enable:
-        yield (
-            f"--bits {model.bits} needs --lora_enable True: packed weights can't train themselves, LoRA beside them can"
-        )
-    given = _given(args, LORA_FLAGS)
-    if given and not model.lora_enable and "lora_enable" not in args.given:
-        yield (
-            f"{', '.join(f'--{name}' for name in given)} without --lora_enable would train the whole language model: "
-            "give --lora_enable True, or --lora_enable False if that is meant"
-        )
 
 
 def template_variables(args: Arguments) -> Iterator[str]:
@@ -358,81 +321,14 @@ def template_variables(args: Arguments) -> Iterator[str]:
         yield str(error)
 
 
-def lora_variants(args: Arguments) -> Iterator[str]:
-    """Values of LoRA's flags, and what their variants can't be combined with."""
-    model = args.model
-    named = [name.strip() for name in model.lora_modules.split(",")]
-    if unknown := [name for name in named if name not in LORA_PARTS]:
-        yield (
-            f"--lora_modules names {unknown[0]!r}, which is no part: give some of {', '.join(LORA_PARTS)}; for layers "
-            "by name there is --lora_target_modules"
-        )
-    if model.unfreeze_mm_vision_tower and "vision_tower" in lora_parts(model):
-        yield "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one"
-    for name in ("lora_rank_pattern", "lora_alpha_pattern"):
-        if (problem := _pattern_problem(getattr(model, name))) is not None:
-            yield f"--{name} {in_short(getattr(model, name))}: {problem}"
-    start = model.init_lora_weights
-    if not re.fullmatch(r"true|gaussian|olora|pissa|pissa_niter_[1-9]\d{0,2}", start):
-        yield (
-            f"--init_lora_weights {start} is unknown: give true, gaussian, olora, pissa, or pissa_niter_N with a "
-            "number of iterations, like pissa_niter_16"
-        )
-    elif changes_base(model):
-        others = {
-            f"--bits {model.bits}": (model.bits != 16, "packed weights can't lose a part of themselves, give true"),
-            "--lora_weight_path": (model.lora_weight_path is not None, "both say how LoRA begins, give one of them"),
-        }
-        for flag, (is_set, why) in others.items():
-            if is_set:
-                yield f"--init_lora_weights {start} can't be used with {flag}: {why}"
-    if model.use_dora and model.bits != 16:
-        yield f"--use_dora True can't be used with --bits {model.bits}, whose rows have no exact length: leave one out"
-    if model.bits != 16 and model.lora_enable and (names := _narrowing(model)):
-        yield f"--bits {model.bits} packs the language model's linear layers, for LoRA beside each: leave out {names}"
-
-
-def _narrowing(model: ModelArguments) -> str:
-    """What leaves linear layers of the language model without LoRA."""
-    if "language_model" not in lora_parts(model):
-        return f"--lora_modules {model.lora_modules}, or name language in it"
-    return "" if model.lora_target_modules is None else "--lora_target_modules"
-
-
-def _pattern_problem(text: str | None) -> str | None:
-    if text is None:
-        return None
-    expected = 'expected JSON of names with whole numbers, like {"down_proj": 8}'
-    try:
-        found = json_object(text)
-    except ValueError:
-        return expected
-    if not all(type(value) is int and value > 0 for value in found.values()):
-        return expected
-    for pattern in found:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            return f"{pattern} is no regular expression ({error})"
-    return None
-
-
 def rows_of_tokens(args: Arguments) -> Iterator[str]:
     """What --resize_token_embeddings can't be used with."""
     model = args.model
-    if not model.resize_token_embeddings:
-        if "pad_embeddings_to_multiple_of" in args.given and model.pad_embeddings_to_multiple_of is not None:
-            yield (
-                f"--pad_embeddings_to_multiple_of {model.pad_embeddings_to_multiple_of} has no effect without "
-                "--resize_token_embeddings True: give that, or leave it out"
-            )
-        return
-    if model.lora_enable:
+    multiple = model.pad_embeddings_to_multiple_of
+    if not model.resize_token_embeddings and "pad_embeddings_to_multiple_of" in args.given and multiple is not None:
         yield (
-            "--resize_token_embeddings True can't be used with --lora_enable: the adapter would open over no folder, "
-            "for none has its rows. Write a model with them first (run/export.py FOLDER --resize_token_embeddings, or "
-            "transformers' function of that name), and train LoRA over it, with the new rows by --modules_to_save "
-            "embed_tokens lm_head"
+            f"--pad_embeddings_to_multiple_of {multiple} has no effect without --resize_token_embeddings True: give "
+            "that, or leave it out"
         )
 
 
@@ -446,11 +342,7 @@ def last_layers(args: Arguments) -> Iterator[str]:
     }
     for flag, (part, plain, tuning) in freezing.items():
         remedy = "--mm_tunable_parts without it" if by_parts else tuning if by_tuning else plain
-        if not getattr(model, flag):
-            continue
-        if model.lora_enable:
-            yield f"--{flag} can't be used with --lora_enable: name the layers by --modules_to_save, like layers.31"
-        elif part in chosen:
+        if getattr(model, flag) and part in chosen and not adapted_parts(model):
             yield f"--{flag} unfreezes layers of the {part.replace('_', ' ')}, all of which trains: give {remedy}"
     if model.unfreeze_topk_llm and model.train_modules is not None:
         yield "--unfreeze_topk_llm and --train_modules both say what trains of the language model: give one of them"
@@ -515,19 +407,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     misplaced,
     objectives,
 )
-
-
-def unused_lora_flags(args: Arguments) -> list[str]:
-    """A line for every flag of LoRA and quantization that was given and changes nothing.
-
-    Without --lora_enable on the command line it would be a misunderstanding, which lora_and_quantization reports.
-    """
-    model, unused = args.model, []
-    if not model.lora_enable and "lora_enable" in args.given:
-        unused += [(name, "--lora_enable is False") for name in _given(args, LORA_FLAGS)]
-    if model.bits != 4:
-        unused += [(name, f"--bits is {model.bits}, not 4") for name in _given(args, QUANTIZATION_FLAGS)]
-    return [f"--{name} {getattr(model, name)} has no effect: {why}" for name, why in unused]
 
 
 def _given(args: Arguments, names: tuple[str, ...]) -> list[str]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.engine.ds_config.activation import switched_on
 from llava_ds.model.llava import LlavaModel, all_models
 
@@ -27,7 +27,7 @@ def mark_checkpointed_layers(
         whose = name and f"{name}'s "
         parts[f"{whose}language model"] = each.language_model
         counts.append(checkpoint_layers(each.language_model, every, block))
-        if "vision_tower" in trained_parts(args.model) | lora_parts(args.model) and _has_any(each.vision_tower):
+        if "vision_tower" in trained_parts(args.model) | adapted_parts(args.model) and _has_any(each.vision_tower):
             parts[f"{whose}vision tower"] = each.vision_tower.tower
             counts.append(checkpoint_layers(each.vision_tower.tower, every))
     lines = [f"{count} layers of the {name} are checkpointed" for name, count in zip(parts, counts)]

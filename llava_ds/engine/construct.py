@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import deepspeed
 import torch
@@ -11,13 +12,30 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.engine.placement import placement_of
+from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.loading import load_weights, return_freed_memory
-from llava_ds.model.open.merged_adapters import adapter_file
-from llava_ds.model.open.weights import WeightFiles, unused_tensors
+from llava_ds.model.open.weights import unused_tensors
 from llava_ds.model.plan import ModelPlan, open_part, part_weights
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a model is built of. dtype: of its weights; seed: of what is drawn."""
+
+    plan: ModelPlan
+    args: ModelArguments
+    ds_config: dict
+    dtype: torch.dtype
+    seed: int
+    ranks: Ranks
+
+    @property
+    def is_partitioned(self) -> bool:
+        """True at ZeRO stage 3, where parameters are partitioned from the start."""
+        return self.ds_config["zero_optimization"].get("stage") == 3
 
 
 def build_model(
@@ -31,44 +49,35 @@ def build_model(
 ) -> LlavaModel:
     """Build the model with its weights on this rank's device; on the CPU if deepspeed.initialize will cut matrices.
 
-    Under ZeRO-3 parameters are partitioned from the start, but LoRA's in deepspeed.initialize. mesh: over which the
+    Under ZeRO-3 parameters are partitioned from the start, but those that extensions add in deepspeed.initialize.
+    mesh: over which the
     engine will train the model.
     """
+    build, wraps = Build(plan, args, ds_config, dtype, seed, ranks), active(args.own).wraps
     with return_freed_memory():
-        model = _construct(plan, args, ds_config, dtype, ranks, mesh)
+        model = _construct(build, mesh)
+        for wrap in wraps:
+            wrap.assembled(model, build)
         for name, part in model.named_children():
             _fill(name, part, plan, args, seed, ranks, _elsewhere(model, name))
-        if args.lora_enable:
-            _add_lora(model, plan, args, seed, ranks)
-    if ds_config["zero_optimization"].get("stage") == 3:
-        if args.use_dora:
-            _gather_as_one(model)
+        for wrap in wraps:
+            wrap.filled(model, build)
+    if build.is_partitioned:
         _let_inputs_have_gradients(model)
     if ranks.is_first:
         print_first(*unused_tensors(plan.sources))
     return model
 
 
-def _add_lora(model: LlavaModel, plan: ModelPlan, args: ModelArguments, seed: int, ranks: Ranks) -> None:
-    """Put LoRA beside the layers, with the weights of --lora_weight_path."""
-    from llava_ds.model.lora import add_lora, names_from_peft
-
-    add_lora(model, plan.lora, args, seed)
-    if args.lora_weight_path is not None:
-        file = adapter_file(args.lora_weight_path)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and plan.lora.holds(name)}
-        load_weights(trained, WeightFiles(file, names_from_peft(model)), ranks, "--lora_weight_path")
-
-
-def _construct(
-    plan: ModelPlan, args: ModelArguments, ds_config: dict, dtype: torch.dtype, ranks: Ranks, mesh: Mesh
-) -> LlavaModel:
+def _construct(build: Build, mesh: Mesh) -> LlavaModel:
     """Build the model without its weights."""
-    zero3 = ds_config["zero_optimization"].get("stage") == 3
+    plan, args, ds_config, dtype, ranks = build.plan, build.args, build.ds_config, build.dtype, build.ranks
+    zero3 = build.is_partitioned
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
     # Weights that will be packed are never written: on the CPU they take no memory. Those that other ranks have would
     # take a whole model's on the device.
-    is_whole = args.bits == 16 and not mesh.is_divided
+    packs = any(flags.packs for flags in args.own.values())
+    is_whole = not packs and not mesh.is_divided
     device = ranks.device if is_whole else torch.device("cpu")
     with construction(ds_config, dtype, device, zero3, mesh.data_group):
         model = assemble(plan.text_config, plan.tower, args, mean, std, plan.has_value_head)
@@ -82,26 +91,7 @@ def _construct(
     if zero3:
         # One gather per layer instead of one per matrix: fewer hooks and collectives, the same arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layer_classes(model))
-
-    if args.bits < 16:
-        from llava_ds.model.lora import linear_names
-        from llava_ds.model.quantize import move_unpacked, quantize_layers
-
-        quantize_layers(model.language_model, linear_names(model.language_model), args, dtype)
-        move_unpacked(model, ranks.device)
     return model
-
-
-def _gather_as_one(model: LlavaModel) -> None:
-    """Let ZeRO-3 gather a layer with DoRA, which reads the weight beside it, with all of its parameters, where it is in
-    no layer that is gathered as one."""
-    from llava_ds.model.lora import lora_layers
-
-    leaves = tuple(layer_classes(model))
-    inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules()}
-    for _, layer in lora_layers(model):
-        if id(layer) not in inside:
-            deepspeed.utils.set_z3_leaf_module(layer, True)
 
 
 def _let_inputs_have_gradients(model: LlavaModel) -> None:

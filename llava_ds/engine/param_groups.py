@@ -7,12 +7,13 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.expert_parallel import expert_group
+from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, all_models
 from llava_ds.model.packed import is_packed, num_packed
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze all parts but trained_parts, of which some train in their last layers alone, and what LoRA adds.
+    """Freeze all parts but trained_parts, of which some train in their last layers alone, and what extensions add.
 
     With tokens around images stage 1 trains all input embeddings too, as LLaVA does, unless the output layer is tied to
     them. The newline trains with the projector or the language model; in LLaVA's own stage 1 it stays at its random
@@ -24,19 +25,16 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     model.projector.requires_grad_("projector" in parts)
     if hasattr(model, "newline"):
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
-    if args.model.lora_enable:
-        from llava_ds.model.lora import choose_adapters
+    model.language_model.requires_grad_("language_model" in parts)
+    if "language_model" in parts and args.model.train_modules is not None:
+        from llava_ds.model.upcycling import trained_of
 
-        choose_adapters(model, args.model.lora_bias)
-    else:
-        model.language_model.requires_grad_("language_model" in parts)
-        if "language_model" in parts and args.model.train_modules is not None:
-            from llava_ds.model.upcycling import trained_of
-
-            named = dict(model.language_model.named_parameters())
-            trained = trained_of(list(named), args.model)
-            for name, parameter in named.items():
-                parameter.requires_grad_(name in trained)
+        named = dict(model.language_model.named_parameters())
+        trained = trained_of(list(named), args.model)
+        for name, parameter in named.items():
+            parameter.requires_grad_(name in trained)
+    for wrap in active(args.model.own).wraps:
+        wrap.trains(model, args.model)
     if args.model.unfreeze_topk_vision:
         _leave_last_layers(model.vision_tower.tower, args.model.unfreeze_topk_vision)
     if args.model.unfreeze_topk_llm:

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import DataError
 from llava_ds.extensions.active import choice, report_parts
@@ -85,7 +85,7 @@ def write_card(
         f"{base} with {tower}, trained with llava_ds on {data}.",
         "",
         *_numbers(run_dir, record, step),
-        f"- trained: {', '.join(sorted(trained_parts(model) | lora_parts(model)))}",
+        f"- trained: {', '.join(sorted(trained_parts(model) | adapted_parts(model)))}",
         "",
         "| flag | value |",
         "| --- | --- |",

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llava_ds.config.arguments import Arguments, ModelArguments, trains_projector_only
+from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts, trains_projector_only
 from llava_ds.constants import ConfigError
 from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
+from llava_ds.extensions.active import active
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
@@ -18,12 +19,12 @@ from llava_ds.model.projector import square_stride
 
 if TYPE_CHECKING:
     from llava_ds.export.tensors import Names
+    from llava_ds.extensions.base import Adapter
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The model to write, and its form: "hf" (for transformers), "llava", "adapter" (LoRA), "projector", or an
-    extension's.
+    """The model to write, and its form: "hf" (for transformers), "llava", "adapter", "projector", or an extension's.
 
     args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
     max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for
@@ -63,6 +64,11 @@ class ExportPlan:
     def source_folder(self) -> Path:
         """The folder that an architecture's model came from, or the one under its adapter."""
         return Path(self.model.sources.vision_tower.path)
+
+    @cached_property
+    def adapter(self) -> "Adapter | None":
+        """How an adapter is written; None for a whole model."""
+        return active(self.args.own).adapter
 
     @cached_property
     def names(self) -> "Names":
@@ -147,7 +153,7 @@ def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions)
     """
     if trains_projector_only(args.model) and plan.architecture is None:
         return "projector", []
-    if args.model.lora_enable:
+    if adapted_parts(args.model):
         return "adapter", []
     wanted = args.training.export_format
     if wanted == "llava" and plan.architecture is not None:

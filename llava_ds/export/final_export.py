@@ -118,9 +118,7 @@ def _refusal(error: Exception) -> OSError | None:
 
 def _write(engine, export: ExportPlan, folder: Path, ranks: Ranks) -> Written:
     if export.form == "adapter":
-        from llava_ds.export.adapter import export_adapter
-
-        return export_adapter(export, engine.module, folder, ranks)
+        return export.adapter.write(export, engine.module, folder, ranks)
     return write_live_folder(export, engine.module, folder, ranks)
 
 
@@ -137,11 +135,8 @@ def _export_folder(
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch, logits = collate([sample], dataset.image_options).to(ranks.device), None
     if check != "off":
-        with contextlib.ExitStack() as stack:
-            if args.model.bits < 16:
-                from llava_ds.model.quantize import exact_products
-
-                stack.enter_context(exact_products(runner.engine.module))
+        exact = export.adapter.exact(runner.engine.module) if export.adapter else contextlib.nullcontext()
+        with exact:
             logits = _logits_everywhere(runner, batch, check)
     written = _write(runner.engine, export, output_dir, ranks)
     if not ranks.is_first:
@@ -157,10 +152,8 @@ def _export_folder(
         form, library = "in LLaVA's format, ", "llava_ds"
         compare = partial(compare_reloaded_llava, output_dir, export, batch, logits)
     elif export.form == "adapter":
-        from llava_ds.export.adapter import compare_reloaded_adapter
-
         what, library = "adapter", "peft"
-        by_layers = partial(compare_reloaded_adapter, output_dir, export, batch, logits)
+        by_layers = partial(export.adapter.compare, output_dir, export, batch, logits)
         is_composed = export.model.architecture is None
         compare = by_layers if is_composed else partial(compare, base=export.source_folder)
     if export.is_whole_model and is_upcycled(export.model.text_config) and export.dtype != torch.float32:

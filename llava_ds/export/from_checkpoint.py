@@ -9,14 +9,13 @@ import torch
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import weight_hashes
-from llava_ds.checkpoint.checkpoint_files import SavedWeight, read_lora_start, trained_weights
+from llava_ds.checkpoint.checkpoint_files import SavedWeight, trained_weights
 from llava_ds.checkpoint.run_identity import SETTINGS, folder_digest
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
-from llava_ds.config.arguments import Arguments, changes_base, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.checkpoint_writer import ENGINE
-from llava_ds.export.adapter import merged_entries
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
 from llava_ds.files.writing import sha256
@@ -28,14 +27,13 @@ from llava_ds.tracking.run_record import located, read_run_record
 @dataclass(frozen=True)
 class Restored:
     """A checkpoint's model. export: in the form that the run itself exports; entries: the whole model, LoRA merged;
-    trained: the part that the checkpoint holds; base: what the run began with; lora_start: LoRA as it began, where it
-    took a part of the weights; run, record: run.json's flags and all of it."""
+    trained: the part that the checkpoint holds; base: what the run began with; run, record: run.json's flags and all of
+    it."""
 
     export: ExportPlan
     entries: list[Entry]
     trained: list[Entry]
     base: list[Entry]
-    lora_start: dict[str, torch.Tensor]
     run: Arguments
     run_dir: Path
     record: dict
@@ -58,10 +56,10 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     run, record = read_run_record(run_dir)
     run = located(run, record, run_dir).replaced(**moved)
     weights, trained_in = trained_weights(checkpoint / ENGINE)
-    if average > 1 and run.model.lora_enable:
+    if average > 1 and adapted_parts(run.model):
         raise ConfigError(
-            "--average: the mean of LoRA's matrices is not that of their products: export the checkpoints as --format "
-            "adapter, and merge them by --adapters"
+            "--average: the mean of an adapter's matrices is not that of their products: export the checkpoints as "
+            "--format adapter, and merge them by --adapters"
         )
     if average > 1:
         weights = _averaged([trained_weights(each / ENGINE)[0] for each in several], several)
@@ -83,12 +81,11 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
         for part in parts
         for entry in read_entries(part, part_weights(part, plan, run.model, run.training.seed), trained_in)
     ]
-    start = read_lora_start(checkpoint) if changes_base(run.model) else {}
-    if plan.lora is None:
+    if export.adapter is None:
         whole = completed(trained, frozen)
     else:
-        whole = merged_entries(trained, frozen, run.model, plan.lora, start)
-    return Restored(export, whole, trained, frozen, start, run, run_dir, record)
+        whole = export.adapter.merged(trained, frozen, export, checkpoint)
+    return Restored(export, whole, trained, frozen, run, run_dir, record)
 
 
 def _last(checkpoint: Path, number: int) -> list[Path]:

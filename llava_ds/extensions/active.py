@@ -13,6 +13,7 @@ from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.extensions.architecture import Architecture, FolderPart
 from llava_ds.extensions.base import (
     PROPERTIES,
+    Adapter,
     Extension,
     ExtensionFlags,
     Hook,
@@ -20,6 +21,7 @@ from llava_ds.extensions.base import (
     Phase,
     ReportPart,
     SessionPart,
+    StatePart,
     Wrap,
 )
 from llava_ds.extensions.table import EXTENSIONS
@@ -72,9 +74,19 @@ class Active:
         """The wraps of all extensions."""
         return [each.wrap for each in self.extensions.values() if each.wrap is not None]
 
-    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
-        """Act on a model that has its weights. Returns lines to print."""
-        return [line for wrap in self.wraps for line in wrap.filled(model, plan, resolved, ranks)]
+    @property
+    def adapter(self) -> Adapter | None:
+        """How the model is exported that is no whole one; None for a whole model."""
+        return next((each.adapter for each in self.extensions.values() if each.adapter is not None), None)
+
+    @property
+    def states(self) -> list[StatePart]:
+        """What a checkpoint has beside the engine's files."""
+        return [each.state for each in self.extensions.values() if each.state is not None]
+
+    def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Change how a model computes. Returns lines to print."""
+        return [line for wrap in self.wraps for line in wrap.kernels(model, plan, resolved, ranks)]
 
     def started(self, new: "NewEngine") -> list[str]:
         """Act on the engine before its first step. Returns lines to print."""

@@ -6,6 +6,7 @@ extensions/<name>/extension.py has the value `extension`, and is loaded when a r
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -17,18 +18,22 @@ from llava_ds.extensions.architecture import FolderPart
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig
 
+    from llava_ds.batch import Batch
     from llava_ds.config.arguments import Arguments, ModelArguments
     from llava_ds.data.dataset import EncodedDataset
     from llava_ds.data.loader import Window
     from llava_ds.data.shared_loader import Cut
+    from llava_ds.engine.construct import Build
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.runner import Runner
     from llava_ds.engine.warm_up import NewEngine
+    from llava_ds.export.bit_check import Written
     from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
+    from llava_ds.extensions.architecture import Architecture
     from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.plan import ModelPlan
@@ -55,6 +60,8 @@ PROPERTIES = {
     "offload": "states in CPU memory",
     "known_samples": "all samples before the first step",
     "given_answers": "answers from records",
+    "composed": "a model that flags compose",
+    "one_model": "a single model that trains",
 }
 
 
@@ -106,7 +113,8 @@ class ExtensionFlags:
     property where values decide, of either); moments: numbers that the optimizer keeps for each trained weight beside
     its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; numbers: those that it logs
     and that have a chart, by their names; compiles: layers may be compiled; fuses: kernels of layers are fused, which
-    the flag of this text asks for; needs_text: it has no use for a model that gives no text.
+    the flag of this text asks for; needs_text: it has no use for a model that gives no text; of_model: the flags say
+    what the model is, and are ModelArguments.own, too.
     keys: dotted keys of the DeepSpeed JSON that say what a flag says; other_keys: other trainers' keys of the same, as
     engine/ds_config/keys.py has UNSUPPORTED; other_names: other trainers' names of flags, by flag; not_here: such names
     without a counterpart, by the reason.
@@ -134,6 +142,7 @@ class ExtensionFlags:
 
     compiles: ClassVar[bool] = False
     fuses: ClassVar[str] = ""
+    of_model: ClassVar[bool] = False
     keys: ClassVar[Mapping[str, str]] = {}
     other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
     other_names: ClassVar[Mapping[str, str]] = {}
@@ -156,6 +165,37 @@ class ExtensionFlags:
         """Tokens that an MLP of the language model takes at a time; None for all."""
         return None
 
+    @property
+    def adapted_parts(self) -> frozenset[str]:
+        """The parts, of vision_tower, projector and language_model, that train by layers beside their own."""
+        return frozenset()
+
+    @property
+    def packs(self) -> bool:
+        """True if weights of the model are packed when they are read."""
+        return False
+
+    def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
+        """What flags ask for, as they would be written, with what it needs, and why, and what it breaks."""
+        if self.needs or self.breaks:
+            yield self.asked_by(), self.needs, self.breaks
+
+    def projector_files(self) -> dict[str, str]:
+        """Files of weights beside an adapter, in place of the model's projector, newline and tower, by their flag."""
+        return {}
+
+    def identity(self) -> dict[str, object]:
+        """What counts of flags for a resumed run in place of their values, as the content at a path."""
+        return {}
+
+    def converted(self) -> "tuple[ExtensionFlags, list[str]]":
+        """The flags as code reads them, and a line for each value that can't be read."""
+        return self, []
+
+    def notes(self, args: "Arguments") -> Iterator[str]:
+        """A line for every flag that was given and changes nothing."""
+        yield from ()
+
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
         """A line for each flag by which a run needs less memory. tokens: of a rank's largest micro-batch;
@@ -176,6 +216,10 @@ class ExtensionFlags:
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """A line for everything that is wrong with these flags, or beside others."""
+        yield from ()
+
+    def json_problems(self, config: dict) -> Iterator[str]:
+        """A line for everything in a DeepSpeed JSON that the flags don't go with. config: with its values filled in."""
         yield from ()
 
     def asked_by(self) -> str:
@@ -311,15 +355,74 @@ class Wrap:
     """What an extension changes in each model that trains, and in the engine over them.
 
     All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
+    Of flags that are not of_model, kernels and started alone are called.
     """
 
-    def filled(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
-        """Act on a model that has its weights, and no engine yet."""
+    def check(self, args: "ModelArguments") -> None:
+        """Raise ConfigError where a package is missing, or a folder is wrong, before the model's folder is read."""
+
+    def planned(self, plan: "ModelPlan", model: "LlavaModel", args: "ModelArguments") -> "ModelPlan":
+        """Return the plan with what the extension makes of it. model: on the meta device."""
+        return plan
+
+    def weights_per_token(
+        self, model: "LlavaModel", architecture: "Architecture | None", text: "PreTrainedConfig", args: "ModelArguments"
+    ) -> dict[str, int]:
+        """Numbers of weights, by part, that filled adds and that are used for a token. model: on the meta device."""
+        return {}
+
+    def assembled(self, model: "LlavaModel", build: "Build") -> None:
+        """Act on a model without weights."""
+
+    def filled(self, model: "LlavaModel", build: "Build") -> None:
+        """Act on a model that has its weights."""
+
+    def trains(self, model: "LlavaModel", args: "ModelArguments") -> None:
+        """Choose what trains, where the parts that flags choose train and no others."""
+
+    def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
+        """Change how a model that trains computes, which has its weights and no engine yet."""
         return []
 
     def started(self, new: "NewEngine") -> list[str]:
         """Act on the engine before its first step, and before the largest micro-batch is tried."""
         return []
+
+
+class Adapter:
+    """An export that is no whole model, and opens over one. All ranks call write and exact together."""
+
+    def write(self, export: "ExportPlan", model: "LlavaModel", folder: Path, ranks: "Ranks") -> "Written":
+        """Write the adapter of a model in training; rank 0 returns the sums of the tensors' bits, others nothing."""
+        raise NotImplementedError
+
+    def exact(self, model: "LlavaModel") -> AbstractContextManager:
+        """Context in which a model computes as the one that write's folder is opened over."""
+        return nullcontext()
+
+    def compare(self, folder: Path, export: "ExportPlan", batch: "Batch", logits: "Tensor") -> float:
+        """Open the folder, and compare its logits (T, V) with the trained model's, as compare_logits does."""
+        raise NotImplementedError
+
+    def merged(
+        self, trained: "list[Entry]", base: "list[Entry]", export: "ExportPlan", checkpoint: Path
+    ) -> "list[Entry]":
+        """The whole model, with what a checkpoint holds merged into what the run began with."""
+        raise NotImplementedError
+
+    def write_restored(
+        self, export: "ExportPlan", trained: "list[Entry]", base: "list[Entry]", checkpoint: Path, folder: Path
+    ) -> "Written":
+        """Write the adapter of a checkpoint, and return the sums of the tensors' bits."""
+        raise NotImplementedError
+
+
+class StatePart(NamedTuple):
+    """Tensors that a checkpoint has beside the engine's files. file: in the checkpoint; of: a model's, by name; where
+    it has none, there is no file."""
+
+    file: str
+    of: "Callable[[LlavaModel], dict[str, Tensor]]"
 
 
 class FolderForm:
@@ -380,6 +483,8 @@ class Extension:
     open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, as open_together does
     complete: Callable[["Plan", "Ranks"], object] | None = None  # the same as plan, once all else is planned
     wrap: Wrap | None = None  # changes the model and its engine
+    adapter: Adapter | None = None  # how a model is exported that is no whole one
+    state: StatePart | None = None  # what a checkpoint has beside the engine's files
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps

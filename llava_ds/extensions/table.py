@@ -37,6 +37,12 @@ class Trigger(NamedTuple):
 
 
 EXTENSIONS: dict[str, Trigger] = {
+    "lora": Trigger(
+        "matrices beside the layers train in place of the layers, which may be packed (QLoRA)",
+        "lora_enable lora_modules lora_target_modules lora_r lora_alpha lora_rank_pattern "
+        "lora_alpha_pattern use_rslora use_dora init_lora_weights modules_to_save lora_dropout lora_bias "
+        "lora_weight_path bits quant_type double_quant no_double_quant",
+    ),
     "preference": Trigger(
         "of two answers the better one: direct preference optimisation, and reward models",
         "beta loss_type label_smoothing rpo_alpha simpo_gamma ref_model_name_or_path reward_loss "

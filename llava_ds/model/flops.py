@@ -13,6 +13,7 @@ are not counted, as is usual.
 Source: Chowdhery et al. 2022 (arXiv 2204.02311), appendix B.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,8 @@ from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
-from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts, trains_new_rows
+from llava_ds.config.arguments import ModelArguments, adapted_parts, trained_parts, trains_new_rows
+from llava_ds.extensions.active import active
 from llava_ds.model.families.language import attention_widths, has_state, is_upcycled, num_attention_layers
 from llava_ds.model.families.upcycled import Mixture, expert_of
 from llava_ds.model.llava import LlavaModel, assemble
@@ -76,7 +78,7 @@ class ModelFlops:
 def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """The FLOPs of a composition with the flags. It is built on the meta device, so no family is a special case.
 
-    LoRA counts with its own matrices, quantized weights like those of 16 bits.
+    Matrices that extensions add count, and packed weights like others.
     """
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args, torch.zeros(3), torch.zeros(3))
@@ -85,13 +87,15 @@ def model_flops(text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) 
 
 def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: ModelArguments) -> ModelFlops:
     """The FLOPs of a composition that has been built already, without its adapters."""
-    parts, adapted = trained_parts(args), lora_parts(args)
+    parts, adapted = trained_parts(args), adapted_parts(args)
     llm = model.language_model
-    adapters = _adapter_weights(model, args, tower, text) if args.lora_enable else {}
+    added: Counter[str] = Counter()
+    for wrap in active(args.own).wraps:
+        added.update(wrap.weights_per_token(model, tower.architecture, text, args))
     # Of the layers of each part, the share that trains, and that gradients flow back through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
     trains_tower = (top_tower or 1) if "vision_tower" in parts else 0
-    trains_layers = (top_llm or 1) if "language_model" in parts and not args.lora_enable else 0
+    trains_layers = (top_llm or 1) if "language_model" in parts - adapted else 0
     passes_tower = 1 if "vision_tower" in adapted else trains_tower
     reaches_projector = passes_tower > 0
     before = reaches_projector or "projector" in parts | adapted or trains_new_rows(args)
@@ -99,7 +103,7 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
 
     output = llm.get_output_embeddings()
     layers = _weights_per_token(llm, text, output)
-    own = adapters.get("language_model", 0)
+    own = added["language_model"]
     forward_per_pair = 4 * sum(attention_widths(text))
     states = _state_flops(text)
     per_pair = forward_per_pair * (1 + 2 * reaches_layers)
@@ -110,29 +114,15 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
         per_token=layers * _times(reaches_layers, trains_layers) + own * 6 + states * (1 + 2 * reaches_layers),
         per_pair=per_pair,
         per_tile=_tower_flops(model.vision_tower.tower, tower, passes_tower, trains_tower)
-        + 6 * adapters.get("vision_tower", 0) * tower.num_positions * _tiles_of(tower)
+        + 6 * added["vision_tower"] * tower.num_positions * _tiles_of(tower)
         + _projector_flops(model.projector, tower, reaches_projector, parts, adapted)
-        + 6 * adapters.get("projector", 0) * tower.images.num_tokens
+        + 6 * added["projector"] * tower.images.num_tokens
         + in_blocks * (1 + 2 * reaches_layers),
         per_target=output.weight.numel() * _times(reaches_layers > 0, trains_output),
         forward_per_token=2 * (layers + own) + states,
         forward_per_pair=forward_per_pair,
         per_tile_pair=_tile_pair_flops(tower, passes_tower) + per_tile_pair * (1 + 2 * reaches_layers),
     )
-
-
-def _adapter_weights(
-    model: LlavaModel, args: ModelArguments, tower: TowerPlan, text: PreTrainedConfig
-) -> dict[str, int]:
-    """Weights of LoRA's matrices that are used for a token, by part: of experts, those it is routed to."""
-    from llava_ds.model.lora import lora_layout
-
-    found: dict[str, int] = {}
-    for target in lora_layout(model, args, tower.architecture, text).targets:
-        part, times = target.name.partition(".")[0], text.num_experts_per_tok if target.is_stacked else 1
-        *_, rows, columns = model.get_parameter(target.weight).shape
-        found[part] = found.get(part, 0) + target.rank * (rows + columns) * times
-    return found
 
 
 def _times(passes: float, trains: float) -> float:

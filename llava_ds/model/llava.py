@@ -42,7 +42,6 @@ class LlavaModel(nn.Module):
         self.learning_rate: float | None = None  # of a model that trains as another one's child; None for the other's
         self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
         self.short_last_layer = False
-        self.lora_start: dict[str, torch.Tensor] = {}  # set by add_lora
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:

@@ -54,9 +54,7 @@ def load_weights(
             continue
         parameter = parameters[name]
         if is_packed(parameter):
-            from llava_ds.model.quantize import pack  # with bitsandbytes
-
-            packed = pack(module, name, read(), ranks.device)
+            packed = module.get_submodule(name.rpartition(".")[0]).pack(name, read(), ranks.device)
             sums[order[name]] = bit_sum(packed.data)
             if partitioned_one is not None:
                 partitioned_one.convert_to_zero_parameters(param_list=[packed])

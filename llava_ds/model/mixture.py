@@ -14,7 +14,6 @@ from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.families.language import is_mixture, is_upcycled
 from llava_ds.model.families.upcycled import expert_layers
-from llava_ds.model.lora import LoraLayout
 
 WAYS = {
     "grouped_mm": "all of a layer in one grouped matrix product",
@@ -34,14 +33,13 @@ def check_mixture_flags(training: TrainingArguments, config: PreTrainedConfig, p
             )
 
 
-def check_experts_with_lora(training: TrainingArguments, layout: LoraLayout | None) -> None:
-    """Raise ConfigError for another way to compute experts than the one that LoRA beside them has."""
-    wanted = training.experts_implementation
-    if wanted in (None, "grouped_mm") or layout is None or not any(target.is_stacked for target in layout.targets):
+def check_way(wanted: str | None, only: str | None) -> None:
+    """Raise ConfigError for another way to compute experts than the only one that what lies beside them has."""
+    if None in (wanted, only) or wanted == only:
         return
     raise ConfigError(
-        f"--experts_implementation {wanted}: experts that have LoRA are computed by grouped_mm alone, expert by expert "
-        "where torch has no grouped product: leave it out"
+        f"--experts_implementation {wanted}: experts that have an adapter are computed by {only} alone, expert by "
+        "expert where torch has no grouped product: leave it out"
     )
 
 

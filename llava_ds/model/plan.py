@@ -1,8 +1,8 @@
 """Plan of a model from its folders: configurations, tokenizer, and the names and shapes of all weights."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -11,6 +11,7 @@ from transformers.initialization import no_init_weights
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import active
 from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import is_there, library_errors
 from llava_ds.geometry import ImageSpec
@@ -18,8 +19,14 @@ from llava_ds.model.families.language import has_layer_embeddings, length_proble
 from llava_ds.model.llava import assemble
 from llava_ds.model.loading import check_depth, check_fit
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.folder import FLAG, ModelFolder, read_folder, without_prefix
-from llava_ds.model.open.merged_adapters import non_lora_file
+from llava_ds.model.open.folder import (
+    FLAG,
+    PRETRAINED,
+    ModelFolder,
+    projector_files,
+    read_folder,
+    without_prefix,
+)
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
@@ -28,9 +35,6 @@ from llava_ds.model.value_head import ValueHead, value_head_file
 from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower
 from llava_ds.template_variables import set_variables
 from llava_ds.tokenizer import open_tokenizer, read_template
-
-if TYPE_CHECKING:
-    from llava_ds.model.lora import LoraLayout
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -64,24 +68,15 @@ def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
 def read_parts(args: ModelArguments) -> Parts:
     """Read the parts that the flags compose, from configurations and tensor names. Raises ConfigError and DataError."""
     folder = read_folder(args.model_name_or_path, args.model_base)
-    if args.lora_enable and folder.base is not None:
-        raise ConfigError(
-            f"--lora_enable True over {FLAG} {folder.path}, which is a LoRA adapter itself: an adapter of an adapter "
-            f"opens nowhere. Go on with it by --lora_weight_path {folder.path} over {FLAG} {folder.base}, or merge it "
-            "with run/export.py first"
-        )
     tower, own, rest = _tower_of(folder, args)
     projector, newline = folder.projector, folder.newline
-    beside = non_lora_file(args)  # what was trained beside an adapter wins over what that training began with
-    for flag, given in (("--pretrain_mm_mlp_adapter", args.pretrain_mm_mlp_adapter), ("--lora_weight_path", beside)):
-        if given is not None:
-            projector = Source(flag, given, formats.projector_from_llava)
-            brought = Source(flag, given, formats.newline_from_llava)
-            if newline is None or brought.open().shapes:
-                newline = brought
-    if beside is not None:
-        trained = Source("--lora_weight_path", beside, without_prefix(formats.tower_from_llava))
-        if trained.open().shapes:
+    for flag, given in projector_files(args).items():
+        projector = Source(flag, given, formats.projector_from_llava)
+        brought = Source(flag, given, formats.newline_from_llava)
+        if newline is None or brought.open().shapes:
+            newline = brought
+        trained = Source(flag, given, without_prefix(formats.tower_from_llava))
+        if flag != PRETRAINED and trained.open().shapes:
             own, rest = trained, rest or own
     head = value_head_file(folder.path)
     value_head = None if head is None else Source(FLAG, str(head), lambda name: name)
@@ -152,7 +147,9 @@ class ModelPlan:
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about what the flags make of the model
-    lora: "LoraLayout | None" = None  # None without --lora_enable
+    checkpoint: Path | None = None  # that the run resumes from
+    only_experts: str | None = None  # the only way to compute experts (--experts_implementation), where there is one
+    own: Mapping[str, object] = field(default_factory=dict)  # what extensions plan of it, by their names
 
     @property
     def architecture(self) -> Architecture | None:
@@ -190,10 +187,9 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     value_head: give the model one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
     packages, and DataError for weights that don't fit.
     """
-    if args.lora_enable or args.bits < 16:
-        from llava_ds.model.lora import check_lora
-
-        check_lora(args)
+    wraps = active(args.own).wraps
+    for wrap in wraps:
+        wrap.check(args)
     parts = read_parts(args)
     _check_last_layers(args, parts)
     _check_layer_embeddings(args, parts)
@@ -223,10 +219,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
             check_fit(part, opened.weights, opened.what)
     if text_config.vocab_size != parts.text_config.vocab_size:
         plan = replace(plan, notes=(*plan.notes, *frozen_rows(model.language_model, args)))
-    if args.lora_enable:
-        from llava_ds.model.lora import lora_layout
-
-        plan = replace(plan, lora=lora_layout(model, args, plan.architecture, text_config))
+    for wrap in wraps:
+        plan = wrap.planned(plan, model, args)
     return plan
 
 

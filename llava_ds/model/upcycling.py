@@ -207,12 +207,6 @@ def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
     found = [
         f"{flag}: {why}"
         for flag, is_set, why in (
-            (
-                "--lora_enable True",
-                model.lora_enable,
-                "neither transformers nor peft has a class that such an adapter opens over",
-            ),
-            (f"--bits {model.bits}", model.bits != 16, "packed weights train by LoRA alone, which does not open"),
             ("--tune_mm_mlp_adapter True", model.tune_mm_mlp_adapter, "it writes a projector and no model"),
         )
         if is_set

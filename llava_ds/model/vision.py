@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.batch import Inputs
-from llava_ds.config.arguments import Arguments, ModelArguments, lora_parts
+from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.architecture import Architecture
@@ -148,7 +148,7 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
         "--s2 True": args.s2,
         "--mm_native_resolution True": args.mm_native_resolution,
         f"--unfreeze_topk_vision {args.unfreeze_topk_vision}": args.unfreeze_topk_vision > 0,
-        f"--lora_modules {args.lora_modules}": "vision_tower" in lora_parts(args),
+        "an adapter of the tower": "vision_tower" in adapted_parts(args),
     }
     if problems := [flag for flag, is_given in others.items() if is_given]:
         raise ConfigError(

@@ -1,6 +1,5 @@
 """run.json and ds_config.json: what was run, with what, so that it can be repeated."""
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -8,7 +7,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,7 +16,7 @@ import torch
 from typing_extensions import NotRequired, TypedDict
 
 from llava_ds import __version__
-from llava_ds.config.arguments import SECTIONS, Arguments, loaded
+from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded
 from llava_ds.constants import DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
@@ -128,21 +127,33 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
     except (FileNotFoundError, DataError) as error:
         reason = "it is missing" if isinstance(error, FileNotFoundError) else error
         raise DataError(f"{path} can't be read ({reason}): it says what the run was, and has to lie there") from error
-    flags = dict(record["arguments"])
+    try:
+        args, unknown = arguments_of(record["arguments"], record.get("given", ()))
+    except DataError as error:
+        raise DataError(f"{path} can't be used: {error}") from None
+    if unknown:
+        raise DataError(f"{path} has flags that this version does not know: {', '.join(unknown)}")
+    return args, record
+
+
+def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Arguments, list[str]]:
+    """The flags that run.json has by their names, and names of flags that there are not.
+
+    given: names of those that were given. Raises DataError for a value of a wrong type.
+    """
+    flags = dict(values)
     extensions, sections = asked_for(flags), []
     for cls in (*SECTIONS, *map(flags_class, extensions)):
         types = get_type_hints(cls)
-        given = {field.name: flags.pop(field.name) for field in dataclasses.fields(cls) if field.name in flags}
-        for name, value in given.items():
+        known = {name: flags.pop(name) for name in declared_by(cls) if name in flags}
+        for name, value in known.items():
             if (problem := mismatch(value, types[name])) is not None:
-                raise DataError(f"{path} can't be used: --{name} in it is of the wrong type ({problem})")
-        sections.append(cls(**given))
-    if unknown := [name for name in flags if not owners([name])]:
-        raise DataError(f"{path} has flags that this version does not know: {', '.join(unknown)}")
+                raise DataError(f"--{name} in it is of the wrong type ({problem})")
+        sections.append(cls(**known))
     model, data, training, *own = sections
-    given = frozenset(record.get("given", ()))
     own = loaded(dict(zip(extensions, own)), (model, data, training))
-    return Arguments(model, data, training, given, own), record
+    unknown = [name for name in flags if not owners([name])]
+    return Arguments(model, data, training, frozenset(given), own), unknown
 
 
 def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
@@ -153,8 +164,9 @@ def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
     """
     started = Path(record.get("folder") or ".")
     then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
-    names = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
-    values = {name: getattr(args.model, name) for name in names}
+    sections = [args.model, *args.model.own.values()]
+    names = [name for section in sections for name, flag in declared_by(section).items() if flag.path]
+    values = {name: args.as_dict()[name] for name in names}
     found = {name: str(_lies_now(value, started, then, now)) for name, value in values.items() if value is not None}
     if len(towers := (values["vision_tower"] or "").split(",")) > 1 and not Path(found["vision_tower"]).is_dir():
         found["vision_tower"] = ",".join(str(_lies_now(each, started, then, now)) for each in towers)

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from llava_ds.config.arguments import ModelArguments, lora_parts, trained_parts
+from llava_ds.config.arguments import adapted_parts, trained_parts
+from llava_ds.constants import DataError
 from llava_ds.tracking.chart import short
 from llava_ds.tracking.run_files import RunFiles
+from llava_ds.tracking.run_record import arguments_of
 from llava_ds.tracking.series import is_number
 
 PARTS = {
@@ -71,13 +73,13 @@ def model_of(run: RunFiles) -> str:
         base, tower = "the tiny model that ships with llava_ds", ""
     data = _last_part(flags.get("data_path")) or "generated scenes of coloured shapes"
     try:
-        known = {name: flags[name] for name in ModelArguments.__dataclass_fields__ if name in flags}
-        chosen = ModelArguments(**known)
-        parts = trained_parts(chosen) | lora_parts(chosen)
-    except (TypeError, AttributeError):
-        parts = frozenset()
+        chosen = arguments_of(flags, ())[0].model
+        adapted = adapted_parts(chosen)
+        parts = trained_parts(chosen) | adapted
+    except (DataError, TypeError, AttributeError):
+        parts = adapted = frozenset()
     trained = [text for part, text in PARTS.items() if part in parts]
-    how = " with LoRA" if flags.get("lora_enable") else ""
+    how = " by adapters" if adapted else ""
     shown = base + (f" with {tower}" if tower else "")
     if not trained:
         return f"{shown}, trained on {data}."

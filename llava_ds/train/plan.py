@@ -196,10 +196,10 @@ def _check_experts(args: Arguments, model: ModelPlan) -> list[str]:
     """Raise ConfigError for flags that the model's experts don't go with, or that need experts; returns lines."""
     lines = []
     if args.training.router_aux_loss_coef or args.training.experts_implementation:
-        from llava_ds.model.mixture import check_experts_with_lora, check_mixture_flags
+        from llava_ds.model.mixture import check_mixture_flags, check_way
 
         check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
-        check_experts_with_lora(args.training, model.lora)
+        check_way(args.training.experts_implementation, model.only_experts)
     if is_upcycled(model.text_config) or args.training.ep_size > 1 or args.given & OF_UPCYCLED:
         from llava_ds.model.upcycling import capacity_note, check_upcycled
 

@@ -9,11 +9,9 @@ import deepspeed
 import torch
 from transformers import PreTrainedConfig
 
-from llava_ds.checkpoint.checkpoint_files import read_lora_start
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
 from llava_ds.checkpoint.training_state import restore
-from llava_ds.config.arguments import changes_base
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.loader import Window, windows
 from llava_ds.data.seen_files import write_data_files
@@ -195,12 +193,12 @@ def _build_engine(
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
-    if point is not None and changes_base(args.model):
-        model_plan = replace(model_plan, lora=replace(model_plan.lora, start=read_lora_start(point)))
+    if point is not None:
+        model_plan = replace(model_plan, checkpoint=point)
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
     print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
-    print_first(*plan.active.filled(model, plan.model, resolved, ranks))
+    print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
     mesh.adapt(model)
     share_experts(model, mesh)
     choose_trainable(model, args)
@@ -269,5 +267,5 @@ def _saver(plan: Plan, engine, ranks: Ranks) -> Saver:
 
         model_writer = ModelWriter(plan.export.form, partial(write_model, engine, plan.export, ranks))
     saver = Saver(engine, training, plan.resume, ranks, model_writer)
-    saver.lora_start = engine.module.lora_start
+    saver.states = plan.active.states
     return saver

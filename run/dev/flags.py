@@ -86,7 +86,7 @@ def train_flags() -> list[str]:
         name = title.partition(":")[0]
         page = [f"[{name}.md]({name}.md)\n"] * (RUN.parent / "docs" / f"{name}.md").exists()
         lines += [f"### {title}\n", *page, *HEAD]
-        for field in fields(section):
+        for field in (each for each in fields(section) if each.init):
             option = options[field.name]
             names = [f"--{field.name}", *field.metadata.get("aliases", [])]
             names += [f"--no_{field.name}"] if field.default is True else []  # HfArgumentParser's

@@ -10,6 +10,7 @@ import pytest
 import torch
 import toys
 from extension_there import AXES
+from known_flags import needs
 
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.resume import find_resume_point, saved_batch_size
@@ -264,6 +265,7 @@ def test_more_rows_are_another_run():
     assert not run().differences(before) and list(grown.differences(before)) == changes
 
 
+@needs("lora_enable")
 def test_a_flag_that_is_left_out_at_a_resume_is_a_difference(tmp_path):
     """Also where its feature is not loaded, so that the new run does not have the flag at all."""
     absent = ("lora_enable", "lora_r")

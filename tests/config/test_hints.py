@@ -20,11 +20,9 @@ def known():
         # Slips
         ("--learningrate 1e-4", "did you mean --learning_rate?"),
         ("--per_device_train_batchsize 8", "did you mean --per_device_train_batch_size?"),
-        ("--lora_alpah 8", "did you mean --lora_alpha?"),
         ("--save_limit 3", "did you mean --save_total_limit?"),
         ("--data_seeds 4", "did you mean --data_seed?"),
         ("--max_grad_nrom 1", "did you mean --max_grad_norm?"),
-        ("--lora_target q_proj", "did you mean --lora_target_modules?"),
         # The same last words, another meaning
         ("--ring_attention 2", NONE),
         ("--eval_batch_size 4", NONE),
@@ -40,11 +38,9 @@ def known():
         # Names that people know from elsewhere
         ("--epochs 3", "did you mean --num_train_epochs?"),
         ("--lr 1e-4", "did you mean --learning_rate?"),
-        ("--load_in_4bit True", "did you mean --bits 4?"),
         ("--torch_dtype bfloat16", "did you mean --bf16 True or --fp16 True?"),
         ("--vision_select_layer -1", "did you mean --mm_vision_select_layer?"),
         ("--merger_lr -1e-5", "did you mean --mm_projector_lr?"),
-        ("--tuner_type lora", "did you mean --lora_enable?"),
         ("--global_batch_size 8", "did you mean --train_batch_size?"),
         ("--meta_path shapes.json", "did you mean --data_path with a mixture of several files?"),
         ("--freeze_vit True", "leave it out, for the tower trains with --unfreeze_mm_vision_tower alone"),

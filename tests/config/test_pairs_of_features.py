@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 GOLDENS = Path(__file__).parent / "goldens" / "pairs.json"
 BASE = {"model_name_or_path": ROOT, "vision_tower": ROOT, "data_path": ROOT / "setup.py", "output_dir": "o"}
 BASE |= {"learning_rate": 1e-3, "train_batch_size": 8, "image_folder": ROOT}
-LORA, MOE = {"lora_enable": True}, {"moe_enable": True}
+MOE = {"moe_enable": True}
 EVAL = {"eval_fraction": 0.1, "eval_steps": 10}
 FEATURES: dict[str, dict[str, object]] = {
     "zero0": {"stage": 0},
@@ -33,10 +33,6 @@ FEATURES: dict[str, dict[str, object]] = {
     "experts over ranks": {**MOE, "ep_size": 2},
     "capacity": {**MOE, "capacity_factor": 1.5},
     "router loss": {"router_aux_loss_coef": 0.01},
-    "lora": LORA,
-    "qlora": {**LORA, "bits": 4},
-    "dora": {**LORA, "use_dora": True},
-    "pissa": {**LORA, "init_lora_weights": "pissa"},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
     "recomputed": {"gradient_checkpointing": True},

@@ -18,7 +18,6 @@ from llava_ds.config.arguments import (
     every_objective,
     every_section,
     flags_free_on_resume,
-    lora_parts,
     trained_parts,
     trains_projector_only,
 )
@@ -171,8 +170,7 @@ NEXT_SCRIPT = """
     --dataloader_drop_last True --frames_upbound 110 --mm_newline_position grid --add_time_instruction False
     --force_sample True --mm_spatial_pool_stride 2 --attn_implementation sdpa --verbose_logging True
     --mm_resampler_type None --mm_vision_select_feature patch --image_crop_resolution 224 --image_split_resolution 224
-    --early_mix_text False --lora_enable False --lora_r 128 --lora_alpha 256 --lora_dropout 0.05 --lora_bias none
-    --bits 16"""
+    --early_mix_text False"""
 
 
 @pytest.fixture
@@ -188,9 +186,8 @@ def test_llava_nexts_scripts_parse_and_name_what_has_no_effect(next_script):
     args, notes = parse_arguments(next_script)
     assert (args.data.frames_upbound, args.data.force_sample) == (110, True)
     named = {note.split()[0].removeprefix("--") for note in notes}
-    unused = {"lora_r", "lora_alpha", "lora_dropout", "lora_bias"}  # it says --lora_enable False
-    assert named == {token.removeprefix("--") for token in next_script} & set(WITHOUT_EFFECT) | unused
-    assert len(named) > 12
+    assert named == {token.removeprefix("--") for token in next_script} & set(WITHOUT_EFFECT)
+    assert len(named) > 8
 
 
 def test_what_llava_nexts_scripts_train_is_known(next_script):
@@ -345,7 +342,6 @@ def test_a_flag_out_of_bounds_is_said_once():
             "--tune_mm_llm and --mm_tunable_parts both say what trains",
         ),
         (["--tune_mm_llm", "False"], "--tune_mm_llm False leaves nothing to train"),
-        (["--tune_mm_mlp", "True", "--lora_enable", "True"], "which --tune_mm_llm leaves alone: choose one"),
         (["--mm_tunable_parts", "mm_adapter"], "names 'mm_adapter', which is no part: give some of mm_vision_tower,"),
         (["--freeze_mm_mlp_adapter", "--mm_projector_lr", "1e-3"], "rate for the projector, which does not train"),
         (["--mm_vision_tower_lr", "1e-3"], "--mm_vision_tower_lr is a rate for the vision tower, which does not train"),
@@ -373,10 +369,6 @@ def test_a_flag_out_of_bounds_is_said_once():
             "--pad_embeddings_to_multiple_of 64 has no effect without --resize_token_embeddings True: give that",
         ),
         (["--pad_embeddings_to_multiple_of", "0"], "--pad_embeddings_to_multiple_of is 0: give 1 or more"),
-        (
-            ["--resize_token_embeddings", "True", "--lora_enable", "True"],
-            "--resize_token_embeddings True can't be used with --lora_enable: the adapter would open over no folder",
-        ),
         (["--resize_vocab", "True"], "did you mean --resize_token_embeddings?"),
     ],
 )
@@ -515,28 +507,6 @@ def test_replaced_changes_a_flag_in_whichever_section():
     assert args.as_dict() == {**parse().as_dict(), "version": "plain", "image_folder": "x", "bf16": True}
 
 
-# LLaVA's scripts/v1_5/finetune_lora.sh and scripts/finetune_qlora.sh, but for the paths.
-LORA_SCRIPT = """
-    --lora_enable True --lora_r 128 --lora_alpha 256 --mm_projector_lr 2e-5 --deepspeed {zero2}
-    --model_name_or_path {here}/llama --version v1 --data_path {here}/data.json --image_folder {here}/images
-    --vision_tower {here}/clip --pretrain_mm_mlp_adapter {here}/mm_projector.bin --mm_projector_type mlp2x_gelu
-    --mm_vision_select_layer -2 --mm_use_im_start_end False --mm_use_im_patch_token False --image_aspect_ratio pad
-    --group_by_modality_length True --bf16 True --output_dir out --num_train_epochs 1 --per_device_train_batch_size 16
-    --per_device_eval_batch_size 4 --gradient_accumulation_steps 1 --evaluation_strategy no --save_strategy steps
-    --save_steps 50000 --save_total_limit 1 --learning_rate 2e-4 --weight_decay 0. --warmup_ratio 0.03
-    --lr_scheduler_type cosine --logging_steps 1 --tf32 True --model_max_length 2048 --gradient_checkpointing True
-    --dataloader_num_workers 4 --lazy_preprocess True --report_to wandb"""
-
-
-@pytest.fixture
-def lora_script(tmp_path) -> list[str]:
-    for name in ("llama", "clip", "images"):
-        (tmp_path / name).mkdir()
-    for name in ("data.json", "mm_projector.bin"):
-        (tmp_path / name).write_text("[]")
-    return LORA_SCRIPT.format(zero2=ZERO2, here=tmp_path).split()
-
-
 @pytest.mark.parametrize(
     ("given", "means"),
     [
@@ -548,24 +518,24 @@ def lora_script(tmp_path) -> list[str]:
         (["trackio", "wandb", "trackio"], "trackio,wandb"),
     ],
 )
-def test_report_to_takes_names_with_blanks_or_commas_between(lora_script, given, means):
-    without = [token for token in lora_script if token not in ("--report_to", "wandb")]
+def test_report_to_takes_names_with_blanks_or_commas_between(next_script, given, means):
+    without = [token for token in next_script if token not in ("--report_to", "wandb")]
     args, _ = parse_arguments([*without, *(["--report_to", *given] if given else [])])
     assert args.training.report_to == means
 
 
-def test_a_tracker_that_is_unknown_or_missing_is_named_with_its_extra(lora_script, monkeypatch):
+def test_a_tracker_that_is_unknown_or_missing_is_named_with_its_extra(next_script, monkeypatch):
     for module in ("parsing", "rules"):
         monkeypatch.setattr(f"llava_ds.config.{module}.is_installed", lambda name: name == "tensorboard")
     with pytest.raises(
         ConfigError, match=r"--report_to wandb: wandb is not installed: pip install 'llava_ds\[wandb\]'"
     ):
-        parse_arguments(lora_script)
+        parse_arguments(next_script)
     with pytest.raises(ConfigError, match="--report_to mlflow is unknown: give some of tensorboard, wandb, trackio"):
-        parse_arguments([*lora_script, "--report_to", "mlflow"])
-    args, _ = parse_arguments([*lora_script, "--report_to", "all"])
+        parse_arguments([*next_script, "--report_to", "mlflow"])
+    args, _ = parse_arguments([*next_script, "--report_to", "all"])
     assert args.training.report_to == "tensorboard"
-    assert parse_arguments(lora_script, to_train=False)[0].training.report_to == "wandb"  # where nothing is reported
+    assert parse_arguments(next_script, to_train=False)[0].training.report_to == "wandb"  # where nothing is reported
 
 
 def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
@@ -580,87 +550,15 @@ def test_verbose_has_llava_nexts_name_too(next_script):
     assert args.training.verbose and "verbose" in args.given and args.training.run_name == "name"
 
 
-def test_llavas_lora_scripts_parse(lora_script):
-    args, notes = parse_arguments(lora_script)
-    model = args.model
-    assert (model.lora_enable, model.lora_r, model.lora_alpha, model.lora_dropout) == (True, 128, 256, 0.05)
-    assert (model.lora_bias, model.lora_weight_path, model.bits) == ("none", None, 16)
-    assert not any("lora" in note for note in notes)
-    args, notes = parse_arguments([*lora_script, "--bits", "4", "--double_quant", "False", "--lora_weight_path", ""])
-    assert (args.model.bits, args.model.quant_type, args.model.double_quant) == (4, "nf4", False)
-    assert args.model.lora_weight_path is None
-
-
-def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
-    recipe = read_recipe(Path(__file__).parents[2] / "run" / "recipes" / "llava-v1.5-7b-lora.yaml")
-    args, _ = parse_arguments(lora_script)
-    ours = {"train_batch_size", "save_steps", "gradient_checkpointing", "tokens_per_micro_batch", "sample_steps"}
-    same = set(recipe) - ours
-    assert {name: args.as_dict()[name] for name in same} == {name: recipe[name] for name in same}
-    assert recipe["train_batch_size"] == 16 * 8  # on the script's 8 GPUs
-    # The script recomputes every layer, whatever the memory, and lays samples out by count: it changes no result.
-    assert (args.training.tokens_per_micro_batch, recipe["tokens_per_micro_batch"]) == (None, "auto")
-    assert (args.training.gradient_checkpointing, recipe["gradient_checkpointing"]) == ("all", "auto")
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--lora_enable True --lora_r 0", "--lora_r is 0: give 1 or more"),
-        ("--lora_enable True --lora_alpha 0", "--lora_alpha is 0: give 1 or more"),
-        ("--lora_enable True --lora_dropout 1", "--lora_dropout is 1.0: give a value from 0 to below 1"),
-        ("--lora_enable True --lora_weight_path nowhere", "--lora_weight_path nowhere: there is no such folder"),
-        ("--lora_enable True --tune_mm_mlp_adapter True", "which --tune_mm_mlp_adapter leaves alone: choose one"),
-        ("--lora_enable True --mm_tunable_parts mm_mlp_adapter", "which --mm_tunable_parts leaves alone: choose one"),
-        ("--bits 4", "--bits 4 needs --lora_enable True: packed weights can't train themselves"),
-        ("--lora_enable True --lora_modules tower", "--lora_modules names 'tower', which is no part: give some of"),
-        (
-            "--lora_enable True --lora_modules vision --unfreeze_mm_vision_tower True",
-            "--unfreeze_mm_vision_tower True and --lora_modules vision both say how the tower trains: give one",
-        ),
-        (
-            "--lora_enable True --lora_rank_pattern q_proj",
-            "--lora_rank_pattern q_proj: expected JSON of names with whole",
-        ),
-        ('--lora_enable True --lora_alpha_pattern {"(":8}', "( is no regular expression"),
-        ("--lora_enable True --lora_target_modules (q", "--lora_target_modules (q is no regular expression"),
-        (
-            "--lora_enable True --lora_target_modules q.* v.*",
-            "give names, or one regular expression: join several by |",
-        ),
-        (
-            "--lora_enable True --init_lora_weights eva",
-            "--init_lora_weights eva is unknown: give true, gaussian, olora",
-        ),
-        ("--lora_enable True --init_lora_weights pissa --bits 4", "with --bits 4: packed weights can't lose a part"),
-        ("--lora_enable True --init_lora_weights olora --lora_weight_path .", "both say how LoRA begins, give one of"),
-        ("--lora_enable True --use_dora True --bits 8", "--use_dora True can't be used with --bits 8"),
-        (
-            "--lora_enable True --bits 4 --lora_modules vision",
-            "leave out --lora_modules vision, or name language in it",
-        ),
-        ("--lora_enable True --bits 4 --lora_target_modules q_proj", "beside each: leave out --lora_target_modules"),
         ("--unfreeze_topk_llm 2", "--unfreeze_topk_llm unfreezes layers of the language model, all of which trains"),
         ("--unfreeze_topk_vision 2 --unfreeze_mm_vision_tower True", "all of which trains: give no"),
-        ("--unfreeze_topk_vision 2 --lora_enable True", "can't be used with --lora_enable: name the layers by"),
-        ("--use_dora True", "--use_dora without --lora_enable would train the whole language model"),
-        ("--lora_r 8 --lora_alpha 8", "--lora_r, --lora_alpha without --lora_enable would train the whole language"),
     ],
 )
-def test_flags_of_lora_that_contradict_are_refused(flags, message):
+def test_last_layers_of_what_trains_whole_are_refused(flags, message):
     assert message in refused(*NEEDED, *flags.split())
-
-
-@pytest.mark.parametrize("flags", ["--bits 3", "--quant_type int4", "--lora_bias some"])
-def test_unknown_kinds_of_lora_are_refused(flags):
-    assert "invalid choice" in refused(*NEEDED, "--lora_enable", "True", *flags.split())
-
-
-def test_flags_that_say_nothing_without_4_bits_are_named():
-    flags = ("--lora_enable", "True", "--bits", "8", "--quant_type", "fp4", "--double_quant", "False")
-    _, notes = parse_arguments([*NEEDED, *flags])
-    assert "--quant_type fp4 has no effect: --bits is 8, not 4" in notes
-    assert "--double_quant False has no effect: --bits is 8, not 4" in notes
 
 
 NUMBERS = [
@@ -750,7 +648,7 @@ def test_a_recipes_value_may_begin_with_hyphens(tmp_path):
 
 
 def test_every_field_is_declared_as_a_flag():
-    names = [field.name for section in SECTIONS for field in dataclasses.fields(section)]
+    names = [field.name for section in SECTIONS for field in dataclasses.fields(section) if field.init]
     assert names == list(FLAGS) and len(set(names)) == len(names)
     assert {flag.group for flag in FLAGS.values()} == set(GROUPS)
 
@@ -822,7 +720,6 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--expert_model_parallel_size", ": did you mean --ep_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         ("--num_padding_at_beginning", ": leave it out, for nothing is padded"),
-        ("--lora_dim", ": did you mean --lora_r?"),
         ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
         ("--zero_stage", ': did you mean "stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)?'),
     ],
@@ -869,58 +766,14 @@ def test_flags_of_moe_llavas_scripts_are_read():
     assert parse_arguments(argv, to_train=False)[0].model.num_experts == 4
 
 
-def test_parts_that_train_with_lora_and_with_last_layers():
+def test_parts_that_train_with_last_layers():
     def parts(*flags: str) -> set[str]:
         return set(trained_parts(parse(*flags).model))
 
-    lora = ("--lora_enable", "True", "--lora_modules")
-    assert parts(*lora, "language") == {"language_model", "projector"}
-    assert parts(*lora, "vision") == {"projector"}  # and never the language model in full
-    assert parts(*lora, "vision, projector") == set()
-    assert not trains_projector_only(parse(*lora, "vision").model)
     assert parts("--freeze_backbone", "True", "--unfreeze_topk_llm", "2") == {
         "language_model", "output_layer", "projector"
     }  # fmt: skip
     assert parts("--tune_mm_mlp_adapter", "True", "--unfreeze_topk_vision", "1") == {"vision_tower", "projector"}
-    model = parse(*lora, "language", "--lora_target_modules", "q_proj", "v_proj").model
-    assert model.lora_target_modules == "q_proj,v_proj"
-    model = parse(*lora, "language", "--lora_target_modules", r".*layers\.\d{1,2}\.mlp.*").model
-    assert model.lora_target_modules == r".*layers\.\d{1,2}\.mlp.*"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--lora_modules", "language,vision,projector", "--mm_projector_lr", "2e-5", "--mm_vision_tower_lr", "2e-6"],
-        ["--lora_modules", "vision", "--tune_mm_vision", "True"],
-    ],
-)
-def test_a_part_with_lora_trains(flags):
-    args = parse_tiny("--lora_enable", "True", *flags)
-    assert "vision_tower" in lora_parts(args.model)
-
-
-def test_true_is_how_lora_begins_in_a_recipe_too(tmp_path):
-    path = recipe(tmp_path, "lora_enable: true\ninit_lora_weights: true\n")
-    assert parse_tiny("--recipe", path).model.init_lora_weights == "true"
-
-
-@pytest.mark.parametrize("words", [["all-linear"], ["All-Linear"], ["all"], []])
-def test_all_linear_is_what_leaving_the_targets_out_means(words):
-    flags = ["--lora_enable", "True", *(["--lora_target_modules", *words] if words else [])]
-    assert parse_arguments([*NEEDED, *flags])[0].model.lora_target_modules is None
-    assert parse_arguments([*NEEDED, *flags, "--bits", "4"])  # which packs all of them
-
-
-@pytest.mark.parametrize("words", [["all-linear", "q_proj"], ["q_proj,all-linear"], ["lm_head", "all"]])
-def test_all_linear_stands_alone(words):
-    with pytest.raises(ConfigError) as caught:
-        parse_arguments([*NEEDED, "--lora_enable", "True", "--lora_target_modules", *words])
-    joined = ",".join(words)
-    word = "all-linear" if "all-linear" in joined else "all"
-    assert str(caught.value) == (
-        f"--lora_target_modules {joined}: {word} means every linear layer, give it alone, or names without it"
-    )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from fake_models import (
     talks,
     tower_plan,
 )
+from known_flags import needs
 
 from llava_ds.data.collate import LoadedPair
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
@@ -122,6 +123,7 @@ def test_the_projector_alone(projector, family):
     trained_once(family, options=options, tune_mm_mlp_adapter=True, mm_projector_type=projector)
 
 
+@needs("lora_enable")
 @pytest.mark.parametrize(
     "flags", [{}, {"lora_dropout": 0.0}, {"lora_bias": "all"}, {"tune_mm_mlp_adapter": True}], ids=str
 )
@@ -130,6 +132,7 @@ def test_lora(family, flags):
     trained_once(family, lora_enable=True, lora_r=4, **flags)
 
 
+@needs("lora_enable")
 def test_lora_on_experts():
     trained_once("qwen3_moe", lora_enable=True, lora_r=4, lora_dropout=0.0, lora_target_modules="q_proj,down_proj")
 
@@ -185,6 +188,7 @@ def test_activation_checkpointing(family, how):
     trained_once(family, change=change, mm_tunable_parts="mm_vision_tower,mm_mlp_adapter,mm_language_model")
 
 
+@needs("lora_enable")
 def test_activation_checkpointing_keeps_random_states_without_a_wait():
     trained_once(
         change=lambda model: checkpoint_layers(model.language_model), lora_enable=True, lora_r=4, lora_dropout=0.1
@@ -231,6 +235,7 @@ def test_pairs_of_answers_come_to_the_device_as_one_batch():
         assert micro.num_samples == 1 and reference.is_cuda and reference.dtype == torch.float64
 
 
+@needs("lora_enable")
 @pytest.mark.parametrize("double_quant", [True, *rest(False)])
 @pytest.mark.parametrize("quant_type", ["nf4", *rest("fp4")])
 def test_weights_in_4_bits_with_lora(quant_type, double_quant):

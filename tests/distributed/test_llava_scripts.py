@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
-from known_flags import known_words
+from known_flags import known, known_words
 from launching import TRAIN, launch, losses
 
 EVERYWHERE = """
@@ -99,6 +99,8 @@ PROJECTOR = {"mm_projector.bin", "config.json"}
 WHOLE = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json", "trainer_state.json"}
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "non_lora_trainables.bin", "config.json"}
 FILES = {"pretrain": PROJECTOR, "pretrain_clip": PROJECTOR, "pretrain_siglip": PROJECTOR}
+if not known(["lora_enable"]):
+    SCRIPTS = {name: script for name, script in SCRIPTS.items() if "lora" not in name}
 FILES |= {"finetune_lora": ADAPTER, "finetune_task_lora": ADAPTER}
 
 AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"), "auto")

@@ -6,7 +6,6 @@ import toys
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention
 
@@ -30,7 +29,7 @@ def trained_once(**how: object) -> tuple[float, list[torch.Tensor], int]:
         )
     ).train()
     if how.pop("lora", False):
-        toys.add_lora(model, ModelArguments(lora_enable=True, lora_r=2, lora_dropout=0.3), seed=0)
+        toys.add_lora(model, toys.model_arguments(lora_enable=True, lora_r=2, lora_dropout=0.3), seed=0)
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 torch.nn.init.normal_(parameter)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import toys
 from exporting import RANKS, export, export_plan
+from known_flags import known, needs
 from safetensors import safe_open
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
@@ -18,7 +19,7 @@ from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.runner import Direct
-from llava_ds.export import adapter, final_export
+from llava_ds.export import final_export
 from llava_ds.export.bit_check import check_written, sums_of
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
@@ -29,6 +30,13 @@ KINDS = [
     "linear", "mlp1x_gelu", "mlp2x_gelu", "mlp3x_gelu", "mlp2x_res2x_gelu", "pooler", "mlp2x_gelu_ps2",
     "mlp2x_gelu_avg3", "mlp1x_res1x_gelu_avg2",
 ]  # fmt: skip
+
+
+ADAPTERS = []  # what writes them
+if known(["lora_enable"]):
+    from llava_ds.extensions.lora import adapter_export
+
+    ADAPTERS.append((adapter_export, "export_adapter"))
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +52,9 @@ def ended(base, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(final_export, name, lambda *_: (None, None))
 
     def end(form: str, change=lambda folder: None, **flags: object) -> str:
-        given = {name: value for name, value in flags.items() if name in ModelArguments.__dataclass_fields__}
-        model_args = ModelArguments(**{**base, **given})
-        rest = {name: value for name, value in flags.items() if name not in given}
-        args = Arguments(model_args, DataArguments(), TrainingArguments(), frozenset())
-        args = args.replaced(output_dir=str(tmp_path / "out"), **rest)
+        args = Arguments(ModelArguments(**base), DataArguments(), TrainingArguments(), frozenset())
+        args = args.replaced(output_dir=str(tmp_path / "out"), **flags)
+        model_args = args.model
         plan = plan_model(model_args, 512)
         model = build_model(plan, model_args, {"zero_optimization": {"stage": 0}}, torch.float32, 0, RANKS)
         options = plan.tower.image_options(args)
@@ -60,7 +66,7 @@ def ended(base, tmp_path, monkeypatch, capsys):
         dataset = SimpleNamespace(example=lambda: sample, image_options=options)
         engine = SimpleNamespace(module=model, eval=model.eval, empty_partition_cache=lambda: None)
         planned = export_plan(model, plan, model_args, options, form=form)
-        for module, name in ((final_export, "write_live_folder"), (adapter, "export_adapter")):
+        for module, name in ((final_export, "write_live_folder"), *ADAPTERS):
             write = getattr(module, name)
 
             def written(*arguments, write=write):
@@ -138,6 +144,7 @@ def test_every_part_of_it_is_compared(ended, part):
         ended("llava", partial(flip, "model.safetensors", part))
 
 
+@needs("lora_enable")
 @pytest.mark.parametrize("kind", ["linear", "mlp2x_res2x_gelu", "mlp2x_gelu_avg3"])
 def test_an_adapters_projector_is_read_again(ended, kind):
     flags = {"lora_enable": True, "lora_r": 4, "mm_projector_type": kind}
@@ -151,6 +158,7 @@ def test_an_adapters_projector_is_read_again(ended, kind):
 
 def test_a_projector_that_is_written_wrong_beside_an_adapter_is_found_by_the_logits(ended, monkeypatch):
     """It is read from the file, and not taken from the trained model."""
+    adapter = pytest.importorskip("llava_ds.extensions.lora.adapter_export")
     before = adapter._before
     monkeypatch.setattr(adapter, "_before", lambda name, *rest: before(name, *rest) * (2 if "projector" in name else 1))
     with pytest.raises(RuntimeError, match="peft computes other logits from it"):

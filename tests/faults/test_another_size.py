@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import toys
 from checkpoints import assembled, break_off, trained_shapes
+from known_flags import known
 from launching import ds_config, run_many
 
 STEPS, SAVED = 6, 3
@@ -23,6 +24,7 @@ KINDS = {
     "lora": ({"lora_enable": True, "lora_dropout": 0.0}, FROM_TWO),
     "projector": ({"tune_mm_mlp_adapter": True, "mm_projector_lr": 2e-3}, FROM_TWO),
 }
+KINDS = {kind: case for kind, case in KINDS.items() if known(case[0])}
 # Of the loss: of its value. Of the weights: the norm of a tensor's difference, of the tensor's; and the largest of one
 # number, where float32's last digit above 1.0 is 1.2e-7.
 LIMITS = {"loss": 1e-7, "weight": 1e-7, "one weight": 1.2e-7, "moment": 1e-7}

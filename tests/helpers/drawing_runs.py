@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from extension_there import if_there
+from known_flags import known
 from launching import ds_config, toy_run
 
 TIMES = ("step_time_s", "data_wait_s", "tokens_per_s", "mfu", "peak_memory_bytes")
@@ -45,6 +46,7 @@ KINDS = {
     "refilled": {"reward_funcs": "rules.py:half", "reward_weights": "1", "dynamic_sample": True},
     "critic-adapters": {**LORA, "objective": "ppo", "temperature": 1.3},
 }
+KINDS = {name: flags for name, flags in KINDS.items() if known(flags)}
 
 
 def flags_of(folder: Path, given: dict, name: str, stage: int, **more: object) -> dict[str, object]:

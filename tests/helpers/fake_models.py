@@ -22,8 +22,6 @@ from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model import delta_net
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.lora import add_lora, linear_names, lora_layout
-from llava_ds.model.quantize import BLOCK, quantize_layers
 from llava_ds.model.vision import TowerPlan, plan_tower
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.videos import Footage
@@ -39,7 +37,7 @@ TOWERS = {
 
 def arguments(**flags: object) -> Arguments:
     """Flags of the model; those of others by their defaults."""
-    return Arguments(ModelArguments(**flags), DataArguments(), TrainingArguments(), frozenset())
+    return Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset()).replaced(**flags)
 
 
 def tower_plan(kind: str, args: Arguments) -> TowerPlan:
@@ -63,9 +61,11 @@ def built(
         model = assemble(text, tower, args.model, mean, std, value_head)
     if short:
         model.shorten_last_layer()
-    if args.model.bits < 16:
-        _pack(model, args, dtype)
-    if args.model.lora_enable:
+    if (flags := args.own.get("lora")) is not None:
+        from llava_ds.extensions.lora.layers import add_lora, lora_layout
+
+        if flags.packs:
+            _pack(model, flags, dtype)
         with CUDA, pytest.MonkeyPatch.context() as patch:  # made there: fake parameters can't be moved
             patch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
             add_lora(model, lora_layout(model, args.model, None, text), args.model, seed=0)
@@ -73,20 +73,23 @@ def built(
     return model.train()
 
 
-def _pack(model: LlavaModel, args: Arguments, dtype: torch.dtype) -> None:
+def _pack(model: LlavaModel, flags: object, dtype: torch.dtype) -> None:
     """Quantize to 4 bits what training does, by bitsandbytes' own operations.
 
     A plain parameter stands for its class of tensors, which no fake tensor can be.
     """
     from bitsandbytes.functional import quantize_4bit
 
+    from llava_ds.extensions.lora.layers import linear_names
+    from llava_ds.extensions.lora.quantize import BLOCK, quantize_layers
+
     llm = model.language_model
     names = linear_names(llm)
     weights = {name: torch.empty_like(llm.get_submodule(name).weight) for name in names}
-    quantize_layers(llm, names, args.model, dtype)
+    quantize_layers(llm, names, flags, dtype)
     for name, weight in weights.items():
         layer = llm.get_submodule(name)
-        options = {"quant_type": args.model.quant_type, "compress_statistics": args.model.double_quant}
+        options = {"quant_type": flags.quant_type, "compress_statistics": flags.double_quant}
         packed, state = quantize_4bit(weight, blocksize=BLOCK, **options)
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         layer.weight.quant_state = layer.quant_state = state

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import pytest
+
 from llava_ds.config.parsing import build_parser
 
 Case = TypeVar("Case")
@@ -17,6 +19,11 @@ def known(flags: Iterable[str]) -> bool:
 def known_cases(cases: Mapping[str, tuple[Case, ...]]) -> dict[str, tuple[Case, ...]]:
     """The cases with known flags; each ends with its flags by name."""
     return {name: case for name, case in cases.items() if known(case[-1])}
+
+
+def needs(*flags: str) -> pytest.MarkDecorator:
+    """A mark for a test that needs flags of an extension."""
+    return pytest.mark.skipif(not known(flags), reason=f"there is no extension with {', '.join(flags)}")
 
 
 def known_words(words: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import nn
@@ -25,10 +26,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from llava_ds.config.arguments import ModelArguments
+from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.model.families.language import EXPERTS
-from llava_ds.model.lora import LoraLayout, lora_layout
-from llava_ds.model.lora import add_lora as put_lora
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
 
 IMAGE_SIZE, PATCH_SIZE = 24, 8
@@ -297,13 +296,20 @@ def write_qwen_base(folder: Path) -> dict[str, str]:
     return {**flags, "model_name_or_path": str(folder / "qwen")}
 
 
-def add_lora(model: nn.Module, args: ModelArguments, seed: int) -> LoraLayout:
-    """LoRA in a language model alone."""
+def model_arguments(**flags: object) -> ModelArguments:
+    """Flags of the model, with those of extensions."""
+    plain = Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset())
+    return plain.replaced(**flags).model
+
+
+def add_lora(model: nn.Module, args: ModelArguments, seed: int) -> object:
+    """LoRA in a language model alone. Returns its layout."""
+    layers = pytest.importorskip("llava_ds.extensions.lora.layers")
     whole = nn.Module()
     whole.vision_tower, whole.projector, whole.language_model = nn.Module(), nn.Module(), model
     whole.vision_tower.tower = nn.Module()
-    layout = lora_layout(whole, args, None, model.config)
-    put_lora(whole, layout, args, seed)
+    layout = layers.lora_layout(whole, args, None, model.config)
+    layers.add_lora(whole, layout, args, seed)
     return layout
 
 

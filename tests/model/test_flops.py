@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import toys
+from known_flags import needs
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPVisionConfig, LlamaConfig, Siglip2VisionConfig
 
@@ -15,7 +16,6 @@ from llava_ds.geometry import media_layout
 from llava_ds.model.families.language import has_state, num_attention_layers
 from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.llava import assemble
-from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.plan import plan_model
 from llava_ds.model.vision import plan_tower
 
@@ -65,7 +65,7 @@ def test_torch_counts_the_same_products_in_every_family(family):
     [
         {"unfreeze_mm_vision_tower": True},
         {"unfreeze_mm_vision_tower": True, "freeze_mm_mlp_adapter": True},
-        {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0},
+        pytest.param({"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0}, marks=needs("lora_enable")),
         {"freeze_backbone": True, "freeze_mm_mlp_adapter": True},
     ],
     ids=["tower", "tower beyond a frozen projector", "lora", "output"],
@@ -112,15 +112,17 @@ def test_torch_counts_the_same_products_of_other_pictures(flags):
 
 def count(text, flags: dict, vision=None, second=None) -> tuple[int, float]:
     """FLOPs of a forward and backward over one sample with a picture, without attention's: torch's count, and ours."""
-    args = ModelArguments(**flags)
+    args = toys.model_arguments(**flags)
     vision = vision or CLIPVisionConfig(image_size=toys.IMAGE_SIZE, **toys.TOWER, patch_size=toys.PATCH_SIZE)
     tower = replace(plan_tower(vision, {}, "here", args), second=second)
     torch.manual_seed(0)
     model = assemble(text, tower, args, torch.zeros(3), torch.ones(3))
     model.language_model.set_experts_implementation("eager")  # of products that torch counts
-    if args.lora_enable:
+    if args.own:
+        from llava_ds.extensions.lora.layers import add_lora, lora_layout
+
         add_lora(model, lora_layout(model, args, None, text), args, seed=0)
-    choose_trainable(model, Arguments(args, DataArguments(), TrainingArguments(), frozenset()))
+    choose_trainable(model, Arguments(args, DataArguments(), TrainingArguments(), frozenset(), args.own))
     spec = tower.images
     ids = torch.randint(3, 300, (LENGTH,))
     places = min(LENGTH - TARGETS - 1, spec.num_tokens)

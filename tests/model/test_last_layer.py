@@ -7,11 +7,9 @@ import torch
 import toys
 from packed_step import LENGTHS, SOME, batch_of, trained_once
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, repeated_layers
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.open.probe import examine
 
 SHORT = ("llama", "qwen2", "qwen2_5", "qwen3", "mistral", "mixtral", "qwen3_moe")
@@ -35,8 +33,9 @@ def test_loss_and_gradients_are_those_of_the_whole_layer(family, kept):
 
 def lora(model: LlavaModel) -> None:
     pytest.importorskip("peft")
-    args = ModelArguments(lora_enable=True, lora_r=2, lora_dropout=0.0)
-    add_lora(model, lora_layout(model, args, None, model.language_model.config), args, seed=0)
+    layers = pytest.importorskip("llava_ds.extensions.lora.layers")
+    args = toys.model_arguments(lora_enable=True, lora_r=2, lora_dropout=0.0)
+    layers.add_lora(model, layers.lora_layout(model, args, None, model.language_model.config), args, seed=0)
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter)

@@ -196,7 +196,6 @@ def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **
 @pytest.mark.parametrize(
     ("model", "training", "message"),
     [
-        ({"lora_enable": True}, {}, "--lora_enable True: "),
         ({"tune_mm_mlp_adapter": True}, {}, "--tune_mm_mlp_adapter True: it writes a projector"),
     ],
 )

@@ -35,7 +35,7 @@ def test_flags_come_back_as_they_were(tmp_path):
         ({"versions": 1}, "versions: input should be a valid dict"),
         ({"given": "video_fps"}, "given: input should be a valid list"),
         ({"arguments": {"model_name_or_path": {"a": 1}}}, "--model_name_or_path in it is of the wrong type"),
-        ({"arguments": {"lora_r": "x"}}, "--lora_r in it is of the wrong type"),
+        ({"arguments": {"train_batch_size": "x"}}, "--train_batch_size in it is of the wrong type"),
         ({"arguments": {"unheard_of": 1}}, "flags that this version does not know: unheard_of"),
     ],
 )

@@ -154,6 +154,8 @@ def resolve_ds_config(
     resolve_activation_checkpointing(draft)
     resolve_compile(draft)
     resolve_monitoring(draft)
+    for line in (line for flags in args.own.values() for line in flags.json_problems(draft.config)):
+        draft.refuse(line)
     if draft.get("timers.throughput.enabled") is None:
         why = "DeepSpeed's timer would wait for the device twice per micro-step"
         draft.fill("timers.throughput.enabled", False, why)

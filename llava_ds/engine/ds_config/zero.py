@@ -27,13 +27,6 @@ NEEDS_STAGE_3 = (
     "offload_optimizer.super_offload",
 )
 
-# Of gathered parameters.
-CHANGE_BYTES = (
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "stage3_use_all_reduce_for_fetch_params",
-)
-
 
 def resolve_zero(draft: Draft) -> None:
     """Fill sizes that are "auto"; refuse values that don't fit the stage, the ranks, the device or the machine."""
@@ -46,7 +39,6 @@ def resolve_zero(draft: Draft) -> None:
         why = f"at stage {stage} every rank holds all parameters, there is nothing to offload"
         draft.fill("zero_optimization.offload_param.device", "none", why)
     _check_stage(draft, stage)
-    _check_packed_weights(draft, stage)
     _check_reduction(draft, stage)
     for part in OFFLOADED:
         if offload_device(draft.config, part) == "nvme":
@@ -100,29 +92,6 @@ def _check_stage(draft: Draft, stage: int) -> None:
         draft.refuse(
             "zero_optimization.stage3_module_granularity_threshold ends this kind of model's first step in an error "
             "(DeepSpeed 0.19): remove it"
-        )
-
-
-def _check_packed_weights(draft: Draft, stage: int) -> None:
-    """Refuse values that don't go with --bits 4 or 8."""
-    bits = draft.args.model.bits
-    if bits == 16 or stage < 3:
-        return
-    if bits == 8:
-        draft.refuse(
-            "--bits 8 at stage 3: bitsandbytes keeps a hold of every whole 8-bit weight, so no memory would be shared "
-            "out: give --bits 4, or write stage 2"
-        )
-    for key in CHANGE_BYTES:
-        if (value := _set_value(draft, key)) is not None:
-            draft.refuse(
-                f"zero_optimization.{key} is {as_json(value)}, which computes with what it sends, but the bytes of "
-                f"--bits {bits} are no numbers: remove it"
-            )
-    if offload_device(draft.config, "offload_param") == "nvme":
-        draft.refuse(
-            f'zero_optimization.offload_param.device is "nvme", whose buffers hold one type, but --bits {bits} '
-            'has two: write "cpu"'
         )
 
 

@@ -23,7 +23,7 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
 class Kernels(Wrap):
     """Replaces forwards of the language model."""
 
-    def filled(self, model: LlavaModel, plan: ModelPlan, resolved: ResolvedConfig, ranks: Ranks) -> list[str]:
+    def kernels(self, model: LlavaModel, plan: ModelPlan, resolved: ResolvedConfig, ranks: Ranks) -> list[str]:
         return use_liger(model.language_model, plan.text_config, ranks.device, resolved.dtype)
 
 

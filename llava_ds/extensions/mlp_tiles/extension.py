@@ -11,7 +11,7 @@ from llava_ds.runtime.ranks import Ranks
 class Tiles(Wrap):
     """Replaces forwards of MLPs."""
 
-    def filled(self, model: LlavaModel, plan: ModelPlan, resolved: ResolvedConfig, ranks: Ranks) -> list[str]:
+    def kernels(self, model: LlavaModel, plan: ModelPlan, resolved: ResolvedConfig, ranks: Ranks) -> list[str]:
         return [tile_mlps(model.language_model, resolved.args.own["mlp_tiles"].mlp_tile_tokens)]
 
 

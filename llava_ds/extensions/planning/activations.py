@@ -76,14 +76,14 @@ def activation_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) ->
     at_the_loss += loss_bytes(text, batch.num_supervised, w) if shape.is_last else 0
     # What dropout saved for the MLP's first two matrices to go backward is gone by then; where matrices keep inputs,
     # so is the last one's.
-    gone = (w + 1) * (text.intermediate + text.hidden) if text.lora_dropped else 0
-    keeps_inputs = text.trained or text.lora_rank > 0
+    gone = (w + 1) * (text.intermediate + text.hidden) if text.adapter_dropped else 0
+    keeps_inputs = text.trained or text.adapter_rank > 0
     mlp = (5 if text.routed else 2 if keeps_inputs else 3) * largest.intermediate
     in_mlps = batch.mlp_tokens * (w * mlp + _mlp_bytes(largest, w)) if tiled else tokens * w * mlp
     # Norms go backward in fp32 when MLPs are done; beside experts they stand for copies of tokens. DoRA measures rows
     # in a forward, of a matrix, its product and their sum.
     norms = tokens * 8 * text.hidden
-    at_once = max(in_mlps + norms if text.routed else in_mlps, norms, 4 * w * text.lora_read)
+    at_once = max(in_mlps + norms if text.routed else in_mlps, norms, 4 * w * text.adapter_read)
     in_a_layer = below + again + tokens * (w * 2 * text.hidden - gone) + at_once
     return max(at_the_loss, in_a_layer, _in_the_tower(shape, batch, w) if shape.is_first else 0)
 
@@ -116,7 +116,7 @@ def saved_bytes(shape: ModelShape, batch: MicroBatch, weight_bytes: int) -> int:
 def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool = False) -> int:
     """Bytes that one layer of the language model saves. tiled: its MLP saves its input alone."""
     w = weight_bytes
-    keeps_inputs = text.trained or text.lora_rank > 0
+    keeps_inputs = text.trained or text.adapter_rank > 0
     normalised = (4 if text.fp32_norms else w) * text.trained
     norms = text.norms * text.hidden * (4 + normalised) + min(2, text.norms) * text.hidden * w * keeps_inputs
     if text.has_head_norms:
@@ -124,15 +124,15 @@ def layer_bytes(text: TextShape, num_tokens: int, weight_bytes: int, tiled: bool
     attention = (w * (2 * text.query + 2 * text.key) + 4 * text.num_heads) * (1 + text.in_blocks)
     # Frozen matrices save no input, but what computes them once more does.
     mlp = w * text.hidden * (not keeps_inputs) if tiled else _mlp_bytes(text, w)
-    lora = w * text.lora_rank + (w + 1) * text.lora_dropped + 2 * w * text.lora_scaled
+    adapters = w * text.adapter_rank + (w + 1) * text.adapter_dropped + 2 * w * text.adapter_scaled
     states = 2 * w * text.convolved + (12 + 3 * w) * text.gated
     embeddings = w * (text.hidden * keeps_inputs + 3 * text.layer_embedding) if text.layer_embedding else 0
-    return int(num_tokens * (norms + attention + mlp + lora + states + embeddings))
+    return int(num_tokens * (norms + attention + mlp + adapters + states + embeddings))
 
 
 def _mlp_bytes(text: TextShape, weight_bytes: int) -> int:
     """Bytes that an MLP saves for a token."""
-    return (4 if text.trained or text.lora_rank > 0 else 3) * weight_bytes * text.intermediate
+    return (4 if text.trained or text.adapter_rank > 0 else 3) * weight_bytes * text.intermediate
 
 
 def head_bytes(text: TextShape, batch: MicroBatch, weight_bytes: int) -> int:

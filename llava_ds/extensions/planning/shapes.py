@@ -1,7 +1,9 @@
 """The sizes of a model's tensors by trained part, without any weights, as far as memory depends on them."""
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from transformers import AutoConfig, CLIPVisionConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from llava_ds.config.arguments import Arguments, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.parallel import check_model
@@ -33,12 +35,10 @@ from llava_ds.model.families.language import (
 from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
-from llava_ds.model.lora import ADAPTER, add_lora, check_lora, linear_names, lora_layers, lora_layout
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary
 from llava_ds.model.plan import read_parts
-from llava_ds.model.quantize import scale_bits
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan, plan_tower
 
@@ -74,9 +74,9 @@ class TextShape:
     trained: whether the stage trains its weights; intermediate: of the MLP, or for a mixture of experts of one that
     saves as much for backward as the experts of a token; routed: True for such; expert_rows: how often a token is sent
     to an expert in all layers of an upcycled model; is_llamas: whether its layers have
-    Llama's tensors, and no others; lora_rank: the ranks of a layer's LoRA together, lora_dropped: the widths of the
-    inputs that it drops parts of; lora_scaled: with DoRA the widths of its outputs, each of which it saves twice, and
-    lora_read: elements of the largest matrix, whose rows it measures; tied: whether the output layer is the embedding;
+    Llama's tensors, and no others; adapter_rank: the ranks of a layer's adapters together, adapter_dropped: the widths
+    of the inputs that they drop parts of; adapter_scaled: the widths of outputs that they save twice, and adapter_read:
+    elements of the largest matrix, whose rows they measure; tied: whether the output layer is the embedding;
     norms: of the hidden states in a layer; has_head_norms: whether query and key are normalised, too; fp32_norms:
     whether norms are multiplied by their weights in fp32, as Gemma's and Qwen3.5's are; in_blocks: share of attention
     in which the tokens of one image see each other, which is computed apart; convolved, gated: of a layer with a state,
@@ -95,10 +95,10 @@ class TextShape:
     trained: bool
     is_llamas: bool
     tied: bool
-    lora_rank: int = 0
-    lora_dropped: int = 0
-    lora_scaled: int = 0
-    lora_read: int = 0
+    adapter_rank: int = 0
+    adapter_dropped: int = 0
+    adapter_scaled: int = 0
+    adapter_read: int = 0
     routed: bool = False
     expert_rows: int = 0
     norms: int = 2
@@ -237,13 +237,13 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
         is_llamas = _has_llamas_layers(model.language_model)
         flops = flops_of_model(model, text, tower, args.model)
-        if args.model.lora_enable:
-            check_lora(args.model)
-            names = {f"language_model.{name}.base_layer.weight" for name in linear_names(model.language_model)}
-            _add_lora(model, text, tower, args)
+        estimates = _estimates(args)
+        for each in estimates:
+            each.add(model, tower.architecture, text, args.model)
         if args.traits.second_model:
             _add_critic(model, text, tower, args)
-    packed = names if args.model.bits < 16 else set()
+    packing = [found for each in estimates if (found := each.packed(model, args.model)) is not None]
+    packed, packed_bits, scale_bits = packing[0] if packing else (set(), 16, 0)
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
     tp, ep, parts = args.size_of("tp"), args.training.ep_size, active(args.own).mesh_parts
@@ -261,8 +261,8 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
         text=replace(_text_shape(model.language_model, text, args, is_llamas), in_blocks=_in_blocks(text, tower)),
         tower=tower_shape(model, tower, args),
         packed=tuple(p.numel() for n, p in model.named_parameters() if n in packed),
-        packed_bits=args.model.bits,
-        scale_bits=scale_bits(args.model),
+        packed_bits=packed_bits,
+        scale_bits=scale_bits,
         flops=flops.of_rank(tp),
         tp=tp,
         of_experts=tuple(group.get("moe", False) for group in groups),
@@ -299,8 +299,6 @@ def _in_blocks(text: PreTrainedConfig, tower: TowerPlan) -> float:
 
 
 def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
-    layers = [layer for _, layer in lora_layers(language_model)]
-    inputs = sum(layer.in_features for layer in layers)
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
     tp, widths = args.size_of("tp"), _widths_of_layers(text)
     query, key = (sum(each) // len(each) for each in list(zip(*widths))[:2])
@@ -312,13 +310,10 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         key=key // tp,
         num_heads=max(1, num_heads // tp),
         vocab=language_model.get_output_embeddings().weight.shape[0],
-        trained="language_model" in trained_parts(args.model) and not args.model.lora_enable,
+        trained="language_model" in trained_parts(args.model) - adapted_parts(args.model),
         is_llamas=is_llamas,
         tied=_is_tied(language_model),
-        lora_rank=sum(layer.r[ADAPTER] * _times_per_token(layer, text) for layer in layers) // num_layers,
-        lora_dropped=inputs // num_layers if args.model.lora_dropout else 0,
-        lora_scaled=sum(layer.out_features for layer in layers) // num_layers if args.model.use_dora else 0,
-        lora_read=max((layer.base_layer.weight.numel() for layer in layers), default=0) if args.model.use_dora else 0,
+        **{name: n for each in _estimates(args) for name, n in each.widths(language_model, text, args.model).items()},
         routed=is_mixture(text) or is_upcycled(text),
         expert_rows=_expert_rows(text),
         **_norms(language_model, hidden),
@@ -366,21 +361,17 @@ def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
     return {"convolved": int(share * (2 * keys + values)), "gated": int(share * values)}
 
 
-def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
-    """How often LoRA of a layer computes a token: of experts, as many of them as it is routed to."""
-    return text.num_experts_per_tok if hasattr(layer, "parameter_name") else 1
+def _estimates(args: Arguments) -> list[ModuleType]:
+    """estimated.py of the extensions that the model has: what they add to it."""
+    return [importlib.import_module(f"llava_ds.extensions.{name}.estimated") for name in args.model.own]
 
 
 def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
     """Add a critic as large as the actor, which it is unless another model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
-    if args.model.lora_enable:
-        _add_lora(model.critic, text, tower, args)
+    for each in _estimates(args):
+        each.add(model.critic, tower.architecture, text, args.model)
     choose_trainable(model.critic, args)
-
-
-def _add_lora(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
-    add_lora(model, lora_layout(model, args.model, tower.architecture, text), args.model, seed=0)
 
 
 def _saving_width(text: PreTrainedConfig) -> int:

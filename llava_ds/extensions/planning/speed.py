@@ -199,7 +199,7 @@ def _passes(run: Run, load: Load, machine: Machine) -> list[tuple[float, float]]
     rest = tokens * (flops.per_token - flops.forward_per_token) + load.tiles * (flops.per_tile - in_tower)
     numbers = FUSED_LAYER_NUMBERS if load.fused_layers else LAYER_NUMBERS
     unpacked = sum(shape.packed) * (shape.packed_bits / 8 + w)  # weights of --bits, before each product
-    moved = w * numbers * tokens * text.num_layers * text.hidden * (LORA if text.lora_rank else 1)
+    moved = w * numbers * tokens * text.num_layers * text.hidden * (LORA if text.adapter_rank else 1)
     in_towers = w * numbers * load.tiles * tower.num_positions * tower.num_layers * tower.hidden
     trains, again = flops.per_pair > flops.forward_per_pair, run.batch.num_recomputed / text.num_layers
     return [

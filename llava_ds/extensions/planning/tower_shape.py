@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from llava_ds.config.arguments import Arguments, lora_parts, trained_parts
+from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.vision import TowerPlan
@@ -58,7 +58,7 @@ def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerSh
         image_size=tower.images.size,
         projector_layers=len(linears),
         num_parameters=sum(p.numel() for p in model.vision_tower.parameters()),
-        trained="vision_tower" in trained_parts(args.model) | lora_parts(args.model),
+        trained="vision_tower" in trained_parts(args.model) | adapted_parts(args.model),
         shuffled=tower.patches_per_feature,
         class_tokens=tower.num_positions - tower.images.num_tokens * tower.patches_per_feature,
         saved=saved,

@@ -107,5 +107,5 @@ class Flags(ExtensionFlags):
         if objective == "reward" and trains_projector_only(args.model):
             yield (
                 "--objective reward trains a value head beside the language model, and a projector's file can't hold "
-                "it: let the language model train, too, or --lora_enable True"
+                "it: let the language model train, too"
             )

@@ -29,9 +29,8 @@ from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.loading import SUM_NUMBERS, bits_of
-from llava_ds.model.packed import is_packed
+from llava_ds.model.packed import is_packed, scales_of
 from llava_ds.model.plan import ModelPlan
-from llava_ds.model.quantize import scales_of
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.tf32 import tf32_allowed
@@ -94,7 +93,8 @@ def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) 
     tower = getattr(plan.tower, "second", None)
     while tower is not None:
         configs, tower = [*configs, tower.config], tower.second
-    flags = {name: value for name, value in vars(args).items() if name not in FOLDER_FLAGS}
+    values = (pair for section in (args, *args.own.values()) for pair in vars(section).items())
+    flags = {name: value for name, value in values if name not in (*FOLDER_FLAGS, "own")}
     return digest_of(
         [
             *(json.dumps(_without_places(config.to_dict()), sort_keys=True, default=str) for config in configs),

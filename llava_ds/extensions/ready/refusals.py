@@ -2,7 +2,6 @@
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.properties import Feature, clashes, features
-from llava_ds.model.open.folder import FLAG
 
 # Flags of LLaVA's own composition and templates, which a ready model's files decide.
 COMPOSING_FLAGS = (
@@ -21,11 +20,6 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
     if training.objective != "sft":
         problems.append(f"--objective {training.objective}: {kind}, which trains on answers alone so far: give sft")
     problems += sharing_problems(args)
-    if args.model.lora_weight_path is not None:
-        problems.append(
-            f"--lora_weight_path {args.model.lora_weight_path}: {kind}, whose adapter can't be gone on with: give the "
-            f"adapter's folder to {FLAG}, which merges it"
-        )
     if given:
         problems.append(
             f"{', '.join(f'--{name}' for name in given)}: {kind}, whose own files say how images and conversations are "
@@ -37,4 +31,5 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
 def sharing_problems(args: Arguments) -> list[str]:
     """Lines about what takes away that every rank has the whole model as its folder has it."""
     whole = ("whole_matrices", "whole_layers", "whole_sample", "routerless_mlps", "plain_weights")
-    return clashes([*features(args), Feature("a ready model", dict.fromkeys(whole, "others are not tried with it"))])
+    needs = dict.fromkeys(whole, "others are not tried with it")
+    return clashes([*features(args), Feature("a ready model", needs, ("composed",))])

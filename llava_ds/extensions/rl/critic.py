@@ -35,7 +35,7 @@ def add_critic(model: LlavaModel, plan: FrozenPlan, resolved: ResolvedConfig, ar
     """
     print_first("the critic:")
     critic = build_model(plan.model, plan.args, resolved.config, resolved.dtype, args.training.seed, ranks)
-    print_first(*active(args.own).filled(critic, plan.model, resolved, ranks))
+    print_first(*active(args.own).kernels(critic, plan.model, resolved, ranks))
     choose_trainable(critic, args)
     critic.learning_rate = args.own["rl"].critic_learning_rate
     model.critic = critic

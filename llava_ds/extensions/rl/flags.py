@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from llava_ds.config.arguments import changes_base, trains_projector_only
+from llava_ds.config.arguments import adapted_parts, trains_projector_only
 from llava_ds.config.bounds import Bounds, Count, NotNegative, Part, PartBelowOne, Positive, Rate
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import ExtensionFlags, Number, ObjectiveTraits
@@ -127,7 +127,6 @@ class Flags(ExtensionFlags):
         "--max_completion_length": "--max_answer_seq_len --response_length --max_new_tokens",
         "--model_max_length (of prompt and answer)": "--max_prompt_seq_len --max_prompt_length",
         "--kl_ctl": "--kl_coef --kl_coeff --init_kl_coef",
-        "--lora_enable True --lora_r (of actor and critic)": "--actor_lora_dim --critic_lora_dim",
         "--max_resample_times": "--max_num_gen_batches",
         "--num_generations": "--num_return_sequences",
     }
@@ -171,7 +170,7 @@ class Flags(ExtensionFlags):
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """What drawn answers can't do without, or can't be combined with."""
-        model, data, training = args.model, args.data, args.training
+        data, training = args.data, args.training
         if self.reward_funcs is None and self.reward_model_name_or_path is None:
             yield (
                 f"--objective {training.objective} needs --reward_funcs or --reward_model_name_or_path: name what "
@@ -187,11 +186,6 @@ class Flags(ExtensionFlags):
             yield f"--epsilon is {self.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
         if self.vllm_server is not None:
             yield from self._vllm(args)
-        if training.objective == "ppo" and changes_base(model):
-            yield (
-                f"--init_lora_weights {model.init_lora_weights} can't be used with --objective ppo: the critic's start "
-                "is not saved, give true"
-            )
         others = {
             "--eval_data_path and --eval_fraction": bool(data.eval_data_path or data.eval_fraction),
             "--steps_across_epochs": bool(training.steps_across_epochs),
@@ -207,9 +201,9 @@ class Flags(ExtensionFlags):
                 f"--vllm_server {self.vllm_server}: it reads weights from this machine's disk, give its address here, "
                 "like http://127.0.0.1:8765"
             )
-        if args.model.lora_enable or trains_projector_only(args.model) or args.training.export_format == "llava":
+        if adapted_parts(args.model) or trains_projector_only(args.model) or args.training.export_format == "llava":
             yield (
-                "--vllm_server needs a run that leaves a whole model in transformers' format: leave out --lora_enable, "
+                "--vllm_server needs a run that leaves a whole model in transformers' format: leave out adapters, "
                 "--tune_mm_mlp_adapter and --export_format llava"
             )
         if args.model.resize_token_embeddings:

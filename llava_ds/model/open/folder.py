@@ -40,7 +40,6 @@ from llava_ds.model.open.merged_adapters import (
     Adapter,
     Merged,
     is_adapter,
-    non_lora_file,
     read_adapter,
 )
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
@@ -49,6 +48,7 @@ from llava_ds.model.vision import read_processor, vision_config
 FLAG = "--model_name_or_path"
 
 HF = ("llava", "llava_next", "llava_onevision")  # with a text_config and a vision_config inside
+PRETRAINED = "--pretrain_mm_mlp_adapter"
 _STAGE_1_HINT = "it is stage 1's output: give it to --pretrain_mm_mlp_adapter, beside the language model's folder"
 
 # Fields of LLaVA's config.json that are flags of the same name, and LLaVA's defaults for missing ones.
@@ -421,6 +421,12 @@ def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
     return flags
 
 
+def projector_files(args: ModelArguments) -> dict[str, str]:
+    """Files with a projector in place of the model's, by their flag: of the last, if it has them, newline and tower."""
+    found = {} if args.pretrain_mm_mlp_adapter is None else {PRETRAINED: args.pretrain_mm_mlp_adapter}
+    return found | {flag: file for flags in args.own.values() for flag, file in flags.projector_files().items()}
+
+
 def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     """Fill in the flags that the user did not give from the model's own settings; returns lines that report it, too.
 
@@ -429,7 +435,7 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)
     brings_projector = folder is not None and folder.projector is not None
-    given_projector = args.model.pretrain_mm_mlp_adapter is not None or non_lora_file(args.model) is not None
+    given_projector = bool(projector_files(args.model))
     lines = []
     if folder is not None:
         if problems := folder.problems(args):

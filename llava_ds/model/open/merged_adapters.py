@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute
 import torch
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.model_files import own_file, read_json, said_by, shown
 from llava_ds.model.open import names as formats
@@ -90,14 +89,6 @@ def adapter_file(folder: str | Path) -> Path | None:
     if file is not None:
         own_file(file)
     return file
-
-
-def non_lora_file(args: ModelArguments) -> str | None:
-    """--lora_weight_path's file of weights trained beside the adapter: projector, perhaps newline and tower."""
-    if args.lora_weight_path is None or not (file := Path(args.lora_weight_path) / NON_LORA).is_file():
-        return None
-    own_file(file)
-    return str(file)
 
 
 def is_adapter(path: str | Path) -> bool:

@@ -182,29 +182,6 @@ WRONG = [
         "zero_optimization.stage3_module_granularity_threshold ends this kind of model's first step in an error "
         "(DeepSpeed 0.19): remove it",
     ),
-    # Packed weights
-    (
-        zero(),
-        {"lora_enable": True, "bits": 8},
-        "--bits 8 at stage 3: bitsandbytes keeps a hold of every whole 8-bit weight, so no memory would be shared out: "
-        "give --bits 4, or write stage 2",
-    ),
-    (zero(2), {"lora_enable": True, "bits": 8}, None),
-    (zero(), {"lora_enable": True, "bits": 4}, None),
-    *(
-        (
-            zero(**{key: True}),
-            {"lora_enable": True, "bits": 4, "device_type": "cuda"},
-            f"zero_optimization.{key} is true, which computes with what it sends, but the bytes of --bits 4 are no "
-            "numbers: remove it",
-        )
-        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "stage3_use_all_reduce_for_fetch_params")
-    ),
-    (
-        offload("param", device="nvme", nvme_path="/tmp"),
-        {"lora_enable": True, "bits": 4, "device_type": "cuda", "is_local": False},
-        'zero_optimization.offload_param.device is "nvme", whose buffers hold one type, but --bits 4 has two: write "cpu"',
-    ),
     (
         {"prescale_gradients": True, **zero(2)},
         {},

@@ -7,6 +7,7 @@ import pytest
 import toys
 import yaml
 from extension_there import if_there, needs_extension
+from known_flags import known_cases
 from launching import ds_config, losses, run_many, run_script, tight_config, toy_run
 
 from llava_ds.checkpoint.commit import checkpoints
@@ -24,6 +25,7 @@ RUNS = {
     "zero3-lora": (3, LORA),
     **({"zero2-grpo": (2, GRPO)} if GRPO else {}),
 }
+RUNS = known_cases(RUNS)
 READY = ("smolvlm", "qwen3_vl")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmark.loss_cost import PeakBytes
+from known_flags import needs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CLIPVisionConfig, LlamaConfig, Qwen2Config
 
@@ -22,7 +23,6 @@ from llava_ds.extensions.planning.memory import PLACEMENTS, Setup, ZeroPlacement
 from llava_ds.extensions.planning.named_models import NAMED
 from llava_ds.extensions.planning.shapes import ModelShape, shape_named, shape_of, shape_of_count
 from llava_ds.model.llava import assemble
-from llava_ds.model.lora import add_lora, lora_layout
 from llava_ds.model.output_loss import CHUNK_LOGITS, linear_cross_entropy
 from llava_ds.model.vision import plan_tower
 
@@ -41,9 +41,10 @@ VISION = plan_tower(CLIP, {}, "here", ModelArguments())
 
 
 def arguments(**flags: object) -> Arguments:
-    return Arguments(ModelArguments(**flags), DataArguments(), TrainingArguments(), frozenset())
+    return Arguments(ModelArguments(), DataArguments(), TrainingArguments(), frozenset()).replaced(**flags)
 
 
+WITH_LORA = needs("lora_enable")
 SMALL = {"lora_enable": True, "lora_r": 8, "lora_dropout": 0.0}
 BOTH, PROJECTOR, LORA = arguments(), arguments(tune_mm_mlp_adapter=True), arguments(**SMALL)
 DORA = arguments(**SMALL, use_dora=True)
@@ -239,7 +240,9 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
         model = assemble(TEXT, tower, args.model, torch.zeros(3), torch.ones(3))
     finally:
         torch.set_default_dtype(before)
-    if args.model.lora_enable:
+    if "lora" in args.own:
+        from llava_ds.extensions.lora.layers import add_lora, lora_layout
+
         add_lora(model, lora_layout(model, args.model, None, TEXT), args.model, seed=0)
     choose_trainable(model, args)
     model.train()
@@ -280,7 +283,11 @@ def kept(args: Arguments, dtype: torch.dtype, every: int, num_supervised: int, n
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
-@pytest.mark.parametrize("args", [BOTH, PROJECTOR, LORA, DORA], ids=["both", "projector", "lora", "dora"])
+@pytest.mark.parametrize(
+    "args",
+    [BOTH, PROJECTOR, pytest.param(LORA, marks=WITH_LORA), pytest.param(DORA, marks=WITH_LORA)],
+    ids=["both", "projector", "lora", "dora"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations_are_what_autograd_keeps(args, dtype, every):
     w, batch = dtype.itemsize, MicroBatch(320, 64, 8, {0: 0, 1: 4, 2: 2}[every])
@@ -324,6 +331,7 @@ def test_the_loss_takes_what_is_counted_for_it(monkeypatch, vocab, hidden, num_s
     assert seen.peak == pytest.approx(expected, rel=0.01)
 
 
+@WITH_LORA
 def test_lora_costs_its_own_states_and_the_frozen_weights():
     base, shape = shape_of(TEXT, VISION, BOTH), shape_of(TEXT, VISION, LORA)
     parts = {part.name: part for part in shape.parts}
@@ -335,6 +343,7 @@ def test_lora_costs_its_own_states_and_the_frozen_weights():
     assert states(shape, 2, 4) < states(base, 2, 4)
 
 
+@WITH_LORA
 def test_other_parts_and_variants_of_lora_are_counted_tensor_by_tensor():
     def trained(**flags: object) -> dict[str, int]:
         shape = shape_of(TEXT, VISION, arguments(**flags))
@@ -373,11 +382,12 @@ LINEAR = [
 ]
 
 
+@WITH_LORA
 @pytest.mark.parametrize(("bits", "double_quant"), [(4, True), (4, False), (8, True)])
 def test_packed_weights_count_as_bitsandbytes_holds_them(bits, double_quant):
     bnb = pytest.importorskip("bitsandbytes").functional
     more = {"bits": bits, "double_quant": double_quant}
-    shape = shape_of(TEXT, VISION, replace(LORA, model=replace(LORA.model, **more)))
+    shape = shape_of(TEXT, VISION, LORA.replaced(**more))
     assert sum(shape.packed) == 4 * sum(i * o for _, i, o in LINEAR)
     whole = shape_of(TEXT, VISION, LORA)
     saved = states(whole, 0, 1) - states(shape, 0, 1)

@@ -18,12 +18,12 @@ from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
 from llava_ds.extensions.preference.reference import Reference, cache_name, forward_digest, log_probs, weights_digest
-from llava_ds.model.lora import is_lora, lora_layers
 from llava_ds.model.plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.tf32 import allow_tf32, tf32_allowed
 
 pytest.importorskip("peft")
+layers = pytest.importorskip("llava_ds.extensions.lora.layers")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -50,10 +50,10 @@ def test_the_cached_reference_is_the_model_with_its_adapters_off(tmp_path: Path,
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.language_model.named_parameters():
-            if is_lora(name):
+            if layers.is_lora(name):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     assert np.abs(found() - cached).min() > 1e-2
-    for _, layer in lora_layers(model.language_model):
+    for _, layer in layers.lora_layers(model.language_model):
         layer.enable_adapters(False)
     assert np.abs(found() - cached).max() < 1e-6
 

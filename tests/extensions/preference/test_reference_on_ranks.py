@@ -9,10 +9,12 @@ from pathlib import Path
 import llavas
 import pytest
 import toys
+from known_flags import needs
 from launching import ds_config, losses, run_many, toy_run
 from textbook_pairs import write_pairs
 
 pytest.importorskip("peft")
+pytestmark = needs("lora_enable")
 LORA = {"lora_enable": True, "lora_r": 4, "lora_dropout": 0.0}
 SCALED = {
     "alpha 16": {"lora_alpha": 16},

@@ -38,8 +38,6 @@ def refusal(argv: list[str]) -> list[str]:
             *("--objective ppo --num_generations 1", "--objective ppo: ", "trains on answers alone so far: give sft"),
             marks=needs_extension("rl"),
         ),
-        ("--bits 4", "a ready model needs weights that are not packed ", "--bits 4 takes away: leave --bits 4 out"),
-        ("--bits 8 --quant_type fp4", "a ready model needs weights that ", "leave --bits 8 out"),
         ("--ep_size 2 --eval_data_split x", "a ready model needs MLPs without routers ", "leave --ep_size 2 out"),
         ("--moe_enable True --top_k_experts 9", "a ready model needs MLPs without routers ", "--moe_enable True out"),
     ],
@@ -51,9 +49,8 @@ def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):
 
 @needs_extension("rl")
 def test_every_reason_that_can_not_be_helped_is_given(ready):
-    lines = refusal([*ready, "--objective", "grpo", "--bits", "4", "--version", "v1"])
-    assert [line.partition(":")[0] for line in lines][::2] == ["--objective grpo", "--version"]
-    assert lines[1].endswith("leave --bits 4 out")
+    lines = refusal([*ready, "--objective", "grpo", "--version", "v1"])
+    assert [line.partition(":")[0] for line in lines] == ["--objective grpo", "--version"]
 
 
 @needs_extension("rl")
@@ -66,4 +63,3 @@ def test_a_folder_of_another_kind_is_refused_for_that(tmp_path):
 def test_flags_that_a_model_can_have_are_asked_for(composed):
     if if_there("rl", objective="grpo"):
         assert "needs --reward_funcs" in "\n".join(refusal([*composed, "--objective", "grpo"]))
-    assert "needs --lora_enable True" in "\n".join(refusal([*composed, "--bits", "4"]))

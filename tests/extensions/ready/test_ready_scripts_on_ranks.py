@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import ready_models
 import toys
+from known_flags import needs
 from launching import TRAIN, launch, losses
 from transformers import AutoModelForImageTextToText
 
@@ -65,6 +66,7 @@ def messages_of(data: str) -> list[dict]:
 
 
 @pytest.mark.full
+@needs("lora_enable")
 def test_scripts_for_qwen_vl(tmp_path):
     given = toys.write_data(tmp_path / "data", "itiititt" * 4)
     paths = {"data": given["data_path"], "images": given["image_folder"], "cache": str(tmp_path / "cache")}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ready_models
 import toys
+from known_flags import known
 from launching import TRAIN, command_line, ds_config, launch, run_many, run_script
 from PIL import Image
 from transformers import AutoTokenizer
@@ -25,6 +26,7 @@ LEARNS = {
     "mm_tunable_parts": "mm_mlp_adapter,mm_language_model",
 }  # fmt: skip
 LORA = {"lora_enable": True, "lora_r": 4, "max_steps": 2, "num_train_epochs": 2, "learning_rate": 1e-3}
+ADAPTERS = ["adapter"] if known(LORA) else []
 
 
 def records(thought: str | None) -> list[dict]:
@@ -60,7 +62,7 @@ class Runs:
             [
                 self.run("off", **LEARNS, chat_template_kwargs=OFF),
                 self.run("thinking", **LEARNS, data_path=folder / "thinking.json"),
-                self.run("adapter", **LORA, chat_template_kwargs=OFF),
+                *([self.run("adapter", **LORA, chat_template_kwargs=OFF)] if known(LORA) else []),
                 self.run("llava", **llava, chat_template_kwargs=OFF),
             ],
         )
@@ -118,7 +120,7 @@ def test_answers_with_thoughts_are_known_by_heart_without_it(runs):
     assert not (runs.folder / "thinking" / "chat_template.jinja").read_text().startswith("{%- if enable_thinking")
 
 
-@pytest.mark.parametrize("name", ["off", "adapter", "llava"])
+@pytest.mark.parametrize("name", ["off", *ADAPTERS, "llava"])
 def test_every_form_of_export_keeps_the_variable(runs, name):
     closed = "assistant\n<think>\n\n</think>\n\n"
     assert asked_of(runs, runs.folder / name).endswith(closed)
@@ -130,7 +132,7 @@ def test_every_form_of_export_keeps_the_variable(runs, name):
     assert text.endswith(closed)
 
 
-@pytest.mark.parametrize("name", ["adapter", "llava"])
+@pytest.mark.parametrize("name", [*ADAPTERS, "llava"])
 def test_a_converted_model_keeps_it_too(runs, tmp_path, name):
     run_script("export.py", runs.folder / name, "--output_dir", tmp_path / "out", "--format", "hf")
     assert asked_of(runs, tmp_path / "out").endswith("assistant\n<think>\n\n</think>\n\n")

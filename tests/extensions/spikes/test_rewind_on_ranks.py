@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import toys
 from checkpoints import differences
+from known_flags import known_cases
 from launching import ROOT, command_line, ds_config, launch, toy_run
 
 from llava_ds.files.jsonl import read_metrics
@@ -20,6 +21,7 @@ KINDS = {
     "2-async": (2, {"async_save": True, "bf16": True}),
     "3-lora": (3, {"lora_enable": True, "bf16": True}),
 }
+KINDS = known_cases(KINDS)
 WATCH = {"on_loss_spike": "rewind", "loss_spike_window": 4, "loss_spike_sigma": 30}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import toys
 from extension_there import if_there, needs_extension
-from known_flags import known_cases
+from known_flags import known_cases, needs
 from launching import TRAIN, command_line, ds_config, launch, losses, run_many, toy_run
 from safetensors.torch import load_file
 from sharing import (
@@ -162,7 +162,11 @@ def test_the_averaged_weights_are_those_of_ranks_that_have_all(guarded, stage):
     ("flags", "said"),
     [
         ({"tensor_parallel_size": 3}, "--tensor_parallel_size 3 does not divide 2 ranks: give one of 1, 2"),
-        ({**TP, "lora_enable": True}, "--lora_enable True needs whole matrices on every rank"),
+        pytest.param(
+            {**TP, "lora_enable": True},
+            "--lora_enable True needs whole matrices on every rank",
+            marks=needs("lora_enable"),
+        ),
     ],
 )
 def test_what_does_not_go_is_refused(runs, flags, said):

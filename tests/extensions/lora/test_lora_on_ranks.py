@@ -12,12 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llava_ds.checkpoint.commit import newest_whole
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
-from llava_ds.model import lora
+from llava_ds.extensions.lora import layers as lora
+from llava_ds.extensions.lora.quantize import BLOCK
 from llava_ds.model.plan import plan_model
-from llava_ds.model.quantize import BLOCK
 from llava_ds.runtime.ranks import Ranks
 
 STEPS, SAVED = 8, 4
@@ -137,7 +136,7 @@ def test_what_is_left_was_opened_by_peft_and_computed_the_same(runs):
 
 def test_lora_starts_the_same_partitioned_and_the_base_stays_where_it_was(runs):
     """A run at a rate of zero leaves what it began with: A as the seed draws it, B zero, the projector of stage 1."""
-    args = ModelArguments(**LORA, **base_of(runs))
+    args = toys.model_arguments(**LORA, **base_of(runs))
     model = build_model(
         plan_model(args, 512), args, {"zero_optimization": {}}, torch.float32, 42, Ranks(0, 0, 1, torch.device("cpu"))
     )
@@ -307,4 +306,4 @@ def test_the_recipe_of_7b_is_complete_and_its_json_fits():
 
     recipe = ROOT / "run" / "recipes" / "llava-v1.5-7b-lora.yaml"
     args, notes = parse_arguments(["--recipe", str(recipe), "--deepspeed_config", ds_config(3), "--output_dir", "out"])
-    assert args.model.lora_enable and not notes
+    assert args.own["lora"].lora_enable and not notes

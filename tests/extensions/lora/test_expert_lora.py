@@ -11,15 +11,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.construct import build_model
-from llava_ds.export.adapter import export_adapter, merged_entries
 from llava_ds.export.tensors import Entry, read_entries
-from llava_ds.model import lora
-from llava_ds.model.expert_lora import wrap_experts
+from llava_ds.extensions.lora import layers as lora
+from llava_ds.extensions.lora.adapter_export import export_adapter, merged_entries
+from llava_ds.extensions.lora.expert_layers import wrap_experts
 from llava_ds.model.flops import model_flops
-from llava_ds.model.mixture import check_experts_with_lora
+from llava_ds.model.mixture import check_way
 from llava_ds.model.open.merged_adapters import STACKED
 from llava_ds.model.plan import part_weights, plan_model
 from llava_ds.runtime.ranks import Ranks
@@ -68,7 +67,7 @@ def base(request, tmp_path_factory) -> dict[str, str]:
 
 def lora_args(base: dict[str, str], **more: object) -> ModelArguments:
     defaults = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": TARGETS}
-    return ModelArguments(**{**base, **defaults, **more})
+    return toys.model_arguments(**{**base, **defaults, **more})
 
 
 @torch.no_grad()
@@ -116,7 +115,7 @@ def test_peft_opens_and_merges_what_is_left_and_so_does_every_way_here(base, mor
 
     entries = [Entry(n, tuple(p.shape), p.detach) for n, p in model.named_parameters() if p.requires_grad]
     below = [e for part, _ in model.named_children() for e in read_entries(part, part_weights(part, plan, args, 42))]
-    from_checkpoint = {each.name: each.read() for each in merged_entries(entries, below, args, plan.lora)}
+    from_checkpoint = {each.name: each.read() for each in merged_entries(entries, below, args, plan.own["lora"])}
     again = plan_model(ModelArguments(**{**base, "model_name_or_path": str(folder)}), 512)
     from_folder = build_model(again, ModelArguments(), {"zero_optimization": {}}, torch.float32, 1, RANKS)
     for name, tensor in from_folder.language_model.named_parameters():
@@ -129,9 +128,9 @@ def test_peft_opens_and_merges_what_is_left_and_so_does_every_way_here(base, mor
 
 
 def test_experts_get_lora_by_name_alone(base):
-    names = [target.outer for target in plan_model(lora_args(base, lora_target_modules=None), 512).lora.targets]
+    names = [target.outer for target in plan_model(lora_args(base, lora_target_modules=None), 512).own["lora"].targets]
     assert not any(".experts." in name for name in names) and any("q_proj" in name for name in names)
-    targets = plan_model(lora_args(base, lora_target_modules=r".*experts\..*"), 512).lora.targets
+    targets = plan_model(lora_args(base, lora_target_modules=r".*experts\..*"), 512).own["lora"].targets
     assert {target.outer.rpartition(".")[2] for target in targets} == set(STACKED)
     assert all(target.is_stacked for target in targets)
 
@@ -161,11 +160,10 @@ def test_layers_that_peft_takes_for_experts_are_refused(tmp_path):
 
 def test_another_way_to_compute_experts_is_refused(base):
     with_experts, without = (plan_model(lora_args(base, lora_target_modules=n), 512) for n in (TARGETS, "q_proj"))
-    eager = TrainingArguments(experts_implementation="eager")
-    with pytest.raises(ConfigError, match="--experts_implementation eager: experts that have LoRA are computed by"):
-        check_experts_with_lora(eager, with_experts.lora)
-    check_experts_with_lora(eager, without.lora)
-    check_experts_with_lora(TrainingArguments(experts_implementation="grouped_mm"), with_experts.lora)
+    with pytest.raises(ConfigError, match="--experts_implementation eager: experts that have an adapter are computed"):
+        check_way("eager", with_experts.only_experts)
+    check_way("eager", without.only_experts)
+    check_way("grouped_mm", with_experts.only_experts)
 
 
 def test_flops_count_the_lora_of_a_tokens_experts(base):
@@ -174,7 +172,7 @@ def test_flops_count_the_lora_of_a_tokens_experts(base):
         model_flops(plan.text_config, plan.tower, lora_args(base, lora_target_modules=n)).per_token
         for n in ("q_proj", "q_proj,experts.down_proj")
     )
-    weights = [t for t in plan.lora.targets if t.is_stacked and t.outer.endswith("down_proj")]
+    weights = [t for t in plan.own["lora"].targets if t.is_stacked and t.outer.endswith("down_proj")]
     config = plan.text_config
     inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     expected = len(weights) * config.num_experts_per_tok * 4 * (config.hidden_size + inner)

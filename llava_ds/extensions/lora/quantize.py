@@ -8,20 +8,21 @@ packed when it is read, so the whole model never exists in its own precision; un
 import contextlib
 import gc
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
-from llava_ds.model.packed import is_packed
+from llava_ds.extensions.lora.flags import Flags
+from llava_ds.model.packed import is_4bit, is_packed, scales_of
 
 BLOCK = 64  # weights of one scale in 4 bits
 OUTLIERS = 6.0  # activations above it are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)
 
 
-def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArguments, dtype: torch.dtype) -> None:
+def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, dtype: torch.dtype) -> None:
     """Replace linear layers by bitsandbytes': biases stay, weights come with pack(). dtype: of the computation."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
@@ -29,7 +30,7 @@ def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArgu
         parent, _, child = name.rpartition(".")
         linear = language_model.get_submodule(name)
         shape = (linear.in_features, linear.out_features, linear.bias is not None)
-        if args.bits == 4:
+        if flags.bits == 4:
             if linear.in_features * linear.out_features % 2:
                 raise ConfigError(
                     f"--bits 4: {name} has {linear.in_features} x {linear.out_features} weights, an odd number, which "
@@ -38,8 +39,8 @@ def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArgu
             layer = Linear4bit(
                 *shape,
                 compute_dtype=dtype,
-                compress_statistics=args.double_quant,
-                quant_type=args.quant_type,
+                compress_statistics=flags.double_quant,
+                quant_type=flags.quant_type,
                 device="meta",
             )
             # bitsandbytes 0.50 would repack the weights in place for good, in the first forward outside of training.
@@ -47,17 +48,18 @@ def quantize_layers(language_model: nn.Module, names: list[str], args: ModelArgu
         else:
             layer = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
         layer.bias = linear.bias
+        layer.pack = partial(pack, layer)
         layer.register_state_dict_post_hook(_without_statistics)
         setattr(language_model.get_submodule(parent), child, layer)
     gc.collect()  # zero.Init's weights have cycles: their partitions would stay in memory
 
 
-def scale_bits(args: ModelArguments) -> float:
+def scale_bits(flags: Flags) -> float:
     """Bits of scales for a weight of --bits, with double quantization 8 for a block and 32 for 256 of them; those of 8
     bits, one for a row, don't count."""
-    if args.bits != 4:
+    if flags.bits != 4:
         return 0
-    return (8 + 32 / 256) / BLOCK if args.double_quant else 32 / BLOCK
+    return (8 + 32 / 256) / BLOCK if flags.double_quant else 32 / BLOCK
 
 
 def move_unpacked(model: nn.Module, device: torch.device) -> None:
@@ -75,14 +77,13 @@ def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metada
 
 
 @torch.no_grad()
-def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """Quantize a weight (O, I) on the device, put it into the module under a parameter's name, and return it.
+def pack(layer: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
+    """Quantize a weight (O, I) on the device, put it into a layer, and return it. name: of the weight, for messages.
 
     weight: on the CPU, in any precision. Raises ConfigError when the quantized weight differs by more than half of the
     format's coarsest step: bitsandbytes 0.50 on CPUs with AVX-512 unpacks 4 bits wrong where a row is no whole number
     of blocks, as in toys.
     """
-    layer = module.get_submodule(name.rpartition(".")[0])
     empty = layer.weight
     if is_4bit(layer):
         weight = weight.to(layer.compute_dtype)
@@ -94,17 +95,13 @@ def pack(module: nn.Module, name: str, weight: torch.Tensor, device: torch.devic
     return layer.weight
 
 
-def quantize_and_back(weight: torch.Tensor, args: ModelArguments) -> torch.Tensor:
+def quantize_and_back(weight: torch.Tensor, flags: Flags) -> torch.Tensor:
     """Quantize a weight (O, I) to --bits and back: float32, computed in the weight's precision."""
     holder = nn.Module()
     holder.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    quantize_layers(holder, ["linear"], args, weight.dtype)
-    pack(holder, "linear.weight", weight, weight.device)
+    quantize_layers(holder, ["linear"], flags, weight.dtype)
+    pack(holder.linear, "linear.weight", weight, weight.device)
     return unpacked(holder.linear)
-
-
-def is_4bit(layer: nn.Module) -> bool:
-    return hasattr(layer, "quant_storage")
 
 
 @torch.no_grad()
@@ -118,14 +115,6 @@ def unpacked(layer: nn.Module) -> torch.Tensor:
 
         return dequantize_4bit(weight.data, layer.quant_state).float()
     return weight.data.float() * (scales_of(layer)[0].float()[:, None] / 127)
-
-
-def scales_of(layer: nn.Module) -> list[torch.Tensor]:
-    """Tensors beside a packed layer's integers that its weight is computed from."""
-    if not is_4bit(layer):
-        return [layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB]
-    state = layer.quant_state
-    return [state.absmax, *([state.offset, state.state2.absmax, state.state2.code] if state.nested else [])]
 
 
 def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:

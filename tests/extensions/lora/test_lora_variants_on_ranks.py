@@ -146,23 +146,25 @@ class Theirs(nn.Module):
 
 def with_peft(theirs: Theirs, args) -> None:
     """What peft makes of the same settings; its own drawing, decompositions and magnitudes."""
-    parts, targets = args.lora_modules.split(","), args.lora_target_modules
+    flags = args.own["lora"]
+    parts, targets = flags.lora_modules.split(","), flags.lora_target_modules
     if targets is None:
         targets = theirs.parts_of(parts)
     elif "|" not in targets:
         wanted = targets.split(",")
         targets = [n for n in theirs.parts_of(parts) if any(f".{n}".endswith(f".{word}") for word in wanted)]
-    saved = (args.modules_to_save or "").split(",")  # peft takes parts of words, too: norm is any layernorm there
+    # peft takes parts of words, too: norm is any layernorm there.
+    saved = (flags.modules_to_save or "").split(",")
     saved = [n for n, _ in theirs.model.named_modules() if any(w and f".{n}".endswith(f".{w}") for w in saved)]
     is_pattern = isinstance(targets, str)
     stacked = [] if is_pattern else [name for name in targets if "experts." in name]
     config = peft.LoraConfig(
-        target_parameters=stacked or None, r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=0.0,
+        target_parameters=stacked or None, r=flags.lora_r, lora_alpha=flags.lora_alpha, lora_dropout=0.0,
         target_modules=targets if is_pattern else [name for name in targets if name not in stacked],
-        use_rslora=args.use_rslora, use_dora=args.use_dora,
-        init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
-        rank_pattern=json.loads(args.lora_rank_pattern or "{}"),
-        alpha_pattern=json.loads(args.lora_alpha_pattern or "{}"),
+        use_rslora=flags.use_rslora, use_dora=flags.use_dora,
+        init_lora_weights=True if args.own["lora"].init_lora_weights == "true" else flags.init_lora_weights,
+        rank_pattern=json.loads(flags.lora_rank_pattern or "{}"),
+        alpha_pattern=json.loads(flags.lora_alpha_pattern or "{}"),
         modules_to_save=saved or None,
     )  # fmt: skip
     theirs.model = peft.get_peft_model(theirs.model, config)
@@ -173,14 +175,14 @@ def with_peft(theirs: Theirs, args) -> None:
 @torch.no_grad()
 def drawn_by_us(theirs: Theirs, runs: Runs, plan, args) -> None:
     """Give peft's model the matrices that the seed draws here, where they are drawn."""
-    if args.init_lora_weights not in ("true", "gaussian"):
+    if args.own["lora"].init_lora_weights not in ("true", "gaussian"):
         return
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     ours = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, alone)
     places = dict(theirs.causal.named_parameters())
     for name, p in ours.named_parameters():
         if ".lora_A." in name:
-            places[plan.lora.rename(name)].copy_(p)
+            places[plan.own["lora"].rename(name)].copy_(p)
 
 
 def plain_loop(runs: Runs, variant: str) -> tuple[list[float], Theirs, list]:

@@ -4,7 +4,7 @@
 The layers are put into the model in place, so its parts stay transformers' own classes: the weight of a linear layer
 "x" becomes "x.base_layer.weight", beside "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R), and
 with DoRA "x.lora_magnitude_vector.default.weight" (O,). Of experts it is put beside the tensors of all of a layer's
-matrices (expert_lora.py).
+matrices (expert_layers.py).
 
 Flags and files name a layer as the class does that peft opens an adapter over: LLaVA's, whose names are those of the
 language model, model.mm_projector and model.vision_tower; or the class of an architecture that an extension reads.
@@ -22,12 +22,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from llava_ds.config.arguments import ModelArguments, changes_base, lora_parts
-from llava_ds.config.model_flags import LORA_PARTS, is_pattern
-from llava_ds.constants import ConfigError
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.constants import ConfigError, DataError
+from llava_ds.engine import safe_load
 from llava_ds.extensions.architecture import Architecture
+from llava_ds.extensions.lora.expert_layers import wrap_experts
+from llava_ds.extensions.lora.flags import LORA_PARTS, Flags, changes_base, is_pattern
 from llava_ds.files.model_files import read_json
-from llava_ds.model.expert_lora import wrap_experts
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.merged_adapters import (
     ADAPTER_CONFIG,
@@ -38,6 +39,7 @@ from llava_ds.model.open.merged_adapters import (
     merged_weight,
 )
 
+START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's matrices as they began, where that was as parts of the weights
 ADAPTER = "default"  # peft's name for the only adapter there is
 A, B, MAGNITUDE = (f".lora_{part}.{ADAPTER}.weight" for part in ("A", "B", "magnitude_vector"))
 
@@ -56,24 +58,29 @@ OURS = {
 }  # fmt: skip
 
 
+def own(args: ModelArguments) -> Flags:
+    """The flags of LoRA."""
+    return args.own["lora"]
+
+
 def check_lora(args: ModelArguments) -> None:
     """Raise ConfigError unless the packages for LoRA and quantization are installed, and --lora_weight_path fits."""
-    if args.lora_enable:
+    if own(args).lora_enable:
         try:
             import peft  # noqa: F401
         except ImportError as error:
             raise ConfigError(
                 f"--lora_enable needs peft, which can't be imported ({error}): pip install 'llava_ds[lora]'"
             ) from error
-    if args.bits < 16:
+    if own(args).bits < 16:
         try:
             import bitsandbytes  # noqa: F401
         except ImportError as error:
             raise ConfigError(
-                f"--bits {args.bits} needs bitsandbytes, which can't be imported ({error}): "
+                f"--bits {own(args).bits} needs bitsandbytes, which can't be imported ({error}): "
                 "pip install 'llava_ds[qlora]'"
             ) from error
-    if args.lora_enable and args.lora_weight_path is not None and (problems := adapter_problems(args)):
+    if own(args).lora_enable and own(args).lora_weight_path is not None and (problems := adapter_problems(args)):
         raise ConfigError("\n".join(problems))
 
 
@@ -113,7 +120,7 @@ class Target:
 
     def scale(self, args: ModelArguments) -> float:
         """The factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if args.use_rslora else self.rank)
+        return self.alpha / (math.sqrt(self.rank) if own(args).use_rslora else self.rank)
 
 
 @dataclass(frozen=True)
@@ -121,15 +128,13 @@ class LoraLayout:
     """What of a model gets LoRA, and what trains in full beside it.
 
     saved: names of the modules of --modules_to_save in the model; rename: a parameter's name there to its name in the
-    class that peft opens an adapter over; start: of a run that is resumed, LoRA's matrices as they began, if that was
-    as parts of the weights.
+    class that peft opens an adapter over; parts: with LoRA.
     """
 
     targets: tuple[Target, ...]
     saved: tuple[str, ...]
     rename: Callable[[str], str]
     parts: frozenset[str]
-    start: dict[str, torch.Tensor] | None = None
 
     def holds(self, name: str) -> bool:
         """True if a trained parameter of this name is in the adapter's file: of a part with LoRA, or saved."""
@@ -152,7 +157,7 @@ def lora_layout(
     Raises ConfigError where a name in the flags is that of no layer, a part has none, or a rank is too high.
     """
     rename = _llavas_names(args) if architecture is None else architecture.names(text_config).from_part
-    layout = LoraLayout((), (), rename, lora_parts(args))
+    layout = LoraLayout((), (), rename, own(args).adapted_parts)
     saved = _saved_modules(model, args, layout)
     layout = LoraLayout((), saved, rename, layout.parts)
     output = model.language_model.get_output_embeddings()
@@ -170,7 +175,7 @@ def lora_layout(
     stacked = {name: layout.rename(name) for name in _stacked_names(model, layout)}
     wanted = _wanted(args, list(outer.values()), list(stacked.values()))
     outer |= stacked
-    ranks, alphas = (patterns_of(getattr(args, f"lora_{which}_pattern")) for which in ("rank", "alpha"))
+    ranks, alphas = (patterns_of(getattr(own(args), f"lora_{which}_pattern")) for which in ("rank", "alpha"))
     for which, patterns in (("rank", ranks), ("alpha", alphas)):
         for pattern in patterns:
             if not any(_matches(pattern, each) for each in outer.values()):
@@ -180,8 +185,8 @@ def lora_layout(
         Target(
             name,
             outer[name],
-            _first(ranks, outer[name], args.lora_r),
-            _first(alphas, outer[name], args.lora_alpha),
+            _first(ranks, outer[name], own(args).lora_r),
+            _first(alphas, outer[name], own(args).lora_alpha),
             _wrap(name, chosen) if name in stacked else name,
             name in stacked,
         )
@@ -191,16 +196,16 @@ def lora_layout(
     for part in sorted(layout.parts - {target.name.partition(".")[0] for target in targets}):
         named = next(word for word, name in LORA_PARTS.items() if name == part)
         raise ConfigError(
-            f"--lora_modules {args.lora_modules}: no layer of {named} gets LoRA: leave it out, or name some of its "
-            "linear layers by --lora_target_modules"
+            f"--lora_modules {own(args).lora_modules}: no layer of {named} gets LoRA: leave it out, or name some of "
+            "its linear layers by --lora_target_modules"
         )
-    if changes_base(args):
+    if changes_base(own(args)):
         for target in targets:
             width = min(linear[target.name].weight.shape)
             if width and target.rank > width:
                 raise ConfigError(
-                    f"--init_lora_weights {args.init_lora_weights}: {target.outer} is a matrix of rank {width}, and "
-                    f"LoRA's rank is {target.rank}: give less by --lora_r or --lora_rank_pattern"
+                    f"--init_lora_weights {own(args).init_lora_weights}: {target.outer} is a matrix of rank {width}, "
+                    f"and LoRA's rank is {target.rank}: give less by --lora_r or --lora_rank_pattern"
                 )
     return LoraLayout(tuple(targets), saved, rename, layout.parts)
 
@@ -236,11 +241,15 @@ def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config
     found = [
         f"{flag}: {stacked} is a tensor of all experts of a layer, {why}, or leave experts out of --lora_target_modules"
         for flag, is_given, why in (
-            (f"--lora_dropout {args.lora_dropout}", args.lora_dropout, "which peft has no dropout for: give 0"),
-            ("--use_dora", args.use_dora, "which peft has no DoRA for: leave the flag out"),
             (
-                f"--init_lora_weights {args.init_lora_weights}",
-                changes_base(args),
+                f"--lora_dropout {own(args).lora_dropout}",
+                own(args).lora_dropout,
+                "which peft has no dropout for: give 0",
+            ),
+            ("--use_dora", own(args).use_dora, "which peft has no DoRA for: leave the flag out"),
+            (
+                f"--init_lora_weights {own(args).init_lora_weights}",
+                changes_base(own(args)),
                 "which peft does not decompose: give true or gaussian",
             ),
         )
@@ -249,8 +258,8 @@ def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config
     taken = TAKEN_FOR_EXPERTS.get(text_config.model_type, ())
     if dense := next((t.outer for t in targets if not t.is_stacked and t.outer.endswith(taken)), None):
         found.append(
-            f"--lora_target_modules {args.lora_target_modules}: in a {text_config.model_type} peft takes {dense}, a "
-            "layer without experts, for experts when it opens the adapter: name other layers, like q_proj"
+            f"--lora_target_modules {own(args).lora_target_modules}: in a {text_config.model_type} peft takes {dense}, "
+            "a layer without experts, for experts when it opens the adapter: name other layers, like q_proj"
         )
     if found:
         raise ConfigError("\n".join(found))
@@ -261,7 +270,7 @@ def _wanted(args: ModelArguments, outer: list[str], stacked: list[str]) -> set[s
 
     Source: peft's check_target_module_exists.
     """
-    given = args.lora_target_modules
+    given = own(args).lora_target_modules
     if given is None:
         return set(outer)
     outer = [*outer, *stacked]
@@ -287,9 +296,9 @@ def _some(outer) -> str:
 
 def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -> tuple[str, ...]:
     """The modules whose names end in one of --modules_to_save's, outermost ones only."""
-    if args.modules_to_save is None:
+    if own(args).modules_to_save is None:
         return ()
-    words, found = args.modules_to_save.split(","), []
+    words, found = own(args).modules_to_save.split(","), []
     outer = {}
     for part in ("vision_tower.tower", "projector", "language_model"):
         for name, module in model.get_submodule(part).named_modules(prefix=part):
@@ -310,13 +319,14 @@ def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -
         for name in saved:
             if any(end in ends for end in model.get_submodule(name).modules()):
                 raise ConfigError(
-                    f"--modules_to_save {args.modules_to_save}: {outer[name]} shares its weight with the model's other "
-                    "end, which peft would train apart: leave it out"
+                    f"--modules_to_save {own(args).modules_to_save}: {outer[name]} shares its weight with the model's "
+                    "other end, which peft would train apart: leave it out"
                 )
-    if args.bits < 16 and any(isinstance(m, nn.Linear) for n in saved for m in model.get_submodule(n).modules()):
+    linear = any(isinstance(module, nn.Linear) for name in saved for module in model.get_submodule(name).modules())
+    if own(args).packs and linear:
         raise ConfigError(
-            f"--modules_to_save {args.modules_to_save} can't be used with --bits {args.bits}, whose packed weights "
-            "can't train: leave one of them out"
+            f"--modules_to_save {own(args).modules_to_save} can't be used with --bits {own(args).bits}, whose packed "
+            "weights can't train: leave one of them out"
         )
     return tuple(dict.fromkeys(saved))
 
@@ -342,24 +352,31 @@ def peft_config(args: ModelArguments, targets: list[str], rank: int, alpha: floa
     return LoraConfig(
         r=rank,
         lora_alpha=alpha,
-        lora_dropout=args.lora_dropout,
-        bias=args.lora_bias,
+        lora_dropout=own(args).lora_dropout,
+        bias=own(args).lora_bias,
         target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=args.model_name_or_path,
-        use_rslora=args.use_rslora,
-        use_dora=args.use_dora,
-        init_lora_weights=True if args.init_lora_weights == "true" else args.init_lora_weights,
+        use_rslora=own(args).use_rslora,
+        use_dora=own(args).use_dora,
+        init_lora_weights=True if own(args).init_lora_weights == "true" else own(args).init_lora_weights,
     )
 
 
-def add_lora(model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: int) -> None:
+def add_lora(
+    model: nn.Module,
+    layout: LoraLayout,
+    args: ModelArguments,
+    seed: int,
+    start: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Put LoRA beside the layout's layers, in the model's precision, and freeze all else of the parts with LoRA.
 
     A is drawn by the seed alone, and B zero, or both are parts of the weight beside them, which loses them
     (--init_lora_weights). Those are kept in model.lora_start, by name, on the CPU. Outside of zero.Init, in which B
     would not be zero: under ZeRO-3, deepspeed.initialize partitions LoRA, and one weight at a time is gathered where a
-    variant depends on it.
+    variant depends on it. start: of a run that is resumed, the matrices as they began, if that was as parts of the
+    weights.
     """
     dtype = model.language_model.get_input_embeddings().weight.dtype
     model.lora, model.lora_start = layout, {}
@@ -370,8 +387,8 @@ def add_lora(model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: i
                 continue
             linear = model.get_submodule(target.name)
             with _gathered(linear.weight, args):
-                added = _with_lora(linear, target, args, dtype, layout.start)
-                if changes_base(args) and not linear.weight.is_meta:
+                added = _with_lora(linear, target, args, dtype, start)
+                if changes_base(own(args)) and not linear.weight.is_meta:
                     halves = {half: added.get_parameter(half.removeprefix(".")) for half in (A, B)}
                     model.lora_start |= {
                         target.name + half: p.detach().to("cpu", copy=True) for half, p in halves.items()
@@ -381,7 +398,7 @@ def add_lora(model: nn.Module, layout: LoraLayout, args: ModelArguments, seed: i
         for place in dict.fromkeys(each.name.rpartition(".")[0] for each in layout.targets if each.is_stacked):
             beside = [each for each in layout.targets if each.name.rpartition(".")[0] == place]
             _add_to_experts(model, place, beside, args, dtype)
-    choose_adapters(model, args.lora_bias)
+    choose_adapters(model, own(args).lora_bias)
 
 
 def _add_to_experts(
@@ -389,7 +406,7 @@ def _add_to_experts(
 ) -> None:
     """Put LoRA beside tensors of all experts of a layer, which are at a place in the model."""
     parameters = {target.name.rpartition(".")[2]: target for target in targets}
-    config = peft_config(args, [], args.lora_r, args.lora_alpha)
+    config = peft_config(args, [], own(args).lora_r, own(args).lora_alpha)
     config.target_parameters = [f"experts.{name}" for name in parameters]
     config.rank_pattern = {name: target.rank for name, target in parameters.items()}
     config.alpha_pattern = {name: target.alpha for name, target in parameters.items()}
@@ -402,11 +419,11 @@ def _add_to_experts(
 
 def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.AbstractContextManager:
     """Gather a partitioned weight for a variant that reads it; the first rank's changes are kept."""
-    if not hasattr(weight, "ds_id") or not (changes_base(args) or args.use_dora):
+    if not hasattr(weight, "ds_id") or not (changes_base(own(args)) or own(args).use_dora):
         return contextlib.nullcontext()
     import deepspeed  # takes seconds, and is only needed for partitioned parameters
 
-    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if changes_base(args) else None)
+    return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if changes_base(own(args)) else None)
 
 
 @torch.no_grad()
@@ -416,7 +433,7 @@ def _with_lora(
     """peft's layer around a linear one, whose weight is whole."""
     from peft import inject_adapter_in_model
 
-    splits, weight = changes_base(args) and not linear.weight.is_meta, linear.weight
+    splits, weight = changes_base(own(args)) and not linear.weight.is_meta, linear.weight
     before = weight.detach().clone() if splits else None
     config = peft_config(args, ["layer"], target.rank, target.alpha)
     if start is not None or weight.is_meta:
@@ -436,6 +453,24 @@ def _with_lora(
         # peft has subtracted the product in float32. What LoRA begins with may be rounded to less.
         weight.data = merged_weight(before, [(a, b, -target.scale(args))])
     return added
+
+
+def start_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """LoRA's matrices as they began, by name, where they began as parts of the weights; else none."""
+    return getattr(model, "lora_start", {})
+
+
+def read_start(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Read LoRA's matrices as they began, by name in the model, of a run with which they took a part of the weights.
+
+    Raises DataError where they are missing.
+    """
+    file = checkpoint / START_FILE
+    if not file.is_file():
+        raise DataError(
+            f"{checkpoint} holds no {START_FILE}, without which LoRA's weights mean nothing: use another one"
+        )
+    return safe_load.load(file)
 
 
 def is_lora(name: str) -> bool:
@@ -503,7 +538,7 @@ def over_unchanged_weights(tensors: dict[str, torch.Tensor], start: dict[str, to
 
 def adapter_problems(args: ModelArguments) -> list[str]:
     """Reasons why training can't start from --lora_weight_path, without reading weights."""
-    folder = Path(args.lora_weight_path)
+    folder = Path(own(args).lora_weight_path)
     where = f"--lora_weight_path {folder}"
     if adapter_file(folder) is None:
         return [f"{where}: there is no {' or '.join(ADAPTER_FILES)} in it; name a folder of peft or LLaVA"]
@@ -516,14 +551,14 @@ def adapter_problems(args: ModelArguments) -> list[str]:
         return [f"{where} holds an adapter of kind {kind}: only LORA is supported"]
     problems = []
     for ours, theirs in OURS.items():
-        value, found = getattr(args, ours), config.get(theirs)
+        value, found = getattr(own(args), ours), config.get(theirs)
         if theirs.endswith("_pattern"):
             value, found = patterns_of(value), found or {}
         elif isinstance(value, bool):
             found = bool(found)
         if found != value:
             given = f"'{json.dumps(found)}'" if isinstance(found, dict) else found
-            now = getattr(args, ours)
+            now = getattr(own(args), ours)
             problems.append(f"{where} was trained with {theirs} {given}, but --{ours} is {now}: give --{ours} {given}")
     return problems + [
         f"{where} was trained with {name} {config[name]}, which is not supported: start from another adapter"

@@ -29,10 +29,11 @@ from llava_ds.data.collate import collate
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import describe_parts
 from llava_ds.export import reload_check
-from llava_ds.export.adapter import compare_reloaded_adapter, export_adapter, merged_entries
 from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.tensors import Entry, read_entries
-from llava_ds.model import lora, quantize
+from llava_ds.extensions.lora import layers as lora
+from llava_ds.extensions.lora import quantize
+from llava_ds.extensions.lora.adapter_export import compare_reloaded_adapter, export_adapter, merged_entries
 from llava_ds.model.heads import Logits
 from llava_ds.model.plan import ModelPlan, part_weights, plan_model
 from llava_ds.runtime.ranks import Ranks
@@ -63,7 +64,7 @@ def language_model(kind: str) -> nn.Module:
 
 def lora_args(**more: object) -> ModelArguments:
     defaults = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.0}
-    return ModelArguments(**{**defaults, **more})
+    return toys.model_arguments(**{**defaults, **more})
 
 
 def names_with_lora(model: nn.Module) -> list[str]:
@@ -123,7 +124,7 @@ def test_biases_train_as_peft_means_it(kind, bias):
     model, args = language_model(kind), lora_args(lora_bias=bias)
     theirs = language_model(kind)
     theirs = peft.get_peft_model(
-        theirs, lora.peft_config(args, lora.linear_names(theirs), args.lora_r, args.lora_alpha)
+        theirs, lora.peft_config(args, lora.linear_names(theirs), lora.own(args).lora_r, lora.own(args).lora_alpha)
     )
     toys.add_lora(model, args, seed=42)
     trained = {lora.PEFT_PREFIX + name for name, p in model.named_parameters() if p.requires_grad}
@@ -157,7 +158,7 @@ def built(base: dict[str, str], **more: object):
     args = lora_args(**base, **more)
     plan = plan_model(args, 512)
     model = build_model(plan, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
-    if "vision" not in args.lora_modules:
+    if "vision" not in lora.own(args).lora_modules:
         model.vision_tower.requires_grad_(False)
     return model, plan, args
 
@@ -241,13 +242,14 @@ def test_every_variant_on_every_part_is_opened_by_peft_and_merged_to_the_same(ba
     assert (logits_of(plain, batch) - logits).abs().max() < 2e-5 * logits.abs().max()
 
 
-def test_a_model_that_lora_took_parts_of_starts_again_from_them(base, batch):
+def test_a_model_that_lora_took_parts_of_starts_again_from_them(base, batch, tmp_path):
     """What a resumed run does: not a second decomposition, which another machine computes otherwise."""
     model, plan, args = built(base, **EVERY, init_lora_weights="pissa")
     other = dict(model.lora_start)
     a, b = (next(name for name in other if f"lora_{half}" in name) for half in "AB")
     other[a], other[b] = -other[a], -other[b]
-    resumed = replace(plan, lora=replace(plan.lora, start=other))
+    torch.save(other, tmp_path / lora.START_FILE)
+    resumed = replace(plan, checkpoint=tmp_path)
     again = build_model(resumed, args, {"zero_optimization": {"stage": 0}}, torch.float32, 42, RANKS)
     again.vision_tower.eval()
     assert again.lora_start.keys() == other.keys()
@@ -357,7 +359,7 @@ def merged_tensors(model: nn.Module, plan: ModelPlan, args: ModelArguments) -> d
     """The model with LoRA merged, as from a checkpoint, which holds what trains."""
     trained = [entry for entry, p in zip(entries_of(model), model.parameters()) if p.requires_grad]
     base = [e for part, _ in model.named_children() for e in read_entries(part, part_weights(part, plan, args, 42))]
-    merged = merged_entries(trained, base, args, plan.lora, model.lora_start)
+    merged = merged_entries(trained, base, args, plan.own["lora"], model.lora_start)
     tensors = {entry.name: entry.read() for entry in merged}
     assert all(tensors[entry.name].shape == entry.shape for entry in merged)
     return tensors
@@ -447,11 +449,13 @@ def test_without_a_projector_of_its_own_an_adapter_starts_with_stage_1s(base, ad
     }
     torch.save(projector, tmp_path / "mm_projector.bin")
     (folder / "non_lora_trainables.bin").unlink()
-    args = lora_args(**{**base, "lora_bias": "all"}, pretrain_mm_mlp_adapter=str(tmp_path / "mm_projector.bin"))
+    first = str(tmp_path / "mm_projector.bin")
+    flags = {**base, "lora_bias": "all", "pretrain_mm_mlp_adapter": first}
     with_own, without = (
-        plan_model(replace(args, lora_weight_path=str(path)), 512).sources.projector for path in (adapter[0], folder)
+        plan_model(lora_args(**flags, lora_weight_path=str(path)), 512).sources.projector
+        for path in (adapter[0], folder)
     )
-    assert without.path == args.pretrain_mm_mlp_adapter and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
+    assert without.path == first and with_own.path == str(adapter[0] / "non_lora_trainables.bin")
 
 
 def test_a_tower_that_trained_beside_an_adapter_is_left_with_it_and_started_from(base, batch, tmp_path):
@@ -578,7 +582,7 @@ def test_weights_of_an_odd_number_are_not_packed_in_pairs():
     pytest.importorskip("bitsandbytes")
     model = nn.ModuleDict({"odd": nn.Linear(3, 3)})
     with pytest.raises(ConfigError, match="--bits 4: odd has 3 x 3 weights, an odd number"):
-        quantize.quantize_layers(model, ["odd"], lora_args(bits=4), torch.float32)
+        quantize.quantize_layers(model, ["odd"], lora.own(lora_args(bits=4)), torch.float32)
 
 
 def test_a_llama_config_names_the_layers_that_the_recipe_of_7b_trains():

@@ -26,9 +26,11 @@ from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.export.tensors import Entry, write_value_head
 from llava_ds.export.tokenizer_files import write_variables
+from llava_ds.extensions.lora import layers as lora
+from llava_ds.extensions.lora import quantize
+from llava_ds.extensions.lora.expert_layers import UNTRUE
+from llava_ds.extensions.lora.layers import own
 from llava_ds.files.writing import write_file, write_tensors
-from llava_ds.model import lora, quantize
-from llava_ds.model.expert_lora import UNTRUE
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
@@ -48,10 +50,15 @@ ADAPTER_KEYS = (
 PROJECTOR = ("projector.", formats.NEWLINE)
 
 
+def layout_of(export: ExportPlan) -> lora.LoraLayout:
+    """What has LoRA in a model to be exported."""
+    return export.model.own["lora"]
+
+
 def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:
     """Write the adapter of a model that is being trained. Every rank takes part, only rank 0 writes, and returns the
     sums of the tensors' bits."""
-    layout, named = export.model.lora, dict(model.named_parameters())
+    layout, named = layout_of(export), dict(model.named_parameters())
     adapters = {n: p for n, p in named.items() if p.requires_grad and layout.holds(n)}
     towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad and n not in adapters}
     others = {n: p for n, p in named.items() if n.startswith(PROJECTOR) and not lora.is_lora(n)}
@@ -60,18 +67,18 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
     tensors, beside = dict(gathered(adapters.items(), ranks)), dict(gathered({**others, **towers}.items(), ranks))
     if ranks.is_first:
         beside = {lora.plain_name(name): _before(name, tensor, export, model) for name, tensor in beside.items()}
-        written = write_adapter(export, tensors, model.lora_start, beside, output_dir)
+        written = write_adapter(export, tensors, lora.start_of(model), beside, output_dir)
         return written | write_value_head(heads, output_dir)
     return {}
 
 
 def _before(name: str, weight: torch.Tensor, export: ExportPlan, model: LlavaModel) -> torch.Tensor:
     """A weight beside LoRA as it was before LoRA took a part of it."""
-    scales = {target.name: target.scale(export.args) for target in export.model.lora.targets}
+    scales = {target.name: target.scale(export.args) for target in layout_of(export).targets}
     layer = name.removesuffix(".base_layer.weight")
-    if layer + lora.A not in model.lora_start:
+    if layer + lora.A not in lora.start_of(model):
         return weight
-    a, b = (model.lora_start[layer + half] for half in (lora.A, lora.B))
+    a, b = (lora.start_of(model)[layer + half] for half in (lora.A, lora.B))
     return merged_weight(weight, [(a, b, scales[layer])])
 
 
@@ -89,7 +96,7 @@ def write_restored_adapter(
     """
     by_name = {entry.name: entry for entry in base if entry.name.startswith(PROJECTOR)}
     by_name |= {entry.name: entry for entry in trained}
-    layout, parts = export.model.lora, trained_parts(export.args)
+    layout, parts = layout_of(export), trained_parts(export.args)
     adapters = [entry.name for entry in trained if layout.holds(entry.name)]
     beside = [name for name in by_name if name.startswith(PROJECTOR) and not lora.is_lora(name)]
     beside += [name for name in by_name if name.startswith(formats.TOWER) and "vision_tower" in parts]
@@ -122,7 +129,7 @@ def write_adapter(
     began, where it took a part of the weights: the adapter is written for the weights that still have it.
     Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
-    layout, architecture = export.model.lora, export.model.architecture
+    layout, architecture = layout_of(export), export.model.architecture
     tensors = lora.over_unchanged_weights(adapters, start)
     saved = [layout.of_module(module) for module in layout.saved]
     if architecture is not None:
@@ -150,14 +157,14 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
     """Write adapter_config.json. saved: names of modules whose weights are in the adapter's file as a whole; doubles:
     whether LoRA's matrices have twice the rank that they trained with, at the same scale."""
     args = export.args
-    more, bigger = (2, math.sqrt(2) if args.use_rslora else 2) if doubles else (1, 1)
+    more, bigger = (2, math.sqrt(2) if own(args).use_rslora else 2) if doubles else (1, 1)
     patterns = {
-        "rank_pattern": {key: rank * more for key, rank in lora.patterns_of(args.lora_rank_pattern).items()},
-        "alpha_pattern": {key: alpha * bigger for key, alpha in lora.patterns_of(args.lora_alpha_pattern).items()},
+        "rank_pattern": {key: rank * more for key, rank in lora.patterns_of(own(args).lora_rank_pattern).items()},
+        "alpha_pattern": {key: alpha * bigger for key, alpha in lora.patterns_of(own(args).lora_alpha_pattern).items()},
     }
-    targets = [target.outer for target in export.model.lora.targets if not target.is_stacked]
-    stacked = [target.outer for target in export.model.lora.targets if target.is_stacked]
-    config = lora.peft_config(args, targets, args.lora_r * more, args.lora_alpha * bigger).to_dict()
+    targets = [target.outer for target in layout_of(export).targets if not target.is_stacked]
+    stacked = [target.outer for target in layout_of(export).targets if target.is_stacked]
+    config = lora.peft_config(args, targets, own(args).lora_r * more, own(args).lora_alpha * bigger).to_dict()
     written = {
         **{key: config[key] for key in ADAPTER_KEYS},
         "inference_mode": True,  # as peft writes it: who opens the folder does not train it
@@ -184,7 +191,7 @@ def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch,
     from peft import PeftModel
 
     deadline = Deadline()
-    check_room(num_bytes(planned_entries(export), logits.dtype) * export.args.bits // 16)
+    check_room(num_bytes(planned_entries(export), logits.dtype) * own(export.args).bits // 16)
     reloaded = _fresh_language_model(export, logits.dtype)
     eyes = _fresh_vision(output_dir, export, logits.dtype)
     for name, outer in eyes.modules_in_files.items():
@@ -197,7 +204,7 @@ def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch,
     for name, outer in eyes.adapted.items():
         eyes.set_submodule(name, reloaded.get_base_model().get_submodule(outer))
     embeds = eyes.embed(reloaded.get_input_embeddings(), batch.to("cpu"))
-    where = logits if export.args.bits == 16 else logits.cpu()  # quantized weights don't move layer by layer
+    where = logits if own(export.args).bits == 16 else logits.cpu()  # quantized weights don't move layer by layer
     with quantize.exact_products(reloaded), layer_by_layer(reloaded, where, deadline) as device:
         again = reloaded(inputs_embeds=embeds[:, : len(logits)].to(device)).logits[0]  # (T, V)
     return compare_logits(output_dir, "peft", again, logits)
@@ -220,7 +227,7 @@ class _FreshVision(nn.Module):
 
     def __init__(self, export: ExportPlan) -> None:
         super().__init__()
-        layout, tower = export.model.lora, export.model.tower
+        layout, tower = layout_of(export), export.model.tower
         names = [target.name for target in layout.targets] + list(layout.saved)
         self.adapted = {n: layout.of_module(n) for n in names if not n.startswith(formats.LANGUAGE_MODEL)}
         self.modules_in_files: dict[str, str] = {}
@@ -273,8 +280,8 @@ def _fresh_language_model(export: ExportPlan, dtype: torch.dtype) -> nn.Module:
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    if args.bits < 16:
-        quantize.quantize_layers(model, lora.linear_names(model), args, dtype)
+    if own(args).bits < 16:
+        quantize.quantize_layers(model, lora.linear_names(model), own(args), dtype)
     source, alone = plan.sources.language_model, Ranks(0, 0, 1, torch.device("cpu"))
     load_weights(model, source.open(), alone, source.flag)
     return model
@@ -319,7 +326,7 @@ def _merged(
 ) -> torch.Tensor:
     """Merge entries of W, and of A, B and perhaps magnitudes, in W's precision. began: halves, as merged_weight's."""
     base = weight.read()
-    packed = args.bits < 16 and weight.name.startswith(formats.LANGUAGE_MODEL)
-    held = quantize.quantize_and_back(base, args) if packed else base
+    packed = own(args).bits < 16 and weight.name.startswith(formats.LANGUAGE_MODEL)
+    held = quantize.quantize_and_back(base, own(args)) if packed else base
     a, b, magnitude = (halves[half] and halves[half].read() for half in (lora.A, lora.B, lora.MAGNITUDE))
     return merged_weight(held, [(a, b, scale), *began], magnitude).to(base.dtype)

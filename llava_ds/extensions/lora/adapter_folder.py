@@ -1,0 +1,23 @@
+"""The folder of an adapter to start from (--lora_weight_path)."""
+
+import hashlib
+from pathlib import Path
+
+from llava_ds.files.model_files import own_file
+from llava_ds.files.writing import sha256
+from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapter_file
+
+
+def non_lora_file(folder: str | Path) -> str | None:
+    """An adapter's file of weights trained beside it: projector, perhaps newline and tower."""
+    if not (file := Path(folder) / NON_LORA).is_file():
+        return None
+    own_file(file)
+    return str(file)
+
+
+def adapter_digest(folder: Path) -> str:
+    """Hash an adapter folder: its settings, its weights, and the projector beside them."""
+    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
+    listed = [(file.name, sha256(file)) for file in files if file is not None and file.is_file()]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()

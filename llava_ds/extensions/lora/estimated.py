@@ -1,0 +1,45 @@
+"""What LoRA adds to the estimate of memory and speed. llava_ds/extensions/planning calls these by name."""
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from llava_ds.config.arguments import ModelArguments
+from llava_ds.extensions.architecture import Architecture
+from llava_ds.extensions.lora.layers import ADAPTER, add_lora, check_lora, lora_layers, lora_layout, own
+from llava_ds.model.llava import LlavaModel
+
+
+def add(model: LlavaModel, architecture: Architecture | None, text: PreTrainedConfig, args: ModelArguments) -> None:
+    """Put LoRA on a model of the meta device."""
+    check_lora(args)
+    if own(args).lora_enable:
+        add_lora(model, lora_layout(model, args, architecture, text), args, seed=0)
+
+
+def packed(model: LlavaModel, args: ModelArguments) -> tuple[set[str], int, float] | None:
+    """Names of the packed weights, the bits of each, and those of scales beside it; None without --bits."""
+    if not own(args).packs:
+        return None
+    from llava_ds.extensions.lora.quantize import scale_bits
+
+    output = model.language_model.get_output_embeddings()
+    layers = [n for n, m in model.language_model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    names = {f"language_model.{name}.weight" for name in layers if name.endswith(".base_layer")}
+    return names, own(args).bits, scale_bits(own(args))
+
+
+def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArguments) -> dict[str, int]:
+    """Widths of a layer's LoRA, by the names of TextShape."""
+    layers, flags = [layer for _, layer in lora_layers(language_model)], own(args)
+    of_layer = {
+        "adapter_rank": sum(layer.r[ADAPTER] * _times_per_token(layer, text) for layer in layers),
+        "adapter_dropped": sum(layer.in_features for layer in layers) if flags.lora_dropout else 0,
+        "adapter_scaled": sum(layer.out_features for layer in layers) if flags.use_dora else 0,
+    }
+    read = max((layer.base_layer.weight.numel() for layer in layers), default=0) if flags.use_dora else 0
+    return {**{name: count // text.num_hidden_layers for name, count in of_layer.items()}, "adapter_read": read}
+
+
+def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
+    """How often LoRA of a layer computes a token: of experts, as many of them as it is routed to."""
+    return text.num_experts_per_tok if hasattr(layer, "parameter_name") else 1
