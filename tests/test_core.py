@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 180,
-    "imported lines": 28322,
+    "imported lines": 28297,
     "files at the end": 225,
     "lines at the end": 35119,
-    "feature words": 324,
+    "feature words": 316,
     "kernel files": 63,
     "kernel lines": 9279,
-    "all lines": 69658,
+    "all lines": 69680,
 }
 
 # What one reads to understand training.
