@@ -326,10 +326,10 @@ class AnswerEnd(NamedTuple):
     behind: str
 
 
-def answer_end(tokenizer: PreTrainedTokenizerBase, as_parts: bool = True) -> AnswerEnd:
-    """The end of an answer. as_parts: as render_parts writes messages, not as render_own. Raises DataError where the
-    template does not write a question and its answer."""
-    answer = [Message("human", "x"), Message("gpt", "y")]
+def answer_end(tokenizer: PreTrainedTokenizerBase, as_parts: bool = True, variables: str = "") -> AnswerEnd:
+    """The end of an answer. as_parts: as render_parts writes messages, not as render_own; variables: of the template, a
+    JSON object. Raises DataError where the template does not write a question and its answer."""
+    answer = Transcript((Message("human", "x"), Message("gpt", "y")), template_kwargs=variables)
     prompt = answer_prompt(tokenizer, as_parts=as_parts)
     segments = render_parts(answer, tokenizer, prompt) if as_parts else render_own(answer, tokenizer, prompt=prompt)
     last = max((i for i, segment in enumerate(segments) if segment.supervised), default=-1)

@@ -7,6 +7,7 @@ import json
 import zlib
 from pathlib import Path
 
+import pytest
 import torch
 import toys
 from extension_there import if_there
@@ -97,7 +98,7 @@ def check_same(one: Path, shared: Path) -> None:
     for key in ("samples", "tokens", "supervised_tokens", "broken_samples"):
         assert [row[key] for row in rows(one)] == [row[key] for row in rows(shared)], key
     assert len(losses(one)) == STEPS
-    assert max(abs(a - b) for a, b in zip(losses(one), losses(shared), strict=True)) <= TOLERANCE
+    assert losses(shared) == pytest.approx(losses(one), rel=TOLERANCE, abs=0)
     expected, found = weights_of(one), weights_of(shared)
     assert expected.keys() == found.keys()
     rate = rows(one)[0]["lr"][0]

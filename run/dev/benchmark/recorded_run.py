@@ -62,7 +62,7 @@ def run(train, flags: dict[str, object]) -> dict[str, object]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Session, "windows", noted))
-        stack.enter_context(patch.object(train, "finish", lambda session: session.trackers.close()))
+        stack.enter_context(patch.object(train, "finish", lambda session, hooks: session.trackers.close()))
         train.main([token for name, value in flags.items() for token in (f"--{name}", str(value))])
     log = read_metrics(Path(flags["output_dir"]) / "metrics.jsonl")
     return {"log": log, "batches": batches, "rollouts": rollouts}

@@ -25,8 +25,8 @@ OTHERS = ("SGD", "Muon", "Adafactor")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Folders of runs on two ranks and one, of each resumed at its middle, some elsewhere, and of one that leaves the
-    weights after every step."""
+    """Folders of runs on two ranks and one, of each resumed at its middle, some elsewhere, and of two that leave
+    the weights after every step."""
     folder = tmp_path_factory.mktemp("averages")
     given = {**toys.write_base(folder / "base"), **toys.write_data(folder / "data", "iitiitii")}
 
@@ -37,7 +37,9 @@ def runs(tmp_path_factory) -> Path:
     for ranks in (1, 2):
         whole = {name: stage for name, (number, stage) in PLACES.items() if number == ranks}
         start(ranks, f"whole-{ranks}", whole)
-    start(2, "every", {"every": 2}, save_only_model=True, save_steps=1)
+    # On as many ranks as the averages: Adam amplifies the rounding of gradients that are nearly zero.
+    for ranks in (1, 2):
+        start(ranks, f"every-{ranks}", {f"every-{ranks}": 2}, save_only_model=True, save_steps=1)
     for stage in (1, 3):
         for name in OTHERS:
             config = json.loads(Path(ds_config(stage)).read_text()) | {"zero_allow_untested_optimizer": True}
@@ -60,7 +62,8 @@ def averages(folder: Path, name: str) -> dict:
 @pytest.mark.full
 @pytest.mark.parametrize("name", PLACES)
 def test_the_average_is_the_textbooks(runs, name):
-    weights = [load_file(runs / "every" / f"checkpoint-{step}" / "model.safetensors") for step in range(1, STEPS + 1)]
+    every = runs / f"every-{PLACES[name][0]}"
+    weights = [load_file(every / f"checkpoint-{step}" / "model.safetensors") for step in range(1, STEPS + 1)]
     found, moved = averages(runs, name), 0.0
     assert found.keys() == weights[-1].keys()
     for key, value in found.items():
@@ -95,6 +98,6 @@ def test_averages_beside_other_optimizers(runs, name, stage):
 
 @pytest.mark.full
 def test_the_model_itself_is_exported_as_ever(runs):
-    last = load_file(runs / "every" / f"checkpoint-{STEPS}" / "model.safetensors")
+    last = load_file(runs / "every-2" / f"checkpoint-{STEPS}" / "model.safetensors")
     found = load_file(runs / "zero2" / "model.safetensors")
     assert all((found[key] - last[key]).abs().max() < 2e-6 for key in last)

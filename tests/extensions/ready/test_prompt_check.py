@@ -336,6 +336,18 @@ def test_a_record_whose_variables_the_template_does_not_read_is_rejected(inspect
     )
 
 
+def test_a_record_whose_variables_leave_the_end_marker_out_is_rejected(inspected, tmp_path):
+    close = "{% if message['role'] != 'assistant' or closed | default(true) %}{{ '<|im_end|>\\n' }}{% endif %}"
+    source = ready_models.QWEN3_TEMPLATE.replace("{{ '<|im_end|>\n' }}", close)
+    assert source != ready_models.QWEN3_TEMPLATE
+    ready_models.write_ready(tmp_path / "model", "qwen3_vl", template=source)
+    records = [*PLAIN, *(record(str(on), "A cat.", chat_template_kwargs={"closed": on}) for on in (True, False))]
+    rows, _ = inspected(tmp_path / "model", records)
+    assert [row["id"] for row in rows if "rejected" in row] == ["False"]
+    assert "no token of the tokenizer's own ends it" in rows[-1]["rejected"]
+    assert rows[-2]["supervised_text"] == "A cat.<|im_end|>"
+
+
 def test_an_answer_that_is_not_learned_is_not_asked_for(inspected, reasoning):
     turns = PLAIN[0]["messages"]
     off = {
