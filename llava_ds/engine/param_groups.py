@@ -25,7 +25,9 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     model.projector.requires_grad_("projector" in parts)
     if hasattr(model, "newline"):
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
-    model.language_model.requires_grad_("language_model" in parts)
+    for parameter in model.language_model.parameters():
+        if not is_packed(parameter):  # integers, which never train
+            parameter.requires_grad_("language_model" in parts)
     if "language_model" in parts and args.model.train_modules is not None:
         from llava_ds.model.upcycling import trained_of
 
