@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from llava_ds.data.preflight import Checker
     from llava_ds.data.sources.source import Source
 
-ENCODING_VERSION = 7  # raise it when the same records would give other rows
+ENCODING_VERSION = 8  # raise it when the same records would give other rows
 ROWS_FORMAT = "shards 4"  # of the files; another one is another cache, and no other data
 PAIR_ROWS_FORMAT = "pairs 4"  # the same of preferences
 
