@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 180,
-    "imported lines": 28299,
+    "imported lines": 28298,
     "files at the end": 225,
     "lines at the end": 33304,
     "feature words": 316,
     "kernel files": 63,
-    "kernel lines": 9281,
-    "all lines": 69702,
+    "kernel lines": 9280,
+    "all lines": 69701,
 }
 
 # What one reads to understand training.
@@ -139,4 +139,4 @@ def test_what_the_default_job_has_loaded_at_its_end_only_shrinks(tmp_path):
     names = [path.relative_to(ROOT / "llava_ds" / "data").as_posix() for path in loaded if path.parts[-2] == "data"]
     assert [name for name in names if name.removesuffix(".py") in ENCODING] == []
     assert not any("sources" in path.parts for path in loaded)
-    refuse_other_sizes({"files at the end": len(loaded), "lines at the end": 33304lines_of(loaded)})
+    refuse_other_sizes({"files at the end": len(loaded), "lines at the end": lines_of(loaded)})

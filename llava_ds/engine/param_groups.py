@@ -26,8 +26,7 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
     if hasattr(model, "newline"):
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
     for parameter in model.language_model.parameters():
-        if not is_packed(parameter):  # integers, which never train
-            parameter.requires_grad_("language_model" in parts)
+        parameter.requires_grad_("language_model" in parts and parameter.is_floating_point())  # packed ones never train
     if "language_model" in parts and args.model.train_modules is not None:
         from llava_ds.model.upcycling import trained_of
 

@@ -206,7 +206,7 @@ def test_ligers_kernels(monkeypatch, family):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     """Weights in fp32 under torch's autocast, as DeepSpeed's torch_autocast has them."""
-    text, plan, samples = toys.language_model_config(), tower_plan("clip", arguments()), talks()
+    text, plan, samples = toys.language_model_config(), tower_plan("clip", arguments()), talks(OPTIONS)
     with gpu() as rules:
         with rules.building():
             model = built(text, plan, arguments(), torch.float32, short=True)
@@ -219,7 +219,7 @@ def test_autocast(dtype):
 
 
 def test_float16():
-    text, plan, samples = toys.language_model_config(), tower_plan("clip", arguments()), talks()
+    text, plan, samples = toys.language_model_config(), tower_plan("clip", arguments()), talks(OPTIONS)
     with gpu() as rules:
         with rules.building():
             model = built(text, plan, arguments(), torch.float16, short=True)
