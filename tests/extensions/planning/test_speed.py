@@ -65,7 +65,7 @@ def test_public_figures_are_met_within_a_quarter(speed, row, flags):
     if "LoRA" in title:
         if not if_there("lora", lora_enable=True):
             pytest.skip("there is no extension lora")
-        flags = [*flags, *"--lora_enable True --lora_r 16 --lora_alpha 32 --lora_dropout 0".split()]
+        flags = [*flags, *["--lora_enable", "True", "--lora_r", "16", "--lora_alpha", "32", "--lora_dropout", "0"]]
     found = speed(*flags)
     column = "3 + cpu opt" if "optimizer on the CPU" in title else found["chosen"]
     seconds = found["speed"]["steps"][column]["total_s"]
