@@ -55,26 +55,34 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
     return known.get(token, None if token not in tokenizer.get_vocab() else tokenizer.convert_tokens_to_ids(token))
 
 
-def _own_end(template: str, tokenizer: PreTrainedTokenizerBase) -> "AnswerEnd | None":
+def _own_end(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = "") -> "AnswerEnd | None":
     """The end of an answer in the tokenizer's own template; None where that writes no conversation, as every record
     says."""
     from llava_ds.data.chat_template import answer_end  # renders templates
 
     try:
-        return answer_end(tokenizer, as_parts=template == "processor")
+        return answer_end(tokenizer, template == "processor", variables)
     except DataError:
         return None
 
 
-def _endless(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The problem of an answer that is learned without a token to stop at, in the tokenizer's own template."""
-    end = _own_end(template, tokenizer)
+def endless(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = "") -> str:
+    """What is wrong with an answer that is learned without a token to stop at, in the tokenizer's own template; "" for
+    nothing. variables: of the template, a JSON object."""
+    end = _own_end(template, tokenizer, variables)
     if end is None or end.token is not None:
-        return []
-    other = ", or give --version one of LLaVA's templates" if template == "chat_template" else ""
-    return [
+        return ""
+    return (
         f"of an answer 'y', its chat template lets {end.learned!r} be learned, and writes {end.behind!r} behind it: no "
-        f"token of the tokenizer's own ends it, such as {tokenizer.eos_token!r}, so the model would never learn to "
-        "stop: bring the instruction-tuned model's chat template, or one that ends answers with such a token (inside "
+        f"token of the tokenizer's own ends it, such as {tokenizer.eos_token!r}, so the model would never learn to stop"
+    )
+
+
+def _endless(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The problem of a model's own template, with what helps."""
+    other = ", or give --version one of LLaVA's templates" if template == "chat_template" else ""
+    helps = (
+        "bring the instruction-tuned model's chat template, or one that ends answers with such a token (inside "
         f"{{% generation %}}, where it marks them){other}"
-    ]
+    )
+    return [f"{fault}: {helps}" for fault in [endless(template, tokenizer)] if fault]

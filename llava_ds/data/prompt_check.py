@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN, ConfigError, DataError
-from llava_ds.data.chat_template import answer_end
 from llava_ds.data.encode import Encoded, Encoder
+from llava_ds.data.end_markers import endless
 from llava_ds.data.jinja_templates import own_template
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.sources import Source, to_sample
@@ -98,7 +98,7 @@ class PromptCheck:
     images: ImageOptions
     _found: dict[tuple[str, bool], AnswerForms] = field(default_factory=dict)
     _remedies: dict[bool, str] = field(default_factory=dict)
-    _endless: dict[str, str] = field(default_factory=dict)
+    _faults: dict[str, str] = field(default_factory=dict)
 
     def forms(self, variables: str = "", with_video: bool = False) -> AnswerForms:
         """The differences under the variables of a JSON object, "" for none. with_video: in the template for videos."""
@@ -123,8 +123,8 @@ class PromptCheck:
         """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
         if self.is_settled:
             return ""
-        if transcript.template_kwargs and (endless := self._endless_under(transcript.template_kwargs)):
-            return endless
+        if (variables := transcript.template_kwargs) and (fault := self._endless(variables)):
+            return f"under its chat_template_kwargs, {fault}"
         with_video = any([isinstance(mark, ImageText) and mark.is_video for mark in marks])
         forms = self.forms(transcript.template_kwargs, with_video)
         answer = last_answer(transcript)
@@ -144,21 +144,12 @@ class PromptCheck:
             self._remedies[thinks] = _remedy(self, {thinks}, of_record=True)
         return f"{text}{difference.clause()}: {self._remedies[thinks]}"
 
-    def _endless_under(self, variables: str) -> str:
-        """The reason against a record whose variables let the template write no token behind its answers; "" for none.
-        The template under the run's own variables is checked before any record is read."""
-        if variables not in self._endless:
-            reason = ""
-            with contextlib.suppress(DataError):  # which the record says by itself
-                end = answer_end(self.encoder.tokenizer, self.encoder.writes_parts, variables)
-                if end.token is None:
-                    reason = (
-                        f"under its chat_template_kwargs the chat template lets {end.learned!r} be learned of an "
-                        f"answer 'y', and writes {end.behind!r} behind it: no token of the tokenizer's own ends it, "
-                        "so the model would never learn to stop"
-                    )
-            self._endless[variables] = reason
-        return self._endless[variables]
+    def _endless(self, variables: str) -> str:
+        """What is wrong with the end of answers under a record's variables; "" for nothing. Under the run's own it is
+        checked before any record is read."""
+        if variables not in self._faults:
+            self._faults[variables] = endless(self.encoder.options.template, self.encoder.tokenizer, variables)
+        return self._faults[variables]
 
     def note_on_earlier(self) -> str:
         """A line about earlier answers of a conversation, which some templates write without the thought, empty or not,
