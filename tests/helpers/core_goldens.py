@@ -129,9 +129,7 @@ def read(out: Path) -> dict[str, object]:
     return {
         "steps": [{name: row[name] for name in KEPT} for row in rows],
         "rewards": [{name: value for name, value in row.items() if "/" in name} for row in rows],
-        "evals": [json.loads(line).get("eval_loss") for line in evals.read_text().splitlines()]
-        if evals.exists()
-        else [],
+        "evals": [json.loads(line)["loss"] for line in evals.read_text().splitlines()] if evals.exists() else [],
         "layout": {path.name: json.loads(path.read_text()) for path in sorted(checkpoints[-1].glob("layout-*.json"))},
         "weights": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights},
     }
