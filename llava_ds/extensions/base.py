@@ -114,7 +114,7 @@ class ExtensionFlags:
     its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; numbers: those that it logs
     and that have a chart, by their names; compiles: layers may be compiled; fuses: kernels of layers are fused, which
     the flag of this text asks for; needs_text: it has no use for a model that gives no text; of_model: the flags say
-    what the model is, and are ModelArguments.own, too.
+    what the model is, and are ModelArguments.own, too; data_path: that of takes_samples.
     keys: dotted keys of the DeepSpeed JSON that say what a flag says; other_keys: other trainers' keys of the same, as
     engine/ds_config/keys.py has UNSUPPORTED; other_names: other trainers' names of flags, by flag; not_here: such names
     without a counterpart, by the reason.
@@ -124,10 +124,16 @@ class ExtensionFlags:
     breaks: ClassVar[tuple[str, ...]] = ()
     moments: ClassVar[int] = 0
     zeros: ClassVar[Mapping[str, str]] = {}
-    not_here: ClassVar[Mapping[str, str]] = {}
     numbers: ClassVar[Mapping[str, Number]] = {}
+    compiles: ClassVar[bool] = False
+    fuses: ClassVar[str] = ""
     needs_text: ClassVar[bool] = False
+    of_model: ClassVar[bool] = False
     data_path: ClassVar[str | None] = None
+    keys: ClassVar[Mapping[str, str]] = {}
+    other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
+    other_names: ClassVar[Mapping[str, str]] = {}
+    not_here: ClassVar[Mapping[str, str]] = {}
 
     @property
     def evaluates(self) -> bool:
@@ -139,13 +145,6 @@ class ExtensionFlags:
         """True if the extension reads samples: of data_path, or else of the eval set, or else those that are trained
         on."""
         return False
-
-    compiles: ClassVar[bool] = False
-    fuses: ClassVar[str] = ""
-    of_model: ClassVar[bool] = False
-    keys: ClassVar[Mapping[str, str]] = {}
-    other_keys: ClassVar[Mapping[str, tuple[tuple, str]]] = {}
-    other_names: ClassVar[Mapping[str, str]] = {}
 
     @property
     def axis(self) -> Axis | None:
