@@ -179,8 +179,7 @@ class ExtensionFlags:
         return False
 
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
-        """Yield each requested feature: its flag with the value, its needs with reasons, and the properties it breaks.
-        """
+        """Yield each requested feature: its flag and value, its needs with reasons, and the properties it breaks."""
         if self.needs or self.breaks:
             yield self.asked_by(), self.needs, self.breaks
 
