@@ -88,7 +88,7 @@ def dim_of(name: str) -> int | None:
 
 
 def rules(tp: int) -> dict:
-    """Return DeepSpeed's section of the JSON, with rules for all cut matrices: its default cuts the vision tower too."""
+    """Return DeepSpeed's section of the JSON, with rules for all cut matrices; its default cuts the vision tower."""
     inside = r"^language_model\..*\.layers\.\d+\."
     specs = [
         {"patterns": [rf"{inside}({OUTPUTS})(\.weight)?$"], "partition_type": "column"},
