@@ -100,7 +100,7 @@ class CanvasTiling(Tiles):
         return f"{self.start}{self.image_token * cut.num_tiles}{self.end}"
 
     def _grid(self, size: Size) -> tuple[int, int]:
-        """Return the grid closest to the image's shape; of equal ones the largest that the image more than half fills."""
+        """Return the grid closest to the image's shape; of equal ones the largest that it more than half fills."""
         shape, pixels = size[0] / size[1], size[0] * size[1]
         best, smallest = (1, 1), math.inf
         for grid in _grids(self.least, self.most):
