@@ -1,4 +1,4 @@
-"""A function of a Python file that a flag names, which runs with the user's rights."""
+"""Load a function from a Python file named by a flag. It runs with the user's rights."""
 
 import importlib.util
 import math
@@ -9,8 +9,12 @@ from llava_ds.constants import ConfigError, DataError, in_short
 
 
 def function_of_file(flag: str, name: str) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
-    """A function of a Python file, path.py:function, which is run: prompts, completions, references and ids to a list
-    of numbers. Raises ConfigError where there is none; what it returns, DataError where that is no such list."""
+    """Load path.py:function, running the file. Returns a function from prompts, completions, references and ids to a
+    list of numbers.
+
+    Raises ConfigError if the function can't be loaded. The returned function raises DataError if the original fails or
+    does not return such a list.
+    """
     path, _, function_name = name.rpartition(":")
     file = Path(path).expanduser()
     if file.suffix != ".py" or not file.is_file():
