@@ -15,7 +15,7 @@ from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
-from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.active import flags_class, values_of
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
 from llava_ds.runtime.ranks import Ranks
@@ -128,7 +128,9 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
 
 
 def _about_layers(training: TrainingArguments, broken: set[str]) -> list[str]:
-    if training.gradient_checkpointing == "off" and "whole_layers" in broken:
+    if training.gradient_checkpointing == "off" and (
+        "whole_layers" in broken or not values_of("gradient_checkpointing")
+    ):
         return ["--gradient_checkpointing all: every layer keeps its input alone"]
     if training.gradient_checkpointing == "off":
         return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]

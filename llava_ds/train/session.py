@@ -25,6 +25,7 @@ from llava_ds.engine.param_groups import choose_trainable, describe_parts, param
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_batch
+from llava_ds.extensions.active import choice
 from llava_ds.extensions.base import Hook, SessionPart
 from llava_ds.model.attention import attention_report
 from llava_ds.model.families.language import has_state, is_mixture, is_upcycled
@@ -236,8 +237,8 @@ def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dt
 def _warm_up(
     plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
 ) -> None:
-    """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
-    training, config, ranks, engine = plan.args.training, plan.resolved.config, started.ranks, runner.engine
+    """Let extensions act on the new engine, compile, and run the largest micro-batch that is left."""
+    config, ranks = plan.resolved.config, started.ranks
     done, moments = plan.resumed_step, num_moments(config) + plan.args.extra_moments
 
     def find() -> LargestMicroBatch | None:
@@ -245,18 +246,11 @@ def _warm_up(
         return largest_micro_batch(plan.steps, done, probe, ranks, started.mesh) if is_left else None
 
     new = NewEngine(plan.resolved, model, runner, checkpointed, moments, ranks, memory.warm_up, find)
-    if new.resolved.args.training.gradient_checkpointing == "auto" and new.largest is not None:
-        from llava_ds.engine.activation_budget import choose_checkpointed_layers
-
-        with memory.warm_up(new.largest):
-            print_first(
-                *choose_checkpointed_layers(
-                    engine, new.largest, checkpointed, moments, training.activation_memory_gb, ranks
-                )
-            )
+    if (how := plan.args.training.gradient_checkpointing) == "auto":
+        print_first(*choice("gradient_checkpointing", how)(new))
     print_first(*plan.active.started(new))
     if deep_compiles(config):
-        engine.compile()
+        runner.engine.compile()
     new.warm_up()
 
 
