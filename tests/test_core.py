@@ -34,7 +34,9 @@ BARS = {
 KERNEL = ("run/train.py", "llava_ds/train", "llava_ds/engine", "llava_ds/model", "llava_ds/batch.py")
 KERNEL += tuple(f"llava_ds/data/{name}.py" for name in ("collate", "loader", "step_plan"))
 KERNEL += ("llava_ds/runtime/mesh.py",)
-NO_KERNEL = ("llava_ds/engine/ds_config/", "llava_ds/model/open/")
+NO_KERNEL = tuple(
+    f"llava_ds/{name}/" for name in ("engine/ds_config", "engine/shards", "model/open", "train/evaluating")
+)
 
 # Words that a core without features has no use for.
 FEATURES = re.compile(

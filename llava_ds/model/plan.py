@@ -17,7 +17,6 @@ from llava_ds.files.model_files import is_there, library_errors
 from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem
 from llava_ds.model.llava import assemble
-from llava_ds.model.loading import check_depth, check_fit
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import (
     FLAG,
@@ -27,6 +26,7 @@ from llava_ds.model.open.folder import (
     read_folder,
     without_prefix,
 )
+from llava_ds.model.open.loading import check_depth, check_fit
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import deepspeed
 import torch
@@ -26,7 +27,7 @@ from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_batch
 from llava_ds.extensions.active import choice
-from llava_ds.extensions.base import Hook, SessionPart
+from llava_ds.extensions.base import Asked, Hook, Measure, Phase, SessionPart
 from llava_ds.model.attention import attention_report
 from llava_ds.model.families.language import has_state, is_mixture, is_upcycled
 from llava_ds.model.heads import Head
@@ -36,21 +37,23 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
+from llava_ds.tracking.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.evals import Asked, Evaluation, Measure
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
-from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
+if TYPE_CHECKING:
+    from llava_ds.train.evaluating.evals import Evaluation
+
 
 @dataclass(frozen=True)
 class Session:
-    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it; parts: what the
-    extensions keep."""
+    """All that lives while a run trains. trackers: of --report_to; evaluation: None where nothing is measured; memory:
+    explains running out of it; parts: what the extensions keep."""
 
     plan: Plan
     ranks: Ranks
@@ -61,7 +64,7 @@ class Session:
     objective: Objective
     state: TrainState
     trackers: Trackers
-    evaluation: Evaluation
+    evaluation: "Evaluation | None"
     saver: Saver
     memory: MemoryWatch
     watchdog: Watchdog
@@ -104,10 +107,10 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
     watchdog.set_samples(partial(name_samples_of, plan.steps))
-    memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
+    memory = MemoryWatch(engine, resolved, plan.steps, lambda: state.step, ranks)
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(runner, plan, objective, asked, trackers, ranks, mesh)
+    evaluation = _evaluation(plan, runner, objective, asked, trackers, started)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         from llava_ds.model.mixture import routers_of
         from llava_ds.train.objectives.routed import Routed
@@ -131,6 +134,18 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
         stop,
         parts,
     )
+
+
+def _evaluation(
+    plan: Plan, runner: Runner, objective: Objective, asked: list[Measure], trackers: Trackers, started: Start
+) -> "Evaluation | None":
+    """Make the evaluation of the run. A resumed one may have evaluations after its checkpoint to drop."""
+    measures = plan.args.evaluates or any(phase == Phase.EVALUATE for phase, _ in plan.active.hooks)
+    if not measures and plan.resume.point.path is None:
+        return None
+    from llava_ds.train.evaluating.evals import Evaluation
+
+    return Evaluation(runner, plan, objective, asked, trackers, started.ranks, started.mesh)
 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:

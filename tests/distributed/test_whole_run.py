@@ -21,7 +21,7 @@ from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import render_prompt
-from llava_ds.engine.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.export.from_checkpoint import restore
 
 STEPS, SAVED = 6, 3

@@ -30,12 +30,7 @@ QUICK = [
     "tests/train/test_hooks.py",
     "tests/model/test_upcycling.py",
 ]
-QUICK += [
-    "tests/test_imports.py",
-    "tests/test_house.py",
-    "tests/test_docs.py",
-    "tests/extensions/auto_layers/test_auto_layers_on_ranks.py",
-]
+QUICK += ["tests/test_imports.py", "tests/test_house.py", "tests/test_docs.py"]
 
 
 def copy_of_project(folder: Path) -> None:

@@ -17,7 +17,6 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.collate import collate
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.frozen import open_frozen, plan_frozen
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.export.from_folder import open_folder
 from llava_ds.export.output_folder import write_folder
@@ -25,6 +24,7 @@ from llava_ds.export.trial import try_export
 from llava_ds.model.plan import plan_model
 from llava_ds.model.value_head import FILE, Values
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.second_models.frozen import open_frozen, plan_frozen
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}

@@ -1,4 +1,4 @@
-"""What --gradient_checkpointing auto does: it chooses the layers to checkpoint by the largest micro-batch."""
+"""Choice of the layers to checkpoint by the largest micro-batch: --gradient_checkpointing auto."""
 
 from llava_ds.engine.warm_up import NewEngine
 from llava_ds.extensions.auto_layers.activation_budget import choose_checkpointed_layers

@@ -18,7 +18,6 @@ from llava_ds.data.collate import collate
 from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.frozen import open_frozen, plan_alone
 from llava_ds.extensions.benchmarks.benchmark_files import Given
 from llava_ds.extensions.benchmarks.judging import BestOfN, Judge, Preferring
 from llava_ds.extensions.benchmarks.llava_questions import preferences
@@ -28,6 +27,7 @@ from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.plan import plan_model
 from llava_ds.model.value_head import Values, answer_ends
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.second_models.frozen import open_frozen, plan_alone
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}

@@ -10,7 +10,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.extensions.active import values_of
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.out_of_memory import MemoryWatch
+from llava_ds.tracking.out_of_memory import MemoryWatch
 from llava_ds.train.state import TrainState
 
 AUTO = f"--gradient_checkpointing {'auto' if values_of('gradient_checkpointing') else 'all'}"
@@ -41,7 +41,7 @@ def watched(whole: int, error: Exception, stage: int = 1, **flags: object) -> tu
     plans = {4: [[[0]], [[1, 2], [*range(3, 14)]]], 5: [[[14]], [[15]]]}  # by step, rank and micro-batch
     plan = SimpleNamespace(dataset=dataset, of_rank=lambda step, rank: plans[step - 1][rank])
     engine, state = Engine(whole, error), TrainState(4)
-    return MemoryWatch(engine, resolved, plan, state, Ranks(1, 1, 2, CPU)), engine, state
+    return MemoryWatch(engine, resolved, plan, lambda: state.step, Ranks(1, 1, 2, CPU)), engine, state
 
 
 def said(watch: MemoryWatch, engine: Engine, batches: int = 1) -> str:
