@@ -20,7 +20,7 @@ from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
 from llava_ds.files.writing import sha256
 from llava_ds.model.open import names as formats
-from llava_ds.model.plan import part_weights, plan_model
+from llava_ds.model.open.model_plan import part_weights, plan_model
 from llava_ds.tracking.run_record import located, read_run_record
 
 

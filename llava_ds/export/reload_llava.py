@@ -17,8 +17,8 @@ from llava_ds.model.heads import Logits
 from llava_ds.model.llava import assemble
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.loading import check_fit, load_weights
+from llava_ds.model.open.model_plan import part_weights
 from llava_ds.model.open.weights import Source
-from llava_ds.model.plan import part_weights
 from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.second_models.frozen import plan_alone

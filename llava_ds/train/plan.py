@@ -34,7 +34,7 @@ from llava_ds.extensions.active import Active, active, choice
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled, length_note
 from llava_ds.model.families.upcycled import OF_UPCYCLED
-from llava_ds.model.plan import ModelPlan, plan_model
+from llava_ds.model.open.model_plan import ModelPlan, plan_model
 from llava_ds.runtime.ranks import (
     Ranks,
     broadcast_from_first,

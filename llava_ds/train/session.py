@@ -7,8 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import deepspeed
-import torch
-from transformers import PreTrainedConfig
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
@@ -29,7 +27,7 @@ from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_
 from llava_ds.extensions.active import choice
 from llava_ds.extensions.base import Asked, Hook, Measure, Phase, SessionPart
 from llava_ds.model.attention import attention_report
-from llava_ds.model.families.language import has_state, is_mixture, is_upcycled
+from llava_ds.model.families.language import is_mixture, is_upcycled
 from llava_ds.model.heads import Head
 from llava_ds.model.llava import LlavaModel, all_models
 from llava_ds.runtime.mesh import Mesh
@@ -213,7 +211,8 @@ def _build_engine(
         model_plan = replace(model_plan, checkpoint=point)
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
-    print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
+    own = [] if plan.model.architecture is None else plan.model.architecture.layer_notes(*computed)
+    print_first(attention_report(*computed), *own, plan.model.last_layer_note())
     print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
     mesh.adapt(model)
     share_experts(model, mesh)
@@ -238,15 +237,6 @@ def _build_engine(
     engine = start_engine(model, groups, resolved, num_updates, mesh)
     check_engine(engine, resolved, mesh)
     return model, engine, checkpointed, asked
-
-
-def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """A line about layers with a state across tokens, of a language model that has them."""
-    if not has_state(config):
-        return []
-    from llava_ds.model.delta_net import delta_net_report
-
-    return [delta_net_report(config, device, dtype)]
 
 
 def _warm_up(

@@ -16,7 +16,7 @@ from llava_ds.data.sample_order import SampleOrder
 from llava_ds.engine.construct import build_model
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 STEPS = 20

@@ -18,8 +18,8 @@ from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import assemble
-from llava_ds.model.plan import plan_model
-from llava_ds.model.vision import read_tower
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.tower import read_tower
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tracking.flops import model_flops
 

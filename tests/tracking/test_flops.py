@@ -15,8 +15,8 @@ from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.families.language import has_state, num_attention_layers
 from llava_ds.model.llava import assemble
-from llava_ds.model.plan import plan_model
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.tracking.flops import ModelFlops, model_flops
 
 TERA = 1e12

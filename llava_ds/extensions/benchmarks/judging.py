@@ -16,7 +16,7 @@ from llava_ds.extensions.infer.generate import Answer, Prompt, decode_media, med
 from llava_ds.extensions.infer.infer_flags import EngineOptions
 from llava_ds.files.model_files import is_there
 from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
-from llava_ds.model.value_head import value_head_file
+from llava_ds.model.open.names import value_head_file
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.second_models.frozen import FrozenPlan, Scorer, open_frozen, plan_alone
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for

@@ -28,7 +28,7 @@ from llava_ds.engine.runner import Forward
 from llava_ds.extensions.pipeline.stages import HIDDEN, Stage, keep_stage, owners, stage_of
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.tracking.flops import flops_of_model
 

@@ -24,7 +24,7 @@ from llava_ds.extensions.planning.fit import GB, Run, advice, fits, most_stage
 from llava_ds.extensions.planning.memory import Setup, ZeroPlacement, ZeroSettings, most_activations
 from llava_ds.extensions.planning.named_models import SUPERVISED
 from llava_ds.extensions.planning.shapes import ModelShape, shape_of
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.device_memory import free_memory
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 

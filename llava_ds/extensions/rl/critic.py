@@ -9,7 +9,7 @@ from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.extensions.active import active
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.ranks import Ranks, print_first
 from llava_ds.second_models.frozen import FrozenPlan, plan_frozen
 

@@ -21,7 +21,7 @@ from llava_ds.extensions.auto_layers.activation_budget import (
     measure,
 )
 from llava_ds.model.llava import assemble
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.runtime.ranks import Ranks
 
 LAYERS, TOWER_LAYERS = 5, 3

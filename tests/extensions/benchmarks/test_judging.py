@@ -24,8 +24,8 @@ from llava_ds.extensions.benchmarks.llava_questions import preferences
 from llava_ds.extensions.benchmarks.question import with_blank_image, without_image
 from llava_ds.extensions.infer.engines import EngineOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
-from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import Values, answer_ends
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.value_head import Values, answer_ends
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.second_models.frozen import open_frozen, plan_alone
 

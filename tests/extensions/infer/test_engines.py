@@ -29,7 +29,7 @@ from llava_ds.extensions.infer.generate import Prompt, Sampling, answer, greedy_
 from llava_ds.extensions.infer.load import fill_model, load_model
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.open.hf import TOLERANCE
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 

@@ -15,7 +15,7 @@ from llava_ds.extensions.infer.generate import Prompt, answer, decode_media, med
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.model.llava import assemble
 from llava_ds.model.open.loading import load_weights
-from llava_ds.model.plan import open_part, plan_model
+from llava_ds.model.open.model_plan import open_part, plan_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
 from llava_ds.train.evaluating.twin import twin_of

@@ -27,7 +27,7 @@ from llava_ds.extensions.rl.policy_batches import (
 )
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import Logits, LogProbs
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for

@@ -26,8 +26,8 @@ from llava_ds.extensions.rl.ppo import PPO, ActorCritic, ActorCriticLoss, advant
 from llava_ds.extensions.rl.value_batches import rewarded_answers, value_batches
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import Logits
-from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import Values
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.value_head import Values
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
