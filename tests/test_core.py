@@ -27,7 +27,7 @@ BARS = {
     "feature words": 318,
     "kernel files": 63,
     "kernel lines": 9280,
-    "all lines": 69920,
+    "all lines": 69153,
 }
 
 # What one reads to understand training.
