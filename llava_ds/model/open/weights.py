@@ -348,6 +348,10 @@ class TensorSource:
             yield name, lambda tensor=tensor: tensor
 
 
+class Over(partial):
+    """A change of a source's weights that an adapter makes of them."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Source of a part's weights: the flag that names it, a folder or file, and the names of its tensors there.
