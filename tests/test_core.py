@@ -40,8 +40,8 @@ NO_KERNEL = tuple(
 
 # Words that a core without features has no use for.
 FEATURES = re.compile(
-    r"sequence_parallel|ulysses|autotp|pipeline|expert|router|lora|dora|dpo|grpo|ppo|critic|reward|(?<![a-z])ema(?![a-z])|"
-    r"qwen|gemma|deepstack|vllm",
+    r"sequence_parallel|ulysses|autotp|pipeline|expert|router|lora|dora|critic|reward|qwen|gemma|deepstack|"
+    r"(?<![a-z])(dpo|ema|grpo|ppo|vllm)(?![a-z])",
     re.IGNORECASE,
 )
 

@@ -1,6 +1,6 @@
 """A model's folder: configurations and weights of its parts, and the flags that it was trained with.
 
-read_folder reads a language model, a LLaVA in LLaVA's or transformers' format, or a LoRA adapter over one of them.
+read_folder reads a language model, a LLaVA in LLaVA's or transformers' format, or an adapter over one of them.
 """
 
 import dataclasses
@@ -123,8 +123,7 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
         return opener_of(ADAPTER_CONFIG)(path, model_base)
     if model_base is not None:
         raise ConfigError(
-            f"--model_base {model_base} goes with a LoRA adapter, but {FLAG} {path} has no {ADAPTER_CONFIG}: "
-            "leave it out"
+            f"--model_base {model_base} goes with an adapter, but {FLAG} {path} has no {ADAPTER_CONFIG}: leave it out"
         )
     config = read_model_config(path)
     kind = config.get("model_type")
@@ -254,7 +253,7 @@ def without_adapter(source: Source | None) -> Source | None:
 
 
 def without_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """A renaming of names in files of LoRA runs, which have peft's prefixes."""
+    """A renaming of names in files of adapters, which have peft's prefixes."""
     return lambda name: rename(formats.plain_name(name))
 
 
