@@ -1,7 +1,7 @@
 """Variables of Jinja chat templates (--chat_template_kwargs), stored as defaults at the beginning of the template
 itself.
 
-Every program that renders the template (training, evaluation, transformers, vLLM) then uses the same values without
+Every program that renders the template (training, evaluation, transformers, servers) then uses the same values without
 options.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 200  # characters of a flag in a message
-FLAG = "chat_template_kwargs"  # the name in Hugging Face's, TRL's and vLLM's renderers
+FLAG = "chat_template_kwargs"  # the name in Hugging Face's, TRL's and servers' renderers
 
 # Arguments of transformers' renderers and their callers (variables must not override them), and names that the
 # renderers define for every template.

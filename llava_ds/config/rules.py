@@ -303,7 +303,7 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
 
 
 def tuning_flags(args: Arguments) -> Iterator[str]:
-    """Check the vendor's flags of Qwen-VL against LLaVA's."""
+    """Check a vendor's flags against LLaVA's."""
     model = args.model
     tuned = [name for name in TUNING_FLAGS if getattr(model, name) is not None]
     others = [name for name in PART_FLAGS if getattr(model, name)]
@@ -333,7 +333,7 @@ def rows_of_tokens(args: Arguments) -> Iterator[str]:
 
 
 def last_layers(args: Arguments) -> Iterator[str]:
-    """Check for last layers of parts that train completely."""
+    """Check for last layers of parts that train completely, or that have adapters."""
     model, chosen = args.model, chosen_parts(args.model)
     by_parts, by_tuning = model.mm_tunable_parts is not None, any(getattr(model, name) for name in TUNING_FLAGS)
     freezing = {
