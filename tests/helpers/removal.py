@@ -102,9 +102,8 @@ def run_tests(folder: Path, names: list[str], quick: bool) -> int:
         subprocess.run([sys.executable, "run/dev/flags.py"], cwd=folder, env=environ, stdout=page, check=True)
     command = [sys.executable, "-m", "pytest", "--ignore=tests/test_core.py", "-p", "no:cacheprovider", *SUITE]
     if quick:
-        collected = subprocess.run(
-            [*command, "--collect-only", "-n", "0"], cwd=folder, env=environ, stdout=subprocess.PIPE
-        )
+        listing = [*command, "--collect-only", "-n", "0"]
+        collected = subprocess.run(listing, cwd=folder, env=environ, stdout=subprocess.PIPE)
         if collected.returncode:
             print(collected.stdout.decode())
             return collected.returncode

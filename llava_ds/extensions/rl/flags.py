@@ -186,8 +186,8 @@ class Flags(ExtensionFlags):
             yield f"--epsilon is {self.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
         if self.critic_model_name_or_path is not None and adapted_parts(args.model):
             yield (
-                "--critic_model_name_or_path can't be used with adapters, which are those of --model_name_or_path: leave "
-                "it out, and the critic starts from that model with adapters of its own"
+                "--critic_model_name_or_path can't be used with adapters, which are planned for --model_name_or_path: "
+                "leave it out, and the critic starts from that model with adapters of its own"
             )
         if self.vllm_server is not None:
             yield from self._vllm(args)
