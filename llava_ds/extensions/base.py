@@ -86,7 +86,7 @@ class ObjectiveTraits(NamedTuple):
     one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
     answers, which those of records are compared with; scores: the model has a value head, and gives no text;
     second_model: a model as large trains as the model's child; metrics: numbers of an evaluation beside the loss;
-    needs: keys of PROPERTIES, and why it can't do without.
+    learning_rate: the usual one, if the default is not; needs: keys of PROPERTIES, and why it can't do without.
     """
 
     one_answer: bool = False
@@ -95,6 +95,7 @@ class ObjectiveTraits(NamedTuple):
     scores: bool = False
     second_model: bool = False
     metrics: tuple[str, ...] = ()
+    learning_rate: float | None = None
     needs: Mapping[str, str] = {}
 
 
