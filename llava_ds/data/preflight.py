@@ -186,7 +186,7 @@ class Checker:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Context without garbage collection: records make no cycles, and a collection goes through every loaded library."""
+    """Pause garbage collection: records make no cycles, and a collection goes through every loaded library."""
     was_on = gc.isenabled()
     gc.disable()
     try:

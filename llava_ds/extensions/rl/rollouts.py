@@ -1,4 +1,4 @@
-"""Steps of reinforcement learning: prompts, answers that the model draws, their rewards, and batches to train on."""
+"""Steps of reinforcement learning: prompts, generated answers, their rewards, and the batches to train on."""
 
 import time
 from collections import Counter
@@ -17,8 +17,6 @@ from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
-from llava_ds.engine.frozen import Scorer
-from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights
 from llava_ds.extensions.base import SessionPart
 from llava_ds.extensions.rl.critic import add_critic
 from llava_ds.extensions.rl.flags import Flags
@@ -44,8 +42,10 @@ from llava_ds.model.heads import LogProbs
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import gather, on_every_rank, print_first
 from llava_ds.runtime.waiting import queuing, waiting
+from llava_ds.second_models.frozen import Scorer
+from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.twin import frozen_copy, twin_of, whole_weights
 from llava_ds.train.plan import Plan
-from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.start import Start
 
 WATCHED_STEPS = 3  # after a start: if no group of theirs had answers with different rewards, the run says so
@@ -53,18 +53,18 @@ WATCHED_STEPS = 3  # after a start: if no group of theirs had answers with diffe
 
 @dataclass(frozen=True)
 class PolicyWindow(Window):
-    """A step of answers. num_prompts: of this rank, also those whose answers don't train."""
+    """The generated answers of a step. num_prompts: of this rank, including prompts whose answers don't train."""
 
     num_prompts: int = 0
 
     @property
     def counts(self) -> Counts:
-        """The counts of what trains, with all prompts as samples."""
+        """The counts of the trained answers, with all prompts as samples."""
         return super().counts._replace(samples=self.num_prompts)
 
 
 class Rollouts(SessionPart):
-    """Draws the answers of each step from the weights as they are, and makes its batches of them."""
+    """Generates the answers of each step with the current weights, and builds the step's batches."""
 
     def __init__(self, plan: Plan, started: Start) -> None:
         super().__init__(plan, started)
@@ -84,7 +84,7 @@ class Rollouts(SessionPart):
         on_every_rank(self.ranks, self._try_rewards)
 
     def built(self, model: LlavaModel) -> None:
-        """Make the twin that answers are drawn with, and the models that judge them; then the actor gets its critic."""
+        """Create the model copy for generation and the judging models; then add the actor's critic."""
         plan, ranks, flags, own = self.plan, self.ranks, self._flags, self.plan.own["rl"]
         self._twin = twin_of(model)
         url, folder = flags.vllm_server, plan.output_dir / "vllm"
@@ -106,12 +106,12 @@ class Rollouts(SessionPart):
                 try_rewards(rewards, asked.text, asked.reference, asked.id, self._rules.max_new_tokens)
 
     def _log(self, done: int) -> RowLog | None:
-        """The log of answers on rank 0, without the steps that will come again."""
+        """Open the log of answers on rank 0, without the steps that will be repeated."""
         path = self.plan.output_dir / "rollouts.jsonl"
         return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self.ranks.is_first else None
 
     def windows(self, engine: DeepSpeedEngine, done: int, plain: Iterator[Window]) -> Iterator[PolicyWindow]:
-        """This rank's window of answers of every step that is left. All ranks run through it together."""
+        """Yield this rank's window of answers for every remaining step. Collective."""
         steps, log = self.plan.steps, self._log(done)
         for step, layout in enumerate(steps.after(done), done + 1):
             started = time.perf_counter()
@@ -136,7 +136,7 @@ class Rollouts(SessionPart):
             )
 
     def _prompts(self, samples: list[int]) -> tuple[list[AskedPrompt], list[BrokenSample]]:
-        """The prompts of these samples, and those that can't be shown."""
+        """Return the prompts of these samples, and the broken samples."""
         found, broken = [], []
         for index in samples:
             item = self.plan.steps.dataset[index]
@@ -161,10 +161,11 @@ class Rollouts(SessionPart):
         return AskedPrompt(index, str(row["id"]), prompt, text, reference)
 
     def _groups(self, step: int, prompts: list[AskedPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
-        """Draw answers to each prompt, and reward them; with --dynamic_sample those to another prompt, too, where a
-        group has no signal. Returns also how many prompts others stand for. All ranks call it together.
+        """Generate answers to each prompt, and reward them. Collective. Returns also the number of replaced prompts.
 
-        Which others follows from --seed, the step and the prompt alone.
+        With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends on
+        --seed,
+        the step and the prompt alone.
         """
         flags, places = self._flags, list(range(len(prompts)))
         groups = self._answered((step, 0), prompts, prompts)
@@ -182,20 +183,22 @@ class Rollouts(SessionPart):
         return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self.ranks.device)}
 
     def _another(self, turn: tuple[int, int], prompt: AskedPrompt) -> AskedPrompt | None:
-        """A prompt in place of this one; None if it can't be shown, which its own step will report."""
+        """Choose another prompt; None if it is broken, which its own step will report."""
         dataset = self.plan.steps.dataset
         rng = np.random.default_rng([self.plan.args.training.seed, *turn, prompt.index])
         found, _ = self._prompts([int(rng.integers(len(dataset)))])
         return found[0] if found else None
 
     def _answered(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[Group]:
-        """Answers to each prompt, with rewards. turn: step and attempt; slots: the prompts of the step that these stand
-        for. All ranks call it together."""
+        """Generate and reward answers to each prompt. Collective.
+
+        turn: step and attempt; slots: the prompts of the step that these prompts replace, or the same.
+        """
         answers = self._draw(turn, slots, prompts)
         return on_every_rank(self.ranks, lambda: self._score(prompts, answers))
 
     def _draw(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[list[Answer]]:
-        """Draw the answers to each prompt, some prompts at a time."""
+        """Generate the answers to each prompt, a few prompts at a time."""
         found, (step, attempt) = [], turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
         if self._server is not None:
@@ -259,7 +262,7 @@ class Rollouts(SessionPart):
         return self.plan.model.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
 
     def _shown(self, step: int, group: Group) -> dict[str, object]:
-        """A row of rollouts.jsonl: the distinct answers to a prompt, the most rewarded first."""
+        """Return a row of rollouts.jsonl: the distinct answers to a prompt, the highest reward first."""
         times = Counter(zip(group.answers, group.rewards.tolist()))
         answers = [
             {"text": self._text_of(answer), "reward": reward, "times": number}
@@ -270,13 +273,14 @@ class Rollouts(SessionPart):
         return {"step": step, **shown, "answers": answers}
 
     def _images_of(self, asked: AskedPrompt) -> list[str | dict[str, object]]:
-        """Where the images of a prompt lie."""
+        """Return the paths of a prompt's images."""
         return self.plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
 
     def _batches(self, engine, groups: list[Group]) -> tuple[list[MicroBatch], dict[str, torch.Tensor]]:
-        """As many micro-batches on every rank, on the device, and the numbers of the step, as sums over prompts.
+        """Build the micro-batches on the device, equally many on every rank, and the step's metrics as sums over
+        prompts.
 
-        Without answers that train micro-batches are empty.
+        Without trained answers, micro-batches are empty.
         """
         flags, mesh = self._flags, self.mesh
         totals = totals_of(groups, mesh, engine.device, flags.mask_truncated_completions)
@@ -303,8 +307,7 @@ class Rollouts(SessionPart):
 
     @torch.no_grad()
     def _with_log_probs(self, engine, batch: Batch) -> tuple[Batch, torch.Tensor | None]:
-        """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), if there is
-        one."""
+        """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), or None."""
         values, drawn = None, batch.extra["drawn"]
         if self._has_critic or self.updates > 1:
             engine.eval()
@@ -320,7 +323,7 @@ class Rollouts(SessionPart):
         return batch.with_extra(drawn=drawn), values
 
     def _precision(self) -> torch.autocast:
-        """The engine's own, which it enters by itself."""
+        """Return the engine's autocast context; the engine enters it by itself."""
         resolved = self.plan.resolved
         enabled = resolved.config.get("torch_autocast", {}).get("enabled", False)
         return torch.autocast(self.ranks.device.type, resolved.compute_dtype, enabled=enabled)

@@ -1,13 +1,13 @@
-"""Sample answers in a run: given at regular steps, printed, and written to samples.jsonl."""
+"""Sample answers in a run: generated at regular steps, printed, and written to samples.jsonl."""
 
 import time
 
 from llava_ds.data.step_plan import steps_between
-from llava_ds.extensions.base import Extension, Hook, Phase
+from llava_ds.extensions.base import Extension, Hook, Measure, Phase
 from llava_ds.extensions.samples.sampled_answers import Decoding, answers, prompts_of
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import gather, print_first
-from llava_ds.train.evals import Measure, is_at
+from llava_ds.train.evaluating.evals import is_at
 from llava_ds.train.session import Session
 
 FILE = "samples.jsonl"
@@ -59,7 +59,7 @@ class SampleAnswers(Measure):
 
 
 class Ask(Hook):
-    """Makes the answers a part of evaluations."""
+    """Adds the answers to evaluations."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
