@@ -183,7 +183,6 @@ def policy_batch(
     return MicroBatch(batch, tuple(range(len(samples))), sum(sizes), int(lengths.sum()), pairs, sum(tiles.values()), ())
 
 
-<<<<<<< HEAD
 def metrics_of(
     groups: list[Group], rewards: Sequence[Reward], totals: StepTotals, mesh: Mesh, device: torch.device
 ) -> dict[str, torch.Tensor]:
@@ -192,10 +191,6 @@ def metrics_of(
     A reward of the user's counts for the prompts with answers that it applies to: its sum is scaled to the number of
     all prompts, which every number is divided by.
     """
-=======
-def metrics_of(groups: list[Group], names: list[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return sums over prompts, each a mean over its answers, by TRL's names."""
->>>>>>> next
 
     def total(values) -> torch.Tensor:
         return torch.tensor(float(sum(values)), dtype=torch.float64, device=device)
