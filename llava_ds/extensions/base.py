@@ -84,18 +84,10 @@ class Axis(NamedTuple):
 class ObjectiveTraits(NamedTuple):
     """Requirements of an objective on records and model. Defaults: supervised answers.
 
-    <<<<<<< HEAD
-        one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
-        answers, which those of records are compared with; scores: the model has a value head, and gives no text;
-        second_model: a model as large trains as the model's child; metrics: numbers of an evaluation beside the loss;
-        learning_rate: the usual one, if the default is not; needs: keys of PROPERTIES, and why it can't do without.
-    =======
-        one_answer: trains on the last answer of a record only; pairs: records have two answers; draws: the model generates
-        answers, to be compared with the records'; scores: the model has a value head and generates no text; second_model: a
-        model of the same size trains as the model's child; metrics: names of eval metrics in addition to the loss; needs:
-        keys
-        of PROPERTIES, each with the reason.
-    >>>>>>> next
+    one_answer: trains on the last answer of a record only; pairs: records have two answers; draws: the model generates
+    answers, to be compared with the records'; scores: the model has a value head and generates no text; second_model: a
+    model of the same size trains as the model's child; metrics: names of eval metrics in addition to the loss;
+    learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with the reason.
     """
 
     one_answer: bool = False

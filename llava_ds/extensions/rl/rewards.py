@@ -84,12 +84,8 @@ REWARDS: dict[str, Callable[[Completion], float]] = {
 class Reward:
     """A reward with its weight in the sum.
 
-    <<<<<<< HEAD
-        of_all: rewards of some answers, nan for one that the reward does not apply to; None for a reward model until it is
-        built. of_user: a function from a file of the user's.
-    =======
-        of_all: computes the rewards of several answers; None for a reward model that is not built yet.
-    >>>>>>> next
+    of_all: computes the rewards of several answers, nan for an answer that it does not apply to; None for a reward
+    model that is not built yet; of_user: it is a function from the user's file.
     """
 
     name: str
