@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.architecture import Architecture, FolderPart
+from llava_ds.extensions.architecture import Architecture, FolderPart, TextPart
 from llava_ds.extensions.base import (
     PROPERTIES,
     Adapter,
@@ -162,9 +162,28 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
     return parts
 
 
-def active(names: Iterable[str]) -> Active:
-    """Load the code of extensions. Raises ConfigError where one can't be loaded, or has a name nobody reads."""
-    return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
+def active(names: Iterable[str], text: "PreTrainedConfig | None" = None) -> Active:
+    """Load the code of extensions. text: a language model's configuration, for those that it has, too.
+
+    Raises ConfigError where one can't be loaded, or has a name nobody reads.
+    """
+    names = {*names, *(() if text is None else _of_text(text))}
+    return Active({name: _extension(name) for name in EXTENSIONS if name in names})
+
+
+def _of_text(config: "PreTrainedConfig") -> list[str]:
+    return [
+        name
+        for name, trigger in EXTENSIONS.items()
+        if config.model_type in trigger.text_types.split()
+        or any(isinstance(getattr(config, field, None), dict) for field in trigger.text_fields.split())
+    ]
+
+
+def text_part(config: "PreTrainedConfig") -> TextPart:
+    """The part of the extension that a language model of a configuration has. It is loaded, if there is one."""
+    parts = (_extension(name).text for name in _of_text(config))
+    return next((part for part in parts if part is not None), TextPart())
 
 
 def values_of(flag: str) -> dict[str, str]:
@@ -230,6 +249,9 @@ def _extension(name: str) -> Extension:
     if found.folder is not None:
         kind = type(found.folder)
         _refuse_unknown(vars(kind), FolderPart, f"llava_ds/extensions/{name}/extension.py: {kind.__name__}")
+    if found.text is not None:
+        kind = type(found.text)
+        _refuse_unknown(vars(kind), TextPart, f"llava_ds/extensions/{name}/extension.py: {kind.__name__}")
     for phase, hook in found.hooks:
         where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):

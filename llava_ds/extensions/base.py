@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
-from llava_ds.extensions.architecture import FolderPart
+from llava_ds.extensions.architecture import FolderPart, TextPart
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from llava_ds.extensions.architecture import Architecture
     from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.open.weights import Sources
     from llava_ds.model.plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
@@ -70,7 +71,8 @@ class Axis(NamedTuple):
 
     name: in Mesh.places; flag: that of its size; order: of ranks: an axis above 0 has ranks next to each other, one
     below has those of whole data axes; divides_model: its ranks hold other parameters, or parts of them, for the same
-    tokens; otherwise they share the tokens of every micro-batch.
+    tokens; otherwise they share the tokens of every micro-batch; in_data: it is a part of the data axis, and its ranks,
+    which are next to each other, hold other parameters, each with samples of its own.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Axis(NamedTuple):
     size: int
     order: int
     divides_model: bool
+    in_data: bool = False
 
 
 class ObjectiveTraits(NamedTuple):
@@ -217,6 +220,11 @@ class ExtensionFlags:
         """A line for everything that is wrong with these flags, or beside others."""
         yield from ()
 
+    @classmethod
+    def unasked(cls, args: "Arguments") -> Iterator[str]:
+        """The same where flags were given, all with their defaults, so that the run does not have the extension."""
+        yield from ()
+
     def json_problems(self, config: dict) -> Iterator[str]:
         """A line for everything in a DeepSpeed JSON that the flags don't go with. config: with its values filled in."""
         yield from ()
@@ -349,6 +357,10 @@ class SessionPart:
         """The windows of the steps that are left when `done` are done. plain: those without the extension."""
         return plain
 
+    def of_steps(self, plain: "Objective") -> "Objective":
+        """The objective of steps, where it is another than that of evaluations, which is plain."""
+        return plain
+
 
 class Wrap:
     """What an extension changes in each model that trains, and in the engine over them.
@@ -359,6 +371,13 @@ class Wrap:
 
     def check(self, args: "ModelArguments") -> None:
         """Raise ConfigError where a package is missing, or a folder is wrong, before the model's folder is read."""
+
+    def composed(
+        self, text: "PreTrainedConfig", sources: "Sources", args: "ModelArguments"
+    ) -> "tuple[PreTrainedConfig, Sources, list[str]]":
+        """Return the language model's configuration and the weights' sources with what the extension makes of them,
+        and lines about that. Raises ConfigError."""
+        return text, sources, []
 
     def planned(self, plan: "ModelPlan", model: "LlavaModel", args: "ModelArguments") -> "ModelPlan":
         """Return the plan with what the extension makes of it. model: on the meta device."""
@@ -378,6 +397,10 @@ class Wrap:
 
     def trains(self, model: "LlavaModel", args: "ModelArguments") -> None:
         """Choose what trains, where the parts that flags choose train and no others."""
+
+    def groups(self, groups: list[dict]) -> list[dict]:
+        """Return the optimizer's groups of parameters of a model with what the extension makes of them."""
+        return groups
 
     def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
         """Change how a model that trains computes, which has its weights and no engine yet."""
@@ -488,4 +511,5 @@ class Extension:
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps
     folder: FolderPart | None = None  # model folders that it reads
+    text: TextPart | None = None  # language models that have it, whatever the flags say
     mesh: MeshPart | None = None  # of the axis that its flags add

@@ -10,7 +10,8 @@ class Trigger(NamedTuple):
     title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
     always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
     at the top of the DeepSpeed JSON, that say what a flag says; model_types: of config.json in folders that it reads,
-    or refuses with a reason; values: values of the core's flags that ask for it;
+    or refuses with a reason; text_types: of language models that have it; text_fields: objects in a language model's
+    config.json by which that has it; values: values of the core's flags that ask for it;
     schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the core. One
     of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded together,
     and may have flags of the same name; requires: names of extensions that it needs; model_files: of its form of model
@@ -22,6 +23,8 @@ class Trigger(NamedTuple):
     always: bool = False
     leaves: str = ""
     model_types: str = ""
+    text_types: str = ""
+    text_fields: str = ""
     keys: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
@@ -126,6 +129,15 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+    "mixtures": Trigger(
+        "mixtures of experts: language models with them, and dense ones whose MLPs become them (MoE-LLaVA's stage 3)",
+        "moe_enable num_experts top_k_experts moe_mode moe_layers_idx use_residual capacity_factor min_capacity "
+        "train_modules router_aux_loss_coef ep_size expert_parallel_size moe_expert_parallel_size "
+        "experts_implementation",
+        keys="moe_expert_parallel_size",
+        text_types="mixtral qwen2_moe qwen3_moe olmoe granitemoe qwen3_vl_moe_text",
+        text_fields="moe",
+    ),
     "ready": Trigger(
         "vision-language models of transformers' own classes, such as Qwen-VL and Gemma",
         model_types="idefics3 smolvlm internvl gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 glm4v "
