@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 180,
-    "imported lines": 28306,
+    "imported lines": 28386,
     "files at the end": 225,
     "lines at the end": 33304,
-    "feature words": 316,
+    "feature words": 318,
     "kernel files": 63,
     "kernel lines": 9280,
-    "all lines": 69700,
+    "all lines": 69153,
 }
 
 # What one reads to understand training.

@@ -1,4 +1,4 @@
-"""Loading of extensions: an extension's flags when the command line names one of them, its code when a run has it."""
+"""Loading of extensions: flags if the command line names one of them, code if a run has the extension."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Active:
-    """The extensions that a run has, by their names, in the order of the table."""
+    """The extensions of a run, by name, in the order of the table."""
 
     extensions: Mapping[str, Extension] = field(default_factory=dict)
 
@@ -56,11 +56,11 @@ class Active:
 
     @property
     def mesh_parts(self) -> tuple[MeshPart, ...]:
-        """The needs of the axes of the mesh."""
+        """The mesh parts of all extensions."""
         return tuple(each.mesh for each in self.extensions.values() if each.mesh is not None)
 
     def check_model(self, args: "Arguments", config: "PreTrainedConfig") -> list[str]:
-        """Return lines on what can't be done with a language model. config: its configuration."""
+        """Return a line for every conflict with a language model. config: its configuration."""
         found = (each.fits for each in self.extensions.values() if each.fits is not None)
         return [line for fits in found for line in fits(args, config)]
 
@@ -76,16 +76,16 @@ class Active:
 
     @property
     def adapter(self) -> Adapter | None:
-        """How the model is exported that is no whole one; None for a whole model."""
+        """The adapter to export instead of a complete model; None for a complete model."""
         return next((each.adapter for each in self.extensions.values() if each.adapter is not None), None)
 
     @property
     def states(self) -> list[StatePart]:
-        """What a checkpoint has beside the engine's files."""
+        """The tensors that checkpoints store in addition to the engine's files."""
         return [each.state for each in self.extensions.values() if each.state is not None]
 
     def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
-        """Change how a model computes. Returns lines to print."""
+        """Change a model's computation. Returns lines to print."""
         return [line for wrap in self.wraps for line in wrap.kernels(model, plan, resolved, ranks)]
 
     def started(self, new: "NewEngine") -> list[str]:
@@ -93,7 +93,7 @@ class Active:
         return [line for wrap in self.wraps for line in wrap.started(new)]
 
     def check(self, resolved: "ResolvedConfig") -> None:
-        """Raise ConfigError for what the resolved DeepSpeed JSON makes impossible."""
+        """Raise ConfigError for conflicts with the resolved DeepSpeed JSON."""
         lines = [line for each in self.extensions.values() if each.check is not None for line in each.check(resolved)]
         if lines:
             raise ConfigError("\n".join(lines))
@@ -103,38 +103,41 @@ class Active:
         return {name: each.plan(draft) for name, each in self.extensions.items() if each.plan is not None}
 
     def parts(self, plan: "Plan", started: "Start") -> list[SessionPart]:
-        """Make the parts of the extensions for a session."""
+        """Create the extensions' parts for a session."""
         return [each.part(plan, started) for each in self.extensions.values() if each.part is not None]
 
     def objective(self, plan: "Plan", mesh: "Mesh", plain: "Objective") -> "Objective":
-        """The objective that the extensions make of the plain one."""
+        """Return the plain objective as replaced or wrapped by the extensions."""
         for each in self.extensions.values():
             plain = plain if each.objective is None else each.objective(plan, mesh, plain)
         return plain
 
 
 def owners(flags: Collection[str]) -> list[str]:
-    """The extensions that flags, or aliases of flags, belong to."""
+    """Return the extensions that own these flags or aliases."""
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.flags.split()).isdisjoint(flags)]
 
 
 def own_keys() -> list[str]:
-    """The keys at the top of a DeepSpeed JSON that belong to an extension."""
+    """Return the top-level keys of a DeepSpeed JSON that belong to an extension."""
     return [key for trigger in EXTENSIONS.values() for key in trigger.keys.split()]
 
 
 def reading(keys: Collection[str]) -> list[str]:
-    """The extensions that keys at the top of a DeepSpeed JSON belong to."""
+    """Return the extensions that own these top-level keys of a DeepSpeed JSON."""
     return [name for name, trigger in EXTENSIONS.items() if not set(trigger.keys.split()).isdisjoint(keys)]
 
 
 def asked_for(given: Mapping[str, object]) -> list[str]:
-    """The extensions that flags with these values ask for; of an extension's own flags only the names count."""
+    """Return the extensions that these flag values request; for an extension's own flags only the names count."""
     return [name for name, trigger in EXTENSIONS.items() if trigger.asked_for(given)]
 
 
 def flags_class(name: str) -> type[ExtensionFlags]:
-    """The class of an extension's flags. Raises ConfigError where it can't be loaded, or has a name nobody reads."""
+    """Return the class of an extension's flags.
+
+    Raises ConfigError if it can't be loaded, or has an unknown attribute.
+    """
     if not EXTENSIONS[name].flags:
         return ExtensionFlags
     kind = _part(name, "flags", "Flags")
@@ -148,7 +151,7 @@ def flags_class(name: str) -> type[ExtensionFlags]:
 
 
 def report_parts(run: "RunFiles") -> list[ReportPart]:
-    """The parts of a report, of extensions whose flags a run had, or whose files it left."""
+    """Return the report parts of extensions whose flags or files the run has."""
 
     def has_part(name: str) -> bool:
         there = [leaf for leaf in EXTENSIONS[name].leaves.split() if (run.output_dir / leaf).exists()]
@@ -163,9 +166,9 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
 
 
 def active(names: Iterable[str], text: "PreTrainedConfig | None" = None) -> Active:
-    """Load the code of extensions. text: a language model's configuration, for those that it has, too.
+    """Load the code of extensions, and of those that a language model has. text: its configuration.
 
-    Raises ConfigError where one can't be loaded, or has a name nobody reads.
+    Raises ConfigError if one can't be loaded, or has an unknown attribute.
     """
     names = {*names, *(() if text is None else _of_text(text))}
     return Active({name: _extension(name) for name in EXTENSIONS if name in names})
@@ -181,18 +184,18 @@ def _of_text(config: "PreTrainedConfig") -> list[str]:
 
 
 def text_part(config: "PreTrainedConfig") -> TextPart:
-    """The part of the extension that a language model of a configuration has. It is loaded, if there is one."""
+    """Load and return the text part of the extension that a language model has, or one that does nothing."""
     parts = (_extension(name).text for name in _of_text(config))
     return next((part for part in parts if part is not None), TextPart())
 
 
 def values_of(flag: str) -> dict[str, str]:
-    """The values of a flag that extensions add, and their titles."""
+    """Return the values of a flag that extensions add, with their titles."""
     return {value: each.title for each in EXTENSIONS.values() for value in each.values.get(flag, ())}
 
 
 def folder_part(model_type: object) -> FolderPart | None:
-    """The part of an extension that reads folders of a model_type; None if no extension does. It is loaded."""
+    """Load the part of an extension that reads folders of a model_type; None if no extension does."""
     for name, trigger in EXTENSIONS.items():
         if model_type in trigger.model_types.split():
             return _extension(name).folder
@@ -200,19 +203,19 @@ def folder_part(model_type: object) -> FolderPart | None:
 
 
 def architecture_of(config: "PreTrainedConfig") -> Architecture | None:
-    """The architecture of a whole model's configuration; None for the core's own composition, or an unknown one."""
+    """Return the architecture of a model's configuration; None for the core's composition, or an unknown one."""
     part = folder_part(config.model_type)
     return part.architecture(config) if part is not None and config.model_type in part.model_types else None
 
 
 def model_types() -> list[str]:
-    """The model_types of folders that extensions read. Loads them."""
+    """Return the model_types of folders that extensions read. Loads the extensions."""
     parts = [_extension(name).folder for name, trigger in EXTENSIONS.items() if trigger.model_types]
     return [kind for part in parts for kind in part.model_types]
 
 
 def choice(flag: str, value: object) -> Callable:
-    """The function of an extension for a value of a core's flag. Raises ConfigError where none has it."""
+    """Return an extension's function for a value of one of the core's flags. Raises ConfigError if none has it."""
     for name, trigger in EXTENSIONS.items():
         if value in trigger.values.get(flag, ()):
             return _extension(name).choices[flag]
@@ -220,7 +223,7 @@ def choice(flag: str, value: object) -> Callable:
 
 
 def store_of(url: str) -> ModuleType:
-    """Find the module that reads a URL. Raises ConfigError where no extension does."""
+    """Return the module that reads a URL. Raises ConfigError if no extension does."""
     return _store(url.partition("://")[0].lower())
 
 
@@ -234,7 +237,7 @@ def _store(scheme: str) -> ModuleType:
 
 def _extension(name: str) -> Extension:
     trigger = EXTENSIONS[name]
-    if not (trigger.flags or trigger.values or trigger.model_types):  # scripts of run/ import it, and a run nothing
+    if not (trigger.flags or trigger.values or trigger.model_types):  # used by scripts of run/, not by a run
         return Extension()
     found: Extension = _part(name, "extension", "extension")
     if found.part is not None:
@@ -261,11 +264,11 @@ def _extension(name: str) -> Extension:
 
 
 def _part(name: str, module: str, attribute: str) -> object:
-    """Import a module of an extension's folder, and return what it has under a name."""
+    """Import a module of an extension's folder, and return one of its attributes."""
     path = f"llava_ds/extensions/{name}/{module}.py"
     try:
         loaded: ModuleType = importlib.import_module(f"llava_ds.extensions.{name}.{module}")
-    except Exception as error:  # whatever its code does, with the name of who does it
+    except Exception as error:  # any error of the extension's code, with the extension's name
         raise ConfigError(f"{path} can't be loaded: {type(error).__name__}: {error}") from error
     if not hasattr(loaded, attribute):
         raise ConfigError(f"{path} has no {attribute}: {_hint(attribute, vars(loaded))}")
@@ -273,7 +276,7 @@ def _part(name: str, module: str, attribute: str) -> object:
 
 
 def _refuse_unknown(names: Iterable[str], base: type, where: str) -> None:
-    """Raise ConfigError for a public name that the base does not have, as nothing would ever call it."""
+    """Raise ConfigError for a public name that the base class lacks: nothing would ever call it."""
     for name in names:
         if not name.startswith("_") and not hasattr(base, name):
             known = [each for each in vars(base) if not each.startswith("_")]

@@ -1,4 +1,4 @@
-"""Models that an extension reads and the core does not compose itself: what the core asks of them."""
+"""The interface of models that an extension reads and the core does not compose itself."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class TensorNames(Protocol):
-    """Names of an architecture's tensors. Here they are those of tower, projector and language model."""
+    """Maps an architecture's tensor names to this project's names for tower, projector and language model."""
 
     def from_part(self, name: str) -> str:
-        """Return the name in transformers' class of a tensor here."""
+        """Return the name in transformers' class for a name in this project."""
 
     def to_memory(self, on_disk: str) -> str | None:
-        """Return the name in transformers' class of a tensor in a folder; None for what the class does not have."""
+        """Return the name in transformers' class for a name on disk; None if the class lacks the tensor."""
 
 
 class Architecture(Protocol):
-    """A model of one class of transformers', which is trained with its own tower, connector, template and processor.
+    """A model of one of transformers' classes, trained with its own tower, connector, template and processor.
 
-    kind: what it is, as messages say it; config: of the whole model; casts_pixels: False if its tower takes pixels in
-    fp32, whatever its weights are in.
+    kind: its description in messages; config: of the complete model; casts_pixels: False if its tower takes fp32 pixels
+    whatever the dtype of its weights.
     """
 
     kind: str
@@ -48,34 +48,34 @@ class Architecture(Protocol):
         """Return transformers' class."""
 
     def open_tokenizer(self, path: str, where: str) -> "PreTrainedTokenizerBase":
-        """Open the tokenizer of a folder. where: as messages begin. Raises ConfigError."""
+        """Open the tokenizer of a folder. where: beginning of messages. Raises ConfigError."""
 
     def plan_tower(self, folder: Path, tokenizer: "PreTrainedTokenizerBase", where: str) -> "TowerPlan":
         """Plan the tower from the processor's files in a folder. Raises ConfigError."""
 
     def problems(self, args: "Arguments", kind: str) -> list[str]:
-        """Return lines on flags that don't go with the model. kind: what it is, as a message says it."""
+        """Return a line for every flag that conflicts with the model. kind: its description in messages."""
 
     def sharing_problems(self, args: "Arguments") -> list[str]:
-        """Return those on ranks that share parts of the model, which the DeepSpeed JSON may ask for, too."""
+        """Return a line for every conflict with sharding the model over ranks, by flags or by the DeepSpeed JSON."""
 
     def try_out(self, plan: "ModelPlan", images: "ImageOptions", cache_dir: str) -> str:
-        """Compare a small copy with transformers' class. Returns a line. Raises ConfigError where they differ."""
+        """Compare a small copy with transformers' class. Returns a line. Raises ConfigError if they differ."""
 
     def names(self, text_config: "PreTrainedConfig") -> TensorNames:
-        """Return the names of its tensors."""
+        """Return the mapping of its tensor names."""
 
     def entries(self, export: "ExportPlan", entries: "list[Entry]") -> "list[Entry]":
-        """Return the tensors to write by their names on disk."""
+        """Return the tensors to write, by their names on disk."""
 
     def write(self, export: "ExportPlan", entries: "list[Entry]", output_dir: Path, holes: bool) -> "Written":
-        """Write the folder, as transformers_folder.write_hf does."""
+        """Write the folder, like transformers_folder.write_hf."""
 
     def write_changed_settings(self, export: "ExportPlan", output_dir: Path) -> None:
-        """Write the processor's files beside an adapter, where the run's settings are not those of its base."""
+        """Write the processor's files for an adapter, if the run's settings differ from its base's."""
 
     def saved_modules(self, names: Sequence[str]) -> list[str]:
-        """Return the fewest modules of transformers' class that hold these tensors of tower and connector."""
+        """Return the fewest modules of transformers' class that contain these tower and connector tensors."""
 
     def first_inputs(
         self,
@@ -85,30 +85,30 @@ class Architecture(Protocol):
         pixels: "torch.Tensor",
         num_positions: int,
     ) -> "dict[str, torch.Tensor]":
-        """Return arguments of transformers' class for the first positions of a sample, with the layouts of its images.
+        """Return arguments of transformers' class for the first positions of a sample, given its images' layouts.
 
-        pixels (N, 3, S, S), normalised. Raises NotCompared where it can't compute them.
+        pixels (N, 3, S, S), normalised. Raises NotCompared if they can't be computed.
         """
 
     def prompt_inputs(
         self, model: "PreTrainedModel", samples: "list[LoadedSample]", batch: "Batch", pixels: "torch.Tensor"
     ) -> "dict[str, torch.Tensor]":
-        """Return arguments of generate() for prompts, (B, T) and padded on the left. batch: of all of them."""
+        """Return arguments of generate() for prompts, (B, T), padded on the left. batch: all prompts."""
 
 
 class FolderPart(Protocol):
-    """The model folders that an extension reads. model_types: of their config.json."""
+    """The model folders that an extension reads. model_types: in their config.json."""
 
     model_types: Collection[str] = ()
 
     def read(self, path: str, config: dict, where: str) -> "ModelFolder":
-        """Read a folder with one of Trigger.model_types. config: its config.json; where: as messages begin.
+        """Read a folder with one of Trigger.model_types. config: its config.json; where: beginning of messages.
 
-        Raises ConfigError, also for those that are not in model_types, with the reason.
+        Raises ConfigError, also for a model_type that is not in model_types, with the reason.
         """
 
     def missing(self, config: dict) -> list[str]:
-        """Return parts that a config.json has to have, and lacks."""
+        """Return the required parts that a config.json lacks."""
 
     def architecture(self, config: "PreTrainedConfig") -> Architecture:
         """Return the architecture of a configuration with one of model_types."""

@@ -1,7 +1,7 @@
-"""What an extension may add to a run: flags, and a value with optional slots.
+"""The interface of extensions: a class of flags, and a value with optional slots.
 
-extensions/<name>/flags.py has the class Flags, which is read with the command line and imports nothing that takes time.
-extensions/<name>/extension.py has the value `extension`, and is loaded when a run has the extension.
+extensions/<name>/flags.py has the class Flags; it is imported to parse the command line, and imports nothing slow.
+extensions/<name>/extension.py has the value `extension`; it is loaded when a run has the extension.
 """
 
 import time
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from llava_ds.train.start import Start
     from llava_ds.train.state import StepResult
 
-# What a feature may need of a run, and another one take away, in the words of a message.
+# Properties of a run that some features need and others take away, in the words of a message.
 PROPERTIES = {
     "whole_matrices": "whole matrices on every rank",
     "whole_layers": "all layers on every rank",
@@ -67,12 +67,12 @@ PROPERTIES = {
 
 
 class Axis(NamedTuple):
-    """An axis of the mesh beside that of the data.
+    """An axis of the device mesh besides the data axis.
 
-    name: in Mesh.places; flag: that of its size; order: of ranks: an axis above 0 has ranks next to each other, one
-    below has those of whole data axes; divides_model: its ranks hold other parameters, or parts of them, for the same
-    tokens; otherwise they share the tokens of every micro-batch; in_data: it is a part of the data axis, and its ranks,
-    which are next to each other, hold other parameters, each with samples of its own.
+    name: in Mesh.places; flag: the flag of its size; order: above 0, the axis's ranks are adjacent, below 0 every
+    rank of the axis has a whole data axis; divides_model: True if its ranks hold different parameters, or shards of
+    them, for the same tokens; otherwise they share the tokens of every micro-batch; in_data: True for adjacent ranks of
+    the data axis that hold different parameters, each with samples of its own.
     """
 
     name: str
@@ -84,12 +84,13 @@ class Axis(NamedTuple):
 
 
 class ObjectiveTraits(NamedTuple):
-    """An objective as the core sees it: its records and its model. By default those of supervised answers.
+    """Requirements of an objective on records and model. Defaults: supervised answers.
 
-    one_answer: of a record it learns the last answer alone; pairs: records have two answers; draws: the model draws
-    answers, which those of records are compared with; scores: the model has a value head, and gives no text;
-    second_model: a model as large trains as the model's child; metrics: numbers of an evaluation beside the loss;
-    needs: keys of PROPERTIES, and why it can't do without.
+    one_answer: trains on the last answer of a record only; pairs: records have two answers; draws: the model generates
+    answers, to be compared with the records'; scores: the model has a value head and generates no text; second_model: a
+    model of the same size trains as the model's child; metrics: names of eval metrics in addition to the loss; needs:
+    keys
+    of PROPERTIES, each with the reason.
     """
 
     one_answer: bool = False
@@ -110,17 +111,21 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class ExtensionFlags:
-    """The base of an extension's flags, a frozen dataclass of fields that config/flags.py declares.
+    """The base of an extension's flags: a frozen dataclass of fields declared by config/flags.py.
 
-    needs: keys of PROPERTIES, and why the extension can't do without; breaks: those that it takes away from others (a
-    property where values decide, of either); moments: numbers that the optimizer keeps for each trained weight beside
-    its own; zeros: what a 0 of a flag switches off, or of one that takes none is meant to; numbers: those that it logs
-    and that have a chart, by their names; compiles: layers may be compiled; fuses: kernels of layers are fused, which
-    the flag of this text asks for; needs_text: it has no use for a model that gives no text; of_model: the flags say
-    what the model is, and are ModelArguments.own, too; data_path: that of takes_samples.
-    keys: dotted keys of the DeepSpeed JSON that say what a flag says; other_keys: other trainers' keys of the same, as
-    engine/ds_config/keys.py has UNSUPPORTED; other_names: other trainers' names of flags, by flag; not_here: such names
-    without a counterpart, by the reason.
+    needs: keys of PROPERTIES, each with the reason; breaks: keys of PROPERTIES that it takes away from others (needs
+    and
+    breaks are properties if flag values decide); moments: numbers per trained weight that the optimizer keeps in
+    addition
+    to its own; zeros: the effect of a flag's 0, or the flag to use if 0 is not allowed; numbers: logged numbers with a
+    chart, by name; compiles: layers may be compiled; fuses: text of the flag that fuses layer kernels; needs_text:
+    useless
+    for a model that generates no text; of_model: the flags define the model, and are also in ModelArguments.own;
+    data_path:
+    the source of takes_samples.
+    keys: dotted keys of the DeepSpeed JSON that set a flag; other_keys: other trainers' keys for it, in the form of
+    UNSUPPORTED in engine/ds_config/keys.py; other_names: other trainers' flag names, by flag; not_here: other trainers'
+    flags without a counterpart, by reason.
     """
 
     needs: ClassVar[Mapping[str, str]] = {}
@@ -140,36 +145,35 @@ class ExtensionFlags:
 
     @property
     def evaluates(self) -> bool:
-        """True if the extension gives numbers at evaluations."""
+        """True if the extension adds metrics to evaluations."""
         return False
 
     @property
     def takes_samples(self) -> bool:
-        """True if the extension reads samples: of data_path, or else of the eval set, or else those that are trained
-        on."""
+        """True if the extension reads samples: from data_path, else from the eval set, else from the training data."""
         return False
 
     @property
     def axis(self) -> Axis | None:
-        """The axis of the mesh that the flags add."""
+        """The mesh axis that the flags add."""
         return None
 
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
-        """Return the values of flags that a DeepSpeed JSON gives, each with its key. Adds lines to problems.
+        """Return the flag values that a DeepSpeed JSON sets, each with its key. Adds lines to `problems`.
 
-        Only of flags of sizes so far: whole numbers from 1, or "auto".
+        Supports flags of sizes only: whole numbers from 1, or "auto".
         """
         return {flag: (raw[key], key) for key, flag in cls.keys.items() if raw.get(key) is not None}
 
     @property
     def mlp_tokens(self) -> int | None:
-        """Tokens that an MLP of the language model takes at a time; None for all."""
+        """Number of tokens that an MLP of the language model processes at a time; None for all."""
         return None
 
     @property
     def adapted_parts(self) -> frozenset[str]:
-        """The parts, of vision_tower, projector and language_model, that train by layers beside their own."""
+        """The parts (vision_tower, projector, language_model) that train through adapter layers."""
         return frozenset()
 
     @property
@@ -178,68 +182,71 @@ class ExtensionFlags:
         return False
 
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
-        """What flags ask for, as they would be written, with what it needs, and why, and what it breaks."""
+        """Yield each requested feature: its flag and value, its needs with reasons, and the properties it breaks."""
         if self.needs or self.breaks:
             yield self.asked_by(), self.needs, self.breaks
 
     def projector_files(self) -> dict[str, str]:
-        """Files of weights beside an adapter, in place of the model's projector, newline and tower, by their flag."""
+        """Files of weights, stored with an adapter, that replace the model's projector, newline and tower; by flag."""
         return {}
 
     def identity(self) -> dict[str, object]:
-        """What counts of flags for a resumed run in place of their values, as the content at a path."""
+        """Values that a resumed run compares instead of the flags' own: for a path, the content."""
         return {}
 
     def converted(self) -> "tuple[ExtensionFlags, list[str]]":
-        """The flags as code reads them, and a line for each value that can't be read."""
+        """Return the flags with parsed values, and a line for each value that can't be parsed."""
         return self, []
 
     def notes(self, args: "Arguments") -> Iterator[str]:
-        """A line for every flag that was given and changes nothing."""
+        """Yield a line for every given flag without an effect."""
         yield from ()
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
-        """A line for each flag by which a run needs less memory. tokens: of a rank's largest micro-batch;
-        is_one_sample: no micro-batch could be smaller."""
+        """Yield a line for each flag that would reduce memory use.
+
+        tokens: in a rank's largest micro-batch; is_one_sample: True if no micro-batch could be smaller.
+        """
         yield from ()
 
     @property
     def rewinds(self) -> bool:
-        """True if the extension may take the run back to a checkpoint: then what is read, and when, decides."""
+        """True if the extension may return the run to a checkpoint: then the data order is decided at run time."""
         return False
 
     def prepare(self, args: "Arguments") -> None:
-        """Act before data are opened, in every script that does."""
+        """Prepare before data are opened, in every script that opens data."""
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """The traits of one of the extension's objectives, by its name; None without objectives."""
+        """Return the traits of one of the extension's objectives, by name; None without objectives."""
         return None
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """A line for everything that is wrong with these flags, or beside others."""
+        """Yield a line for every invalid flag, and for every conflict with other flags."""
         yield from ()
 
     @classmethod
     def unasked(cls, args: "Arguments") -> Iterator[str]:
-        """The same where flags were given, all with their defaults, so that the run does not have the extension."""
+        """Yield such lines if flags were given, all with their defaults, so that the run lacks the extension."""
         yield from ()
 
     def json_problems(self, config: dict) -> Iterator[str]:
-        """A line for everything in a DeepSpeed JSON that the flags don't go with. config: with its values filled in."""
+        """Yield a line for every conflict with the DeepSpeed JSON. config: with its "auto" values filled in."""
         yield from ()
 
     def asked_by(self) -> str:
-        """The flag that asks for the extension, as it would be written: the first that has not its default."""
+        """Return the flag that requests the extension, with its value: the first one that differs from its default."""
         name = next(name for name, value in vars(self).items() if value != getattr(type(self), name))
         return f"--{name} {getattr(self, name)}"
 
 
 class Phase(IntEnum):
-    """The moments after an optimizer step, in their order, which is the policy.
+    """The moments after an optimizer step, in the order in which hooks run.
 
-    A request to stop is heard first, so that what follows knows which step is the last; numbers are written before
-    anything judges them; a run that goes back to a checkpoint neither evaluates nor saves what it gave up.
+    A request to stop comes first, so that later hooks know the last step; numbers are written before any hook judges
+    them;
+    a run that returns to a checkpoint neither evaluates nor saves the steps it gave up.
     """
 
     STOP = 0
@@ -252,12 +259,13 @@ class Phase(IntEnum):
 
 @dataclass
 class StepEnd:
-    """The boundary after an optimizer step, handed from hook to hook.
+    """The boundary after an optimizer step, passed from hook to hook.
 
-    finished: the run's last step; stops: the run was asked to stop here; read: the results, with numbers, of the steps
-    that were read from the device here; problems: reasons why the run has to end; at_checkpoint: the weights are those
-    of the last checkpoint; keeps_all: no older checkpoint gives way to the next one; paused: the time since the step is
-    not a step's.
+    finished: this is the run's last step; stops: the run was asked to stop here; read: step results read from the
+    device
+    here, with their numbers; problems: reasons to end the run; at_checkpoint: the weights are those of the last
+    checkpoint;
+    keeps_all: older checkpoints are kept; paused: the time since the step does not count as step time.
     """
 
     result: "StepResult"
@@ -272,26 +280,26 @@ class StepEnd:
 
     @property
     def step(self) -> int:
-        """The number of the step that is done."""
+        """The number of the finished step."""
         return self.result.step
 
     @property
     def last(self) -> bool:
-        """True if nothing comes after this step."""
+        """True if this is the last step of the run."""
         return self.finished or self.stops or bool(self.problems)
 
     def raise_problems(self) -> None:
-        """End the run, on every rank, if there are reasons to. Raises DataError."""
+        """Raise DataError, on every rank, if there are problems."""
         if self.problems:
             raise DataError("\n".join(self.problems))
 
     def paused_s(self) -> float:
-        """Seconds since the step that are not the next step's."""
+        """Seconds since the step that don't count towards the next step."""
         return time.perf_counter() - self.began if self.paused else 0.0
 
 
 class Hook:
-    """Something that acts between two steps, on every rank. Collectives are allowed: all ranks call in one order."""
+    """A hook between two steps, on every rank. Collectives are allowed: all ranks call hooks in the same order."""
 
     def __init__(self, session: "Session") -> None:
         self.session = session
@@ -304,42 +312,42 @@ class Hook:
         """Act after a step."""
 
     def flush(self) -> None:
-        """Write what waits, before an error ends the run."""
+        """Write buffered output before an error ends the run."""
 
     def close(self) -> None:
-        """Act after the last step, if training ended as it should. Hooks are closed in the reverse of their order."""
+        """Act after the last step, unless training failed. Hooks are closed in reverse order."""
 
     def before_export(self) -> int | None:
-        """Change the model to the one that is exported; returns the step that it is of, where that is not the last."""
+        """Change the model to the one to export; returns its step if that is not the last."""
 
     def after_export(self) -> None:
-        """Act when the model is exported, which a run that was asked to stop leaves to the next start."""
+        """Act after the export; a run that was asked to stop leaves this to the next start."""
 
 
 class ReportPart:
-    """The part of an extension in report.html and the model card, from the files of a run that had its flags.
+    """An extension's part of report.html and the model card, from the files of a run that had its flags.
 
-    extensions/<name>/report.py has a subclass named Report, where there is anything to say.
+    extensions/<name>/report.py has a subclass named Report, if the extension reports anything.
     """
 
     is_over = False  # True if the extension ended the run before its last planned step
 
     def __init__(self, run: "RunFiles") -> None:
-        """Files may be missing or damaged."""
+        """Read the run's files; they may be missing or damaged."""
 
     def sections(self) -> dict[str, list[dict[str, object]]]:
-        """Blocks by the title of a section; those of a section of the core stand at its beginning."""
+        """Return blocks by section title; blocks for one of the core's sections are put at its beginning."""
         return {}
 
     def card(self) -> list[str]:
-        """Lines of the model card."""
+        """Return lines of the model card."""
         return []
 
 
 class SessionPart:
-    """The part of an extension that lives as long as a session. All ranks call every method together.
+    """The part of an extension that lives as long as a session. All methods are collective.
 
-    updates: optimizer updates of a step.
+    updates: optimizer updates per step.
     """
 
     updates = 1
@@ -348,62 +356,62 @@ class SessionPart:
         self.plan, self.ranks, self.mesh = plan, started.ranks, started.mesh
 
     def built(self, model: "LlavaModel") -> None:
-        """Act on the model before the engine is started, which changes its modules."""
+        """Act on the model before the engine is created (which changes its modules)."""
 
     def started(self, engine: "DeepSpeedEngine") -> None:
-        """Act on the engine while it has the weights that the run starts from, before a checkpoint is restored."""
+        """Act on the engine while it has the initial weights, before a checkpoint is restored."""
 
     def windows(self, engine: "DeepSpeedEngine", done: int, plain: "Iterator[Window]") -> "Iterator[Window]":
-        """The windows of the steps that are left when `done` are done. plain: those without the extension."""
+        """Return the windows of the remaining steps after `done` steps. plain: the windows without the extension."""
         return plain
 
     def of_steps(self, plain: "Objective") -> "Objective":
-        """The objective of steps, where it is another than that of evaluations, which is plain."""
+        """Return the objective of training steps. plain: the objective of evaluations."""
         return plain
 
 
 class Wrap:
-    """What an extension changes in each model that trains, and in the engine over them.
+    """An extension's changes to each model that trains, and to its engine.
 
-    All ranks call every method together, extensions in the order of the table. The lines that are returned are printed.
-    Of flags that are not of_model, kernels and started alone are called.
+    All methods are collective, called in the order of the table of extensions. Returned lines are printed.
+    For flags that are not of_model, only kernels and started are called.
     """
 
     def check(self, args: "ModelArguments") -> None:
-        """Raise ConfigError where a package is missing, or a folder is wrong, before the model's folder is read."""
+        """Raise ConfigError if a package is missing or a folder is wrong, before the model's folder is read."""
 
     def composed(
         self, text: "PreTrainedConfig", sources: "Sources", args: "ModelArguments"
     ) -> "tuple[PreTrainedConfig, Sources, list[str]]":
-        """Return the language model's configuration and the weights' sources with what the extension makes of them,
-        and lines about that. Raises ConfigError."""
+        """Return the language model's configuration and the sources of weights as changed by the extension, and lines
+        to print. Raises ConfigError."""
         return text, sources, []
 
     def planned(self, plan: "ModelPlan", model: "LlavaModel", args: "ModelArguments") -> "ModelPlan":
-        """Return the plan with what the extension makes of it. model: on the meta device."""
+        """Return the plan as changed by the extension. model: on the meta device."""
         return plan
 
     def weights_per_token(
         self, model: "LlavaModel", architecture: "Architecture | None", text: "PreTrainedConfig", args: "ModelArguments"
     ) -> dict[str, int]:
-        """Numbers of weights, by part, that filled adds and that are used for a token. model: on the meta device."""
+        """Return the number of weights used per token, by part, that filled() adds. model: on the meta device."""
         return {}
 
     def assembled(self, model: "LlavaModel", build: "Build") -> None:
         """Act on a model without weights."""
 
     def filled(self, model: "LlavaModel", build: "Build") -> None:
-        """Act on a model that has its weights."""
+        """Act on a model after its weights are loaded."""
 
     def trains(self, model: "LlavaModel", args: "ModelArguments") -> None:
-        """Choose what trains, where the parts that flags choose train and no others."""
+        """Choose the trained parameters, unless the flags select whole parts of the model."""
 
     def groups(self, groups: list[dict]) -> list[dict]:
-        """Return the optimizer's groups of parameters of a model with what the extension makes of them."""
+        """Return the optimizer's parameter groups of a model as changed by the extension."""
         return groups
 
     def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
-        """Change how a model that trains computes, which has its weights and no engine yet."""
+        """Change the computation of a model that trains; it has its weights and no engine yet."""
         return []
 
     def started(self, new: "NewEngine") -> list[str]:
@@ -412,74 +420,82 @@ class Wrap:
 
 
 class Adapter:
-    """An export that is no whole model, and opens over one. All ranks call write and exact together."""
+    """An export that is not a complete model and is opened over one. write() and exact() are collective."""
 
     def write(self, export: "ExportPlan", model: "LlavaModel", folder: Path, ranks: "Ranks") -> "Written":
-        """Write the adapter of a model in training; rank 0 returns the sums of the tensors' bits, others nothing."""
+        """Write the adapter of a model in training; rank 0 returns the checksums of the tensors' bits."""
         raise NotImplementedError
 
     def exact(self, model: "LlavaModel") -> AbstractContextManager:
-        """Context in which a model computes as the one that write's folder is opened over."""
+        """Return a context in which the model computes exactly like the one that the adapter is opened over."""
         return nullcontext()
 
     def compare(self, folder: Path, export: "ExportPlan", batch: "Batch", logits: "Tensor") -> float:
-        """Open the folder, and compare its logits (T, V) with the trained model's, as compare_logits does."""
+        """Open the folder, and compare its logits (T, V) with the trained model's, like compare_logits."""
         raise NotImplementedError
 
     def merged(
         self, trained: "list[Entry]", base: "list[Entry]", export: "ExportPlan", checkpoint: Path
     ) -> "list[Entry]":
-        """The whole model, with what a checkpoint holds merged into what the run began with."""
+        """Return the complete model: a checkpoint's trained tensors merged into the initial weights."""
         raise NotImplementedError
 
     def write_restored(
         self, export: "ExportPlan", trained: "list[Entry]", base: "list[Entry]", checkpoint: Path, folder: Path
     ) -> "Written":
-        """Write the adapter of a checkpoint, and return the sums of the tensors' bits."""
+        """Write the adapter of a checkpoint, and return the checksums of the tensors' bits."""
         raise NotImplementedError
 
 
 class StatePart(NamedTuple):
-    """Tensors that a checkpoint has beside the engine's files. file: in the checkpoint; of: a model's, by name; where
-    it has none, there is no file."""
+    """Tensors that a checkpoint stores in addition to the engine's files.
+
+    file: its name in the checkpoint; of: returns a model's tensors by name; without any, no file is written.
+    """
 
     file: str
     of: "Callable[[LlavaModel], dict[str, Tensor]]"
 
 
 class FolderForm:
-    """A form of model folders that run/export.py writes: a value of its --format (Extension.choices).
+    """A format of model folders that run/export.py writes: a value of its --format (Extension.choices).
 
-    library: that opens it, for the model card.
+    library: the library that opens it, for the model card.
     """
 
     library: ClassVar[str]
 
     def planned(self, export: "ExportPlan", dtype: str) -> "ExportPlan":
-        """The plan of such an export. dtype: --dtype's value. Raises ConfigError for a model that can't be written."""
+        """Return the plan of an export in this format.
+
+        dtype: --dtype's value. Raises ConfigError for a model that can't be written.
+        """
         raise NotImplementedError
 
     def write(self, export: "ExportPlan", entries: "list[Entry]", folder: Path) -> None:
-        """Write the folder. entries: of the model, by their names here."""
+        """Write the folder. entries: the model's tensors, by their names in this project."""
         raise NotImplementedError
 
     def usage(self, folder: str) -> str:
-        """How to use the folder, in markdown. folder: its name, quoted for a shell."""
+        """Return markdown on how to use the folder. folder: its name, quoted for a shell."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class MeshPart:
-    """The needs of the axis that an extension's flags add; every slot but its name is optional.
+    """The functions for the mesh axis that an extension's flags add; every slot except `axis` is optional.
 
-    cut: from the mesh, what cuts this rank's part out of a micro-batch, as data/shared_loader.py has it, to be sent to
-    loader processes; adapt: lets a model with its weights, the one that trains or another, take such parts.
-    owners: from a whole model, its FLOPs, the tokens of an image and the ranks on the axis, how many layers each rank
-    has, and the rank that has each parameter, by name; build: leaves of a model without its weights what this rank has,
-    and returns lines to print.
-    divides: the parameters of a whole model of which each rank holds an equal part once the engine has started; engine:
-    further arguments of deepspeed.initialize, "config" over the resolved JSON; started: acts on the engine that it
-    returns; runner: makes what runs micro-batches, where that is not engine/runner.py's Direct.
+    cut: from the mesh, returns the function that cuts this rank's part out of a micro-batch (see
+    data/shared_loader.py); it
+    is sent to loader processes; adapt: makes a model with weights, trained or not, accept such parts.
+    owners: from a complete model, its FLOPs, the tokens of an image and the axis size, returns the number of layers per
+    rank and the owning rank of each parameter, by name; build: reduces a model without weights to this rank's part, and
+    returns lines to print.
+    divides: returns the parameters of a complete model that are split equally over the ranks once the engine has
+    started;
+    engine: returns more arguments of deepspeed.initialize, "config" on top of the resolved JSON; started: acts on the
+    new
+    engine; runner: builds the object that runs micro-batches, instead of engine/runner.py's Direct.
     """
 
     axis: str
@@ -495,21 +511,23 @@ class MeshPart:
 
 @dataclass(frozen=True)
 class Extension:
-    """What an extension adds beside its flags; every slot is optional."""
+    """The slots of an extension besides its flags; every slot is optional."""
 
-    check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on what JSON or device makes impossible
-    fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None  # on a model's configuration
-    plan: Callable[["PlanDraft"], object] | None = None  # reads and checks what the run will need: its Plan.own[name]
-    choices: Mapping[str, Callable] = field(default_factory=dict)  # what its values of the core's flags do, by flag
+    check: Callable[["ResolvedConfig"], Iterator[str]] | None = None  # lines on conflicts with JSON or device
+    # Lines on conflicts with a model's configuration.
+    fits: Callable[["Arguments", "PreTrainedConfig"], Iterator[str]] | None = None
+    plan: Callable[["PlanDraft"], object] | None = None  # reads and checks the run's inputs: its Plan.own[name]
+    # Functions of its values of the core's flags, by flag.
+    choices: Mapping[str, Callable] = field(default_factory=dict)
     store: Callable[[], ModuleType] | None = None  # loads the module that reads URLs of Trigger.schemes
-    open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, as open_together does
-    complete: Callable[["Plan", "Ranks"], object] | None = None  # the same as plan, once all else is planned
+    open_data: Callable[..., "EncodedDataset"] | None = None  # opens the training data, like open_together
+    complete: Callable[["Plan", "Ranks"], object] | None = None  # like plan, once everything else is planned
     wrap: Wrap | None = None  # changes the model and its engine
-    adapter: Adapter | None = None  # how a model is exported that is no whole one
-    state: StatePart | None = None  # what a checkpoint has beside the engine's files
+    adapter: Adapter | None = None  # exports an adapter instead of a complete model
+    state: StatePart | None = None  # tensors that a checkpoint stores additionally
     objective: Callable[["Plan", "Mesh", "Objective"], "Objective"] | None = None  # replaces or wraps one
     part: type[SessionPart] | None = None  # lives as long as the session
-    hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # what acts between steps
+    hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # run between steps
     folder: FolderPart | None = None  # model folders that it reads
-    text: TextPart | None = None  # language models that have it, whatever the flags say
-    mesh: MeshPart | None = None  # of the axis that its flags add
+    text: TextPart | None = None  # for language models that have the extension, whatever the flags
+    mesh: MeshPart | None = None  # for the axis that its flags add

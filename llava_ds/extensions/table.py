@@ -1,21 +1,21 @@
-"""All extensions, in the order in which they act: the one place of the core that knows their names."""
+"""All extensions, in the order in which they act: the only place in the core that knows their names."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Trigger(NamedTuple):
-    """What is known of an extension before any file of its folder is read.
+    """The facts about an extension that are known without reading its folder.
 
-    title: its line in --help; flags: names and aliases, one of which loads it by a value that is not its default;
-    always: it is loaded whatever its flags say; leaves: files and folders in --output_dir, by name or pattern; keys:
-    at the top of the DeepSpeed JSON, that say what a flag says; model_types: of config.json in folders that it reads,
-    or refuses with a reason; text_types: of language models that have it; text_fields: objects in a language model's
-    config.json by which that has it; values: values of the core's flags that ask for it;
-    schemes: of URLs that it reads, or * for all; adds: values, with their help, that it adds to a flag of the core. One
-    of these loads it, and its own flags don't; extensions that add values to the same flag are never loaded together,
-    and may have flags of the same name; requires: names of extensions that it needs; model_files: of its form of model
-    folders. One without any of these has scripts in run/.
+    title: its line in --help; flags: names and aliases; one of them loads it when set to a value other than its
+    default; always: loaded whatever the flags; leaves: its files and folders in --output_dir, names or patterns; keys:
+    top-level keys of the DeepSpeed JSON that set its flags; model_types: in config.json of folders that it reads, or
+    refuses with a reason; text_types: model types of language models that have it; text_fields: objects in a language
+    model's configuration by which it has the extension; values: values of the core's flags that load it; schemes: of
+    the URLs that it reads, or * for all; adds: values of a core's flag, with help, that it adds. These values alone
+    load it, not its own flags; extensions that add values to the same flag are never loaded together, and may share
+    flag names; requires: other extensions that it needs; model_files: files of its model-folder format. An extension
+    without any of these has scripts in run/.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Trigger(NamedTuple):
     adds: Mapping[str, Mapping[str, str]] = {}
 
     def asked_for(self, given: Mapping[str, object]) -> bool:
-        """True if flags with these values load it. Of its own flags the names count."""
+        """Return True if flags with these values load it. For its own flags only the names count."""
         if self.adds:
             return any(given.get(flag) in own for flag, own in self.adds.items())
         return self.always or not set(self.flags.split()).isdisjoint(given)

@@ -1,1 +1,1 @@
-"""Ranks, launchers, processes, signals, output and the watchdog: what runs around training."""
+"""Ranks, launchers, processes, signals, output and the watchdog: everything that runs around training."""

@@ -1,4 +1,4 @@
-"""llava-ds: the commands of run/ by name, from any folder."""
+"""The llava-ds command: runs the scripts of run/ by name, from any folder."""
 
 import os
 import runpy
@@ -31,24 +31,24 @@ COMMANDS = {
     "compare": ("compare.py", "compare runs"),
     "verify": ("verify.py", "tell which checkpoints are whole"),
 }
-# A script that is of an extension is deleted with it.
+# An extension's script is deleted with the extension.
 COMMANDS = {name: command for name, command in COMMANDS.items() if (RUN / command[0]).exists()}
-LAUNCHED = ("train", "evaluate")  # those that take one process per GPU
-RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # of srun and mpirun
+LAUNCHED = ("train", "evaluate")  # commands that take one process per GPU
+RANK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and mpirun
 HELP = ("-h", "--help")
-# Flags of deepspeed's launcher that choose among this machine's GPUs, as long as no hostfile names others.
+# Flags of deepspeed's launcher that choose among this machine's GPUs, unless a hostfile names other machines.
 OF_ONE_MACHINE = {"--num_gpus", "--num_accelerators", "--include", "-i", "--exclude", "-e"}
-HOSTFILE = Path("/job/hostfile")  # that deepspeed looks for
+HOSTFILE = Path("/job/hostfile")  # where deepspeed looks for a hostfile
 
 
 def main() -> NoReturn:
-    """Run the command of the command line, as its script in run/."""
+    """Run the command given on the command line, as its script in run/."""
     begin("llava-ds", ends_without_reader=True)
     exit_with(run_command, "llava-ds")
 
 
 def run_command() -> None:
-    """Run the command's script, which ends the process by itself; for training, become the launcher."""
+    """Run the command's script, which ends the process; for training, become deepspeed's launcher first."""
     launcher_flags, name, argv = split(sys.argv[1:])
     if name in (*HELP, "--version"):
         print(__version__ if name == "--version" else usage())
@@ -57,16 +57,16 @@ def run_command() -> None:
     sys.argv = [str(script), *argv]
     if name in LAUNCHED and not set(HELP) & set(argv) and is_to_be_launched(name, launcher_flags, os.environ):
         if name == "train":
-            # Exit now if the flags can't be used: the launcher would take seconds, and print before the message.
+            # Exit now if the flags are invalid: the launcher takes seconds to start and prints before the message.
             begin("run/train.py", reads=_read_early)
         launch(script, launcher_flags, argv)
     runpy.run_path(str(script), run_name="__main__")
 
 
 def split(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """Split into the launcher's flags, which stand before the command, the command's name, and its own flags.
+    """Split the words into the launcher's flags (before the command), the command's name, and its own flags.
 
-    Raises ConfigError without a command, or with flags before one that is never launched.
+    Raises ConfigError without a command, and for launcher flags before a command that is never launched.
     """
     at = next((i for i, word in enumerate(words) if word in COMMANDS), None)
     if at is None:
@@ -81,9 +81,9 @@ def split(words: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str, str]) -> bool:
-    """True if deepspeed has to start the ranks: training always, evaluation on several GPUs."""
+    """Return True if deepspeed has to start the ranks: always for training, on several GPUs for evaluation."""
     if "RANK" in environ or any(environ.get(variable, "1") != "1" for variable in RANK_COUNTS):
-        return False  # it is a rank already
+        return False  # this process is a rank already
     if name == "train" or launcher_flags:
         return True
     import torch
@@ -92,9 +92,9 @@ def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str
 
 
 def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
-    """Parse run/train.py's flags, the tiny model's where no other is named: see parse_arguments.
+    """Parse run/train.py's flags, with the tiny model's defaults if no model is named: see parse_arguments.
 
-    The import takes most of a second, in which Ctrl-C has to work: begin() stands before it.
+    The import takes most of a second, and Ctrl-C has to work during it: call begin() first.
     """
     from llava_ds.config.parsing import parse_arguments, tiny_defaults
 
@@ -102,8 +102,10 @@ def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
 
 
 def _read_early(argv: list[str]) -> None:
-    """Check the flags before the launcher starts, except where the model's folder may have a better reason to refuse
-    them, which run/train.py looks for."""
+    """Check the flags before the launcher starts.
+
+    With --model_name_or_path, run/train.py checks them: the model's folder may give a better reason to refuse them.
+    """
     try:
         read_training_flags(argv)
     except FlagProblems as error:
@@ -112,26 +114,26 @@ def _read_early(argv: list[str]) -> None:
 
 
 def launch(script: Path, launcher_flags: list[str], argv: list[str]) -> NoReturn:
-    """Become deepspeed's launcher, which prints errors only: at every start it would warn about a missing hostfile."""
+    """Become deepspeed's launcher, at log level error: otherwise it warns about a missing hostfile at every start."""
     import torch
 
     environ = {**os.environ}
     if not torch.accelerator.is_available():
-        environ.setdefault("DS_ACCELERATOR", "cpu")  # it would warn that it found no GPU
-    # Not the script `deepspeed`, which after pip install --user is not beside the interpreter.
+        environ.setdefault("DS_ACCELERATOR", "cpu")  # without it, deepspeed warns that it found no GPU
+    # Not the script `deepspeed`: after pip install --user it is in another folder than the interpreter.
     words = [sys.executable, "-m", RUNNER_MODULE, "--log_level", "error", *port_flags(launcher_flags)]
     words += [*launcher_flags, str(script), *argv]
     os.execve(sys.executable, words, environ)
 
 
 def port_flags(launcher_flags: list[str]) -> list[str]:
-    """The flag for a free port, so that runs can share a machine; none where the user has to choose one."""
+    """Return the flag for a free port, so that runs can share a machine; empty if the user has to choose the port."""
     flags = {word.split("=", 1)[0] for word in launcher_flags if word.startswith("-")}
     return ["--master_port", str(free_port())] if flags <= OF_ONE_MACHINE and not HOSTFILE.exists() else []
 
 
 def usage() -> str:
-    """The text of --help."""
+    """Return the text of --help."""
     width = max(map(len, COMMANDS))
     return "\n".join(
         [

@@ -1,6 +1,6 @@
 """The frame around every command's main(): errors in flags, Ctrl-C, a closed pipe, and exit codes.
 
-A script of run/ calls begin() above the imports that take seconds, and exit_with() at its end.
+A script in run/ calls begin() before the slow imports, and exit_with() at its end.
 """
 
 import argparse
@@ -21,18 +21,18 @@ from llava_ds.runtime.launchers import check_variables
 from llava_ds.runtime.output import check_output, exit_for_bad_input, exit_for_failure, keep_streams
 from llava_ds.runtime.processes import watch_launcher
 
-ENDING_S = 3.0  # for child processes to end after SIGTERM
+ENDING_S = 3.0  # time for child processes to end after SIGTERM
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose flags can't be abbreviated, and whose errors are one line with the nearest flag."""
+    """A parser without abbreviated flags; its errors are one line with the nearest flag."""
 
     def __init__(self, **options: object) -> None:
         defaults = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         super().__init__(**{**defaults, **options})
 
     def parse_known_args(self, *given: object, **more: object) -> tuple[argparse.Namespace, list[str]]:
-        """Raise ConfigError with a line for every value that its flag does not take."""
+        """Raise ConfigError with one line per invalid value."""
         self._problems: list[str] = []
         parsed = super().parse_known_args(*given, **more)
         if self._problems:
@@ -63,14 +63,14 @@ def _unknown(token: str, known: list[str]) -> str:
 
 
 def given_path(text: str) -> str:
-    """The `type=` of a flag that names a file or folder; ~ is the home folder."""
+    """The `type=` of a flag that names a file or folder; expands ~."""
     if problem := path_problem(text):
         raise argparse.ArgumentTypeError(problem)
     return os.path.expanduser(text)
 
 
 def new_folder(text: str) -> str:
-    """The `type=` of a flag that names a folder to write to, which need not exist yet."""
+    """The `type=` of a flag that names an output folder, which may not exist yet."""
     if problem := utf8_problem(text):
         raise argparse.ArgumentTypeError(problem)
     if not can_be_made(given_path(text)):
@@ -81,21 +81,22 @@ def new_folder(text: str) -> str:
 def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends_without_reader: bool = False) -> None:
     """Prepare this process for a command. Call it before importing libraries that take seconds and print.
 
-    program: for messages, like "run/chat.py"; reads: parses the flags, so that --help and wrong flags end the process
+    program: name in messages, like "run/chat.py"; reads: parses the flags, so that --help and wrong flags end the
+    process
     now; ends_without_reader: see keep_streams.
     """
     keep_streams(ends_without_reader)
     if os.environ.get("HOME") == "":
-        del os.environ["HOME"]  # ~ is then the home folder of the system's user database, not /
-    # Nothing is half-written yet, and an exception might be lost: transformers' lazy modules turn it into ImportError.
+        del os.environ["HOME"]  # ~ then comes from the system's user database, instead of being /
+    # Exit directly: nothing is half-written yet, and transformers' lazy modules may turn an exception into ImportError.
     _handle_interrupts(exit_for_interrupt)
     try:
         check_variables(os.environ)
-    except ConfigError as error:  # on every rank, because RANK itself may be no number
+    except ConfigError as error:  # on every rank, because RANK itself may not be a number
         print(f"{program}: error: {error}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
-    watch_launcher()  # from now on this process exits when its launcher ends, also during imports
-    # DeepSpeed warns that no GPU was found, which our own lines report, too ("ranks on CPU").
+    watch_launcher()  # from now on this process exits when its launcher ends, even during imports
+    # DeepSpeed warns that it found no GPU; our own output reports it already ("ranks on CPU").
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     if reads is not None:
         try:
@@ -107,7 +108,7 @@ def begin(program: str, reads: Callable[[list[str]], object] | None = None, ends
 def _read(reads: Callable[[list[str]], object]) -> None:
     try:
         reads(sys.argv[1:])
-    except SystemExit:  # of --help
+    except SystemExit:  # from --help
         check_output()
         raise
 
@@ -117,16 +118,16 @@ def exit_with(
 ) -> NoReturn:
     """Run a command and exit with the code that main returns, 0 for None.
 
-    explain: adds to a message about the input where values that it blames come from.
-
-    2: the user's input can't be used, there is no memory left, or stdout of a command that only prints can't be
-    written, in one message; 130: Ctrl-C, without a message; 1: a failure, with a traceback.
+    explain: adds to a message about bad input where the values come from.
+    Other exit codes: 2 with one message if the user's input can't be used, memory ran out, or a command that only
+    prints
+    can't write stdout; 130 without a message on Ctrl-C; 1 with a traceback on a failure.
     """
     try:
         _handle_interrupts(_raise_interrupt)
         try:
             code = main() or 0
-        except SystemExit as leaving:  # of --help, or of a command that this one runs
+        except SystemExit as leaving:  # from --help, or from a command run by this one
             if leaving.code not in (None, 0):
                 raise
             code = 0
@@ -136,7 +137,7 @@ def exit_with(
     except KeyboardInterrupt:
         exit_for_interrupt()
     except Exception as error:
-        if "torch" in sys.modules:  # else it can't be, and importing it takes seconds
+        if "torch" in sys.modules:  # without torch these errors can't occur, and importing it takes seconds
             from llava_ds.runtime.determinism import about_nondeterministic
             from llava_ds.runtime.device_memory import is_out_of_memory, without_memory
 
@@ -148,8 +149,10 @@ def exit_with(
 
 
 def exit_for_interrupt() -> NoReturn:
-    """End the child processes, then this one at once: the interpreter's own exit would wait for threads, and print
-    their errors after Ctrl-C."""
+    """End the child processes, then this one at once.
+
+    The interpreter's own exit would wait for threads, and print their errors after Ctrl-C.
+    """
     import psutil
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -163,9 +166,9 @@ def exit_for_interrupt() -> NoReturn:
 
 
 def _handle_interrupts(interrupt: Callable[[], NoReturn]) -> None:
-    """Let Ctrl-C call `interrupt` in this process alone, once; a second one ends it at once.
+    """Call `interrupt` on the first Ctrl-C, in this process only; exit at once on the second.
 
-    Forked workers ignore it: the terminal sends it to all, and this process ends them.
+    Forked workers ignore Ctrl-C: the terminal sends it to all, and this process ends them.
     """
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a script
         return
@@ -181,7 +184,7 @@ def _handle_interrupts(interrupt: Callable[[], NoReturn]) -> None:
         interrupt()
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: object) -> None:
-        if issubclass(kind, KeyboardInterrupt):  # while exit_with printed an error
+        if issubclass(kind, KeyboardInterrupt):  # while exit_with was printing an error
             exit_for_interrupt()
         sys.__excepthook__(kind, error, trace)
 

@@ -1,6 +1,6 @@
-"""--deterministic: kernels on GPUs that give the same bits whenever they are given the same numbers.
+"""--deterministic: GPU kernels that return the same bits for the same inputs.
 
-Without it, backward of attention and of gathers adds up in the order in which blocks of threads happen to finish.
+Without it, the backward of attention and of gathers adds in the order in which thread blocks happen to finish.
 """
 
 import os
@@ -11,15 +11,16 @@ import torch
 
 from llava_ds.constants import ConfigError
 
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS chooses by it when it makes its workspace, at the first product
-WORKSPACES = (":4096:8", ":16:8")  # with which it computes alike each time (cuBLAS documentation, 2.1.4)
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read by cuBLAS when it creates its workspace, at the first matrix product
+WORKSPACES = (":4096:8", ":16:8")  # the settings with reproducible results (cuBLAS documentation, 2.1.4)
 
 
 def use_deterministic_kernels(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set all that torch, cuBLAS and cuDNN ask, before CUDA's first use. Raises ConfigError for another workspace.
+    """Make torch, cuBLAS and cuDNN deterministic; call it before CUDA's first use.
 
-    SDPA's and torch's varlen kernels then take their deterministic backward, and an operation without one raises.
-    flash-attn is asked for its own (model/attention.py).
+    SDPA's and torch's varlen kernels then take their deterministic backward; an operation without one raises.
+    flash-attn has its own switch (model/attention.py).
+    Raises ConfigError if the user set another cuBLAS workspace.
     """
     if environment.setdefault(WORKSPACE, WORKSPACES[0]) not in WORKSPACES:
         raise ConfigError(
@@ -27,12 +28,12 @@ def use_deterministic_kernels(environment: MutableMapping[str, str] = os.environ
             "unset it"
         )
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads such memory here
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads uninitialized memory
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
 
 
 def about_nondeterministic(error: BaseException) -> str | None:
-    """The message for an operation that --deterministic refuses; None for other errors."""
+    """Return the message for an operation that --deterministic refuses; None for other errors."""
     found = re.search(r"^(\S+) does not have a deterministic implementation", str(error), re.MULTILINE)
     if not isinstance(error, RuntimeError) or found is None:
         return None

@@ -1,4 +1,4 @@
-"""Running out of memory in all its forms, and the use of a device's memory in words."""
+"""Recognising out-of-memory errors, and describing the use of a device's memory."""
 
 import contextlib
 import errno
@@ -7,16 +7,16 @@ import re
 import torch
 
 GB = 10**9
-NEARLY_FULL = 512 * 10**6  # bytes free, with which libraries can't make their workspaces
-# The errors that CUDA, its libraries, NCCL, Triton and torch's allocator for the CPU have for it.
+NEARLY_FULL = 512 * 10**6  # bytes free, too few for libraries' workspaces
+# Out-of-memory messages of CUDA, its libraries, NCCL, Triton and torch's CPU allocator.
 SURE = re.compile(
     r"(CUDA|HIP|Cuda|NCCL|nccl|Triton)\b.*out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY"
     r"|(CUBLAS|CUBLASLT|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_\w*ALLOC(ATION)?_FAILED"
     r"|Failed to (CUDA|Cuda|cuda) (host )?(malloc|calloc|alloc)"
-    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory",  # the last: of the system
+    r"|DefaultCPUAllocator: (can't allocate|not enough) memory|Cannot allocate memory",  # the last: from the system
     re.DOTALL,
 )
-# What they say of a device without room, too, but not of that alone.
+# Messages that a full device causes, but other faults may cause as well.
 LIKELY = re.compile(
     r"CUBLAS_STATUS_NOT_INITIALIZED|CUDNN_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR"
     r"|ncclUnhandledCudaError|unhandled cuda error"
@@ -24,13 +24,13 @@ LIKELY = re.compile(
 
 
 def is_out_of_memory(error: BaseException | None, device: torch.device | None = None) -> bool:
-    """True if an error, or one that it was raised from, means that no memory was left.
+    """Return True if an error, or the error that caused it, means that memory ran out.
 
-    device: where to look whether there is room, for errors that may mean something else; None: torch's current one.
+    device: checked for free memory if the error is ambiguous; None: torch's current device.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, OSError):  # a process or a mapping that the system had no memory for
+    if isinstance(error, OSError):  # the system had no memory for a process or a mapping
         return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return False
@@ -66,14 +66,14 @@ def in_use(device: torch.device) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The line of an error that says what could not be had: its first one, or the one that names memory."""
+    """Return the most telling line of an error: the one that mentions memory, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     named = [line for line in lines if SURE.search(line) or "out of memory" in line]
     return named[0] if named else lines[0]
 
 
 def without_memory(error: BaseException) -> str:
-    """The message of a command that ran out of memory where nothing more is known."""
+    """Return the message of a command that ran out of memory, if nothing more is known."""
     device = torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
     return (
         f"out of memory on {device}\n  {in_use(device)}: {first_line(error)}\n  nvidia-smi and top show what else "

@@ -1,9 +1,9 @@
-"""The vendors' figures of GPUs: what MFU is measured against, and what the estimate of speed starts from.
+"""The vendors' figures of GPUs, for MFU and for the estimate of speed.
 
-One table for both. Source, unless a comment beside a line names another: NVIDIA's data sheets and architecture
-whitepapers (B200: HGX B200; Hopper: H100, H200, H20; Ampere: A100, A800, A30, A40, A10, RTX A6000, GA102; Ada: L4, L40,
-L40S, RTX 6000 Ada, AD102; RTX Blackwell; Volta: V100; Turing: T4). Tensor-core figures are dense (a data sheet that
-gives them "with sparsity" gives twice as much) and summed in fp32, of which GeForce cards do half as many.
+Source, unless a comment on the line names another: NVIDIA's data sheets and architecture whitepapers (B200: HGX B200;
+Hopper: H100, H200, H20; Ampere: A100, A800, A30, A40, A10, RTX A6000, GA102; Ada: L4, L40, L40S, RTX 6000 Ada, AD102;
+RTX Blackwell; Volta: V100; Turing: T4). Tensor-core figures are dense (a data sheet's "with sparsity" figure is twice
+as much) with fp32 accumulation; GeForce cards do half as many with it.
 """
 
 import re
@@ -16,13 +16,14 @@ PCIE3, PCIE4, PCIE5 = 16.0, 32.0, 64.0  # GB/s of 16 lanes, one way
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its name in --gpu, and pattern, which matches all of the name that torch reports after "NVIDIA ".
+    """A GPU, by its name in --gpu.
 
-    half: TFLOP/s in bf16, or in fp16 where it has no bf16; tf32: None where it has none; fp32: without tensor cores;
-    memory: GB; bandwidth: of the memory, GB/s; link: GB/s of NVLink one way to all GPUs of the node together, None for
-    PCIe (also where bridges join two cards only); pcie: GB/s one way to the CPU; matmul: the share of half that the
-    fastest products of matrices were measured to reach, None if unknown; network: Gbit/s of all network cards of a node
-    of eight as the vendor builds it, None where there is no such node.
+    pattern: matches the whole name that torch reports after "NVIDIA "; half: TFLOP/s in bf16, or fp16 without bf16;
+    tf32: TFLOP/s, None without TF32; fp32: TFLOP/s without tensor cores; memory: GB; bandwidth: GB/s of the memory;
+    link: GB/s of NVLink, one way, to all GPUs of the node together, None for PCIe (also if bridges join two cards
+    only);
+    pcie: GB/s one way to the CPU; matmul: measured fraction of half that the fastest matrix products reach, None if
+    unknown; network: Gbit/s of all network cards of the vendor's 8-GPU node, None if it sells no such node.
     """
 
     name: str
@@ -39,13 +40,13 @@ class Gpu:
 
 
 # matmul: Bekman, Machine Learning Engineering, "Maximum Achievable Matmul FLOPS comparison table" (bf16).
-# In the order in which patterns are tried.
+# Patterns are tried in this order.
 GPUS = (
     Gpu("b200", r"(GB200|B200).*", 2250, 1125, 75, 180, 8000, 900, PCIE5, 0.776, 3200),
     Gpu("h100-pcie", r"(H100|H800) PCIe.*", 756, 378, 51.2, 80, 2039, None, PCIE5),
     Gpu("h100-nvl", r"H100 NVL.*", 835, 417.5, 60, 94, 3938, None, PCIE5),
     Gpu("h200-nvl", r"H200 NVL.*", 835.5, 418, 60, 141, 4800, None, PCIE5),
-    Gpu("gh200", r"GH200.*", 989.4, 494.7, 66.9, 96, 4000, None, 450, 0.83),  # the CPU over NVLink-C2C
+    Gpu("gh200", r"GH200.*", 989.4, 494.7, 66.9, 96, 4000, None, 450, 0.83),  # pcie: the CPU is connected by NVLink-C2C
     Gpu("h200", r"H200.*", 989.4, 494.7, 66.9, 141, 4800, 450, PCIE5, 0.803, 3200),
     Gpu("h800", r"H800.*", 989.4, 494.7, 66.9, 80, 3350, 200, PCIE5, None, 3200),
     Gpu("h100", r"H100.*", 989.4, 494.7, 66.9, 80, 3350, 450, PCIE5, 0.803, 3200),
@@ -73,15 +74,15 @@ GPUS = (
 
 
 def gpu_of_device(name: str) -> Gpu | None:
-    """The GPU that torch reports under this name; None if it is not in the table, or a part of one (MIG)."""
+    """Return the GPU that torch reports under this name; None if it is not in the table, or is a MIG slice."""
     if " MIG " in name:
-        return None  # whose figures nobody publishes
+        return None  # nobody publishes figures of MIG slices
     bare = name.removeprefix("NVIDIA ")
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, bare)), None)
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of --gpu. Raises ConfigError with the names."""
+    """Return the GPU named by --gpu. Raises ConfigError listing the names."""
     found = {gpu.name: gpu for gpu in GPUS}.get(name.lower())
     if found is None:
         raise ConfigError(f"--gpu {name} is unknown: choose from {', '.join(sorted(gpu.name for gpu in GPUS))}")

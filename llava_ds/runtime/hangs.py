@@ -1,4 +1,4 @@
-"""Diagnosis from the ranks' heartbeats: who is behind when nothing progresses, and who slows the others down."""
+"""Diagnosis from the ranks' heartbeats: which rank is late when nothing progresses, and which slows the others down."""
 
 import statistics
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from llava_ds.runtime.heartbeat import Beat
 from llava_ds.runtime.ranks import format_ranks
 
-SLOW_FACTOR = 1.5  # times the others' work, in the same steps
-LEAST_BUSY = 0.5  # of its time: a rank that waits for more than half of it slows nobody down
+SLOW_FACTOR = 1.5  # ratio of its working time to the others', in the same steps
+LEAST_BUSY = 0.5  # fraction of its time: a rank that waits for more than half of it slows nobody down
 
 
 @dataclass(frozen=True)
 class Known:
-    """A rank, as this one knows it. silent_s: since its last beat; state: of its process, "" for a normal one."""
+    """The last known state of a rank. silent_s: since its last beat; state: of its process, "" if normal."""
 
     beat: Beat
     host: str
@@ -35,11 +35,10 @@ class Known:
 
 
 def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]:
-    """The ranks that the others wait for, and the evidence.
+    """Return the ranks that the others wait for, and the evidence.
 
-    Those that give no sign of life; else those in the earliest phase or step, if others are further; else those whose
-    main thread neither waits nor queues work for its GPU, if others' do; else those that queue, if others wait. None
-    where all wait alike.
+    In this order: ranks without a sign of life; ranks in an earlier phase or step than others; ranks whose main thread
+    neither waits nor queues GPU work, unlike others'; ranks that queue, if others wait. Empty if all ranks wait alike.
     """
     silent = [each for each in known if each.silent_s > silent_after_s and each.beat.phase != "done"]
     if silent:
@@ -56,9 +55,9 @@ def behind(known: list[Known], silent_after_s: float) -> tuple[list[Known], str]
 
 
 def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str]) -> str:
-    """The message when no rank progresses: who is behind and what it works on, and where the others are.
+    """Return the message when no rank progresses: the late ranks, their work, and the state of the others.
 
-    samples: the text about the samples of a rank, by rank.
+    samples: text about a rank's samples, by rank.
     """
     late, how = behind(known, silent_after_s)
     lines = [] if late else [f"the run stands still, and no rank is behind: {how}"]
@@ -83,7 +82,7 @@ def standstill(known: list[Known], silent_after_s: float, samples: dict[int, str
 
 
 def place(beat: Beat) -> str:
-    """The place of a rank in the run, in words."""
+    """Describe a rank's position in the run."""
     return {
         "start": "in its start",
         "step": f"in step {beat.step:,}",
@@ -95,9 +94,9 @@ def place(beat: Beat) -> str:
 
 
 def stragglers(busy: dict[int, tuple[float, float]]) -> list[tuple[int, float, float, float]]:
-    """The ranks that the others always wait for: (rank, its busy part, the others' median, factor between them).
+    """Find the ranks that the others always wait for: (rank, its busy fraction, the others' median, ratio of the two).
 
-    busy: for every rank, the seconds in which its main thread was in no collective, and all seconds of the same steps.
+    busy: for every rank, the seconds its main thread spent outside collectives, and all seconds of the same steps.
     """
     parts = {rank: at_work / seconds for rank, (at_work, seconds) in busy.items() if seconds > 0}
     found = []

@@ -1,12 +1,11 @@
-"""Heartbeats: every rank sends its place and its time there to others, also while its main thread hangs.
+"""Heartbeats: every rank sends its position in the run to others, even while its main thread hangs.
 
-By UDP, a packet a second: it needs no collective and no server, so that no rank's end silences the others. A packet
-carries a secret of this run, and is read as JSON: no other packets count.
-
-Up to MOST_IN_A_MESH ranks, all hear all. With more, that would be a quarter of a million packets a second at 512: there
-a rank sends to its machine's ranks and to WATCHERS watchers, which hear everybody and send to everybody. Each of them
-can judge the run alone, and where none is left, every other rank does. There is no relay whose end would lose beats.
-How a rank ends the run goes to all, always.
+Sent by UDP, one packet a second: no collective and no server, so that a rank's end never silences the others. A packet
+is JSON and carries this run's secret; other packets are ignored.
+Up to MOST_IN_A_MESH ranks, every rank hears all. With 512 ranks that would be a quarter of a million packets a second:
+beyond the limit a rank sends to the ranks of its machine and to WATCHERS watchers, which exchange beats with everybody.
+Each watcher can judge the run alone; if none is left, every rank judges. No relay exists whose end would lose beats.
+A beat that ends the run always goes to all ranks.
 """
 
 import contextlib
@@ -23,11 +22,11 @@ from pathlib import Path
 from llava_ds.runtime.processes import process_namespace
 from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
-MOST_BYTES = 1400  # of a packet, below what Ethernet carries in one piece
+MOST_BYTES = 1400  # of a packet: fits into one Ethernet frame
 MOST_PACKETS = 4096  # read at once: flooding the port does not keep the thread busy
-RECEIVE_BYTES = 4 * 2**20  # asked for; the kernel's default holds 256 packets, and net.core.rmem_max may be no more
-MOST_IN_A_MESH = 64  # ranks that all hear all
-WATCHERS = 4  # ranks that hear all where there are more
+RECEIVE_BYTES = 4 * 2**20  # requested; the kernel's default holds 256 packets, and net.core.rmem_max may not allow more
+MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears all
+WATCHERS = 4  # ranks that hear all, in larger runs
 INTERVAL_S = 1.0  # between two beats of a rank
 
 PHASES = ("start", "step", "evaluation", "save", "export", "done")
@@ -37,12 +36,15 @@ PHASES = ("start", "step", "evaluation", "save", "export", "done")
 class Beat:
     """The state of a rank.
 
-    phase: one of PHASES; step: the current or the last one; seconds: in this phase and step, or in other phases than
-    steps since the last progress; limit: of these seconds, or None; where: the innermost line of the main thread;
-    waits: whether that is in a collective, or in a reading of the device; busy_s: of step_s seconds in steps so far,
-    those in which it did not wait; ends: why it ends the run, if it does; hangs: whether because nothing progresses;
-    speaker: the rank that prints it then; leaves: whether on a request; queues: whether it queues work for a GPU, whose
-    queue may be full.
+    phase: one of PHASES; step: the current or last one; seconds: time in this phase and step, or since the last
+    progress
+    in phases other than step; limit: of these seconds, or None; where: innermost line of the main thread; waits: True
+    if
+    that line is in a collective or reads from the device; step_s: seconds in steps so far; busy_s: part of step_s
+    without
+    waiting; ends: reason for ending the run, None if it doesn't; hangs: True if it ends because nothing progresses;
+    leaves: True if it ends on request; queues: True if it queues GPU work, whose queue may be full; speaker: rank that
+    prints the end.
     """
 
     rank: int
@@ -67,7 +69,7 @@ class Beat:
         return last, PHASES.index(self.phase)
 
     def encoded(self, secret: str) -> bytes:
-        """The packet, with texts cut where it is too long."""
+        """Encode the beat as a packet; texts are shortened if it is too long."""
         texts = (self.where[:200], self.ends and self.ends[:600])
         packet = json.dumps([secret, *dataclasses.astuple(dataclasses.replace(self, where=texts[0], ends=texts[1]))])
         if len(packet) <= MOST_BYTES:
@@ -77,7 +79,7 @@ class Beat:
 
 
 def decoded(packet: bytes, secret: str) -> Beat | None:
-    """The beat in a packet; None for anything else that came to the port."""
+    """Decode a packet into its beat; None for anything else that came to the port."""
     try:
         key, *values = json.loads(packet)
         if not isinstance(key, str) or not secrets.compare_digest(key.encode(), secret.encode()):
@@ -97,16 +99,16 @@ class Peer:
     pid: int
     address: tuple
     family: int
-    namespace: str  # of its process numbers: the same where both see the same processes
+    namespace: str  # PID namespace: the same if both see the same processes
 
     @property
     def is_here(self) -> bool:
-        """True if its process can be seen from this one."""
+        """True if its process is visible from this one."""
         return self.namespace != "" and self.namespace == process_namespace()
 
 
 def watchers(world_size: int) -> frozenset[int]:
-    """The ranks that hear all: evenly spaced, so that they are on different machines. Rank 0 is one of them."""
+    """Return the ranks that hear all: evenly spaced, so on different machines. Rank 0 is one of them."""
     count = world_size if world_size <= MOST_IN_A_MESH else WATCHERS
     return frozenset(i * world_size // count for i in range(count))
 
@@ -114,25 +116,25 @@ def watchers(world_size: int) -> frozenset[int]:
 class Peers:
     """The other ranks: sends to them, receives from them, and notices when their processes are gone.
 
-    watchers: the ranks that hear all; heard_ranks: the ranks whose beats reach this one, and itself.
+    watchers: the ranks that hear all; heard_ranks: this rank and the ranks whose beats reach it.
     """
 
     interval_s = INTERVAL_S
 
     def __init__(self, ranks: Ranks) -> None:
-        """All ranks construct it together."""
+        """Collective: all ranks construct it together."""
         self.rank, self.world_size = ranks.rank, ranks.world_size
         family, own = _own_address(ranks)
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((own, 0))
         self._socket.setblocking(False)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)  # cut to net.core.rmem_max
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)  # limited to net.core.rmem_max
         mine = Peer(socket.gethostname(), os.getpid(), self._socket.getsockname(), int(family), process_namespace())
         everyone = gather((mine, secrets.token_hex(16)), ranks)
         self.secret = everyone[0][1]
         self.all = [peer for peer, _ in everyone]
         self.watchers = watchers(self.world_size)
-        # Each begins with the rank behind it: ranks that send at once don't all send to rank 0 first.
+        # Each rank sends first to the next rank: if all send at once, they don't all send to rank 0 first.
         others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self._others, listeners = others, self.listeners_of(self.rank)
         self._listeners = [rank for rank in others if rank in listeners]
@@ -140,7 +142,7 @@ class Peers:
         self._processes: dict[int, int] = {}  # by their descriptors, which become readable when the process is gone
         for rank, peer in enumerate(self.all):
             if rank != ranks.rank and peer.is_here and hasattr(os, "pidfd_open"):
-                with contextlib.suppress(OSError):  # an old kernel, or one that only looks like Linux
+                with contextlib.suppress(OSError):  # an old kernel, or a system that only resembles Linux
                     self._processes[os.pidfd_open(peer.pid)] = rank
         self._probes: dict[int, socket.socket] = {}
         self._refusals: dict[int, tuple[int, int]] = {}
@@ -152,19 +154,21 @@ class Peers:
 
     @property
     def first_send_s(self) -> float:
-        """Seconds until the first regular beat, another part of the interval on each rank: a burst would be lost."""
+        """Seconds until the first regular beat, different on each rank: a burst of packets would be lost."""
         return self.interval_s * (self.rank + 1) / self.world_size
 
     def send(self, beat: Beat) -> None:
-        """Send to the ranks that hear this one, and to all how it ends the run. A packet that can't be sent is lost:
-        the next one follows."""
+        """Send to the ranks that hear this one; a beat that ends the run goes to all.
+
+        A packet that can't be sent is dropped: the next one follows.
+        """
         packet = beat.encoded(self.secret)
         for rank in self._listeners if beat.ends is None else self._others:
             with contextlib.suppress(OSError):
                 self._socket.sendto(packet, self.all[rank].address)
 
     def heard(self) -> list[Beat]:
-        """All beats since the last call, in their order."""
+        """Return all beats since the last call, in order."""
         beats = []
         for _ in range(MOST_PACKETS):
             try:
@@ -172,19 +176,22 @@ class Peers:
             except BlockingIOError:
                 break
             except OSError:
-                continue  # a refusal of an earlier packet
+                continue  # an earlier packet was refused
         return [beat for beat in beats if beat is not None and 0 <= beat.rank < self.world_size]
 
     def listeners_of(self, rank: int) -> frozenset[int]:
-        """The ranks that hear a rank, and so notice that it is silent or gone."""
+        """Return the ranks that hear a rank, and so notice when it is silent or gone."""
         if rank in self.watchers:
             return frozenset(range(self.world_size))
         here = (other for other, peer in enumerate(self.all) if peer.host == self.all[rank].host)
         return self.watchers.union(here)
 
     def wait(self, seconds: float) -> list[int]:
-        """Wait until the time is over, beats have come, or a process of this machine is gone. Returns the ranks that
-        are gone, once. Call heard() after it, or beats are lost when the socket is full."""
+        """Wait for the timeout, for beats, or for the end of a process on this machine.
+
+        Returns the ranks that are gone, each once. Call heard() afterwards, or beats are lost when the socket's buffer
+        fills.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         for descriptor in self._processes:
@@ -218,13 +225,13 @@ class Peers:
         return refused, unreachable
 
     def is_back(self, rank: int) -> None:
-        """Forget the answers about a rank that was heard."""
+        """Forget the answers about a rank that was heard again."""
         self._refusals.pop(rank, None)
         if probe := self._probes.pop(rank, None):
             probe.close()
 
     def process_state(self, rank: int) -> str:
-        """The kernel's state of a process on this machine: "stopped", "waiting for a disk", or "" for all else."""
+        """Return the kernel's state of a process on this machine: "stopped", "waiting for a disk", or "" otherwise."""
         peer = self.all[rank]
         try:
             status = Path(f"/proc/{peer.pid}/stat").read_text() if peer.is_here else ""
@@ -242,12 +249,12 @@ class Peers:
 
 
 def _own_address(ranks: Ranks) -> tuple[socket.AddressFamily, str]:
-    """The address at which the others reach this rank: 127.0.0.1 if all are on this machine. All call it together."""
+    """Return this rank's address for the others; 127.0.0.1 if all are on this machine. Collective."""
     loopback = (socket.AF_INET, "127.0.0.1")
     if local_ranks() >= ranks.world_size:
         return loopback
     own = _towards(os.environ["MASTER_ADDR"]) or loopback
-    # Rank 0's machine may resolve its own name to 127.0.1.1: the route to any other machine gives the address there.
+    # Rank 0's machine may resolve its own name to 127.0.1.1: the route to any other machine gives its real address.
     others = [address for _, address in gather(own, ranks) if not _is_loopback(address)]
     return (_towards(others[-1]) or own) if others and _is_loopback(own[1]) else own
 

@@ -1,4 +1,4 @@
-"""Launchers' variables: those of srun and mpirun, by the names of deepspeed's launcher and torchrun."""
+"""Launchers' variables: translates those of srun and mpirun to the names of deepspeed's launcher and torchrun."""
 
 import contextlib
 import random
@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from llava_ds.constants import ConfigError, in_short
 
 TORCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# The numbers among them and beside them, and the smallest value of each.
+# The launchers' numeric variables, with the smallest value of each.
 RANK_NUMBERS = {
     "RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": 1,
 }  # fmt: skip
 LARGEST = {"MASTER_PORT": 65535}
 DEFAULT_PORT = 29500  # deepspeed's and torchrun's
-# The names of srun and of Open MPI's mpirun for them.
+# The same variables under srun and under Open MPI's mpirun.
 SRUN = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
 OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -28,11 +28,12 @@ SCONTROL_S = 30.0
 
 
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
-    """The variables of this process's rank that its launcher left unset, and a line to print or None.
+    """Return the variables of this rank that its launcher left unset, and a line to print or None.
 
-    Knows deepspeed and torchrun (which set all), srun and Open MPI's mpirun; without a launcher, the process is a group
-    of one. The user's MASTER_ADDR and MASTER_PORT are not changed.
-    Raises ConfigError for launchers that set too few variables.
+    Supports deepspeed and torchrun (they set all), srun and Open MPI's mpirun; without a launcher, the process is the
+    only
+    rank. The user's MASTER_ADDR and MASTER_PORT are kept.
+    Raises ConfigError if the launcher sets too few variables.
     """
     if "RANK" in environ:
         missing = [name for name in TORCH_VARIABLES if name not in environ]
@@ -58,10 +59,11 @@ def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], str | No
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError, with a line for each, where variables of a rank contradict each other or are malformed.
+    """Raise ConfigError, one line each, for rank variables that are malformed or contradict each other.
 
-    Every one that is set has to be well-formed, because libraries read them too. RANK, or its name in another launcher,
-    makes a process a rank.
+    Every variable that is set has to be well-formed, because libraries read them as well. A process is a rank if RANK
+    is
+    set, under torch's name or another launcher's.
     """
     problems, numbers, names = [], {}, _names(environ)
     own_name = {name: name if name in environ else names.get(name, name) for name in RANK_NUMBERS}
@@ -90,7 +92,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The launcher's names of the variables, where it does not set RANK itself. Empty for none."""
+    """Return the launcher's names of the variables if it does not set RANK itself; empty without a launcher."""
     if "RANK" not in environ:
         for names in (SRUN, OPEN_MPI):
             if _number(environ, names["WORLD_SIZE"]) > 1:
@@ -99,16 +101,16 @@ def _names(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _from_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one task of a job step. Source: srun(1), "Output environment variables"."""
+    """Return the variables of one task of a job step. Source: srun(1), "Output environment variables"."""
     found = _renamed(environ, SRUN, "srun")
-    # Task 0 runs on the first node of the step, unless srun was given a distribution of the user's own.
+    # Task 0 runs on the step's first node, unless the user gave srun another distribution.
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes is None and "MASTER_ADDR" not in environ:
         raise ConfigError(
             "neither SLURM_STEP_NODELIST nor MASTER_ADDR is set: export MASTER_ADDR, the first node's name"
         )
     here = tasks_on(_number(environ, "SLURM_NODEID", least=0), environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    # Jobs that share a node get ports of their own, below those that Linux gives to outgoing connections.
+    # Jobs that share a node get different ports, below those that Linux gives to outgoing connections.
     number = 31 * _number(environ, "SLURM_JOB_ID", least=0) + _number(environ, "SLURM_STEP_ID", least=0)
     return {
         **found,
@@ -129,7 +131,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str) -> dict[str, str]:
-    """A launcher's variables under torch's names. Raises ConfigError where one is missing."""
+    """Return a launcher's variables under torch's names. Raises ConfigError if one is missing."""
     missing = [theirs for theirs in names.values() if theirs not in environ]
     if missing:
         raise ConfigError(
@@ -139,7 +141,7 @@ def _renamed(environ: Mapping[str, str], names: Mapping[str, str], launcher: str
 
 
 def _note_of_one(environ: Mapping[str, str]) -> str | None:
-    """A line for a user who reserved more in Slurm than this one process uses; None for others."""
+    """Return a line for a user who reserved more in Slurm than this one process uses; None otherwise."""
     reserved = {name: _number(environ, name) for name in ("SLURM_NTASKS", "SLURM_NNODES")}
     name = max(reserved, key=reserved.get)
     if reserved[name] == 1:
@@ -150,9 +152,9 @@ def _note_of_one(environ: Mapping[str, str]) -> str | None:
 
 
 def first_node(text: str) -> str:
-    """The first name in one of Slurm's node lists, gpu03 of gpu[03-04,07],login1, as scontrol expands it.
+    """Return the first name of one of Slurm's node lists, as scontrol expands it: gpu03 for gpu[03-04,07],login1.
 
-    Raises ConfigError where scontrol can't, or is missing, as in some containers.
+    Raises ConfigError if scontrol fails, or is missing, as in some containers.
     """
     if re.fullmatch(r"[\w.-]+", text):
         return text
@@ -170,7 +172,7 @@ def first_node(text: str) -> str:
 
 
 def tasks_on(node: int, text: str) -> int:
-    """The number of tasks on a node of the step, from Slurm's list of all: 4(x2),3 is 4, 4, 3."""
+    """Return the number of tasks on a node of the step, from Slurm's list: 4(x2),3 means 4, 4, 3."""
     parts = [re.fullmatch(r"([1-9]\d{0,8})(?:\(x([1-9]\d{0,8})\))?", part, re.ASCII) for part in text.split(",")]
     if None in parts:
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE is {in_short(text)!r}: expected numbers like 4(x2),3")
@@ -182,8 +184,10 @@ def tasks_on(node: int, text: str) -> int:
 
 
 def free_port() -> int:
-    """A free port of the loopback interface, below those that the kernel gives to outgoing connections, one of which
-    might take it before it is used."""
+    """Return a free port of the loopback interface, below those that the kernel gives to outgoing connections.
+
+    An outgoing connection might take a higher port before it is used.
+    """
     for port in random.SystemRandom().sample(range(15_000, 32_768), 100):
         with contextlib.suppress(OSError), socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
@@ -192,7 +196,7 @@ def free_port() -> int:
 
 
 def is_loopback_name(host: str) -> bool:
-    """True if a machine's own name leads to no address that another machine could reach."""
+    """Return True if a machine's own name resolves to no address that another machine could reach."""
     try:
         found = socket.getaddrinfo(host, None)
     except OSError:
@@ -201,7 +205,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:
-    """A variable's whole number, or its smallest value where it is not set."""
+    """Return a variable's whole number, or `least` if it is not set."""
     text = environ.get(name, str(least))
     if (number := _parsed(text)) is None:
         raise ConfigError(f"{name} is {in_short(text)!r}: expected a whole number")
@@ -209,5 +213,5 @@ def _number(environ: Mapping[str, str], name: str, least: int = 1) -> int:
 
 
 def _parsed(text: str) -> int | None:
-    """The whole number in a text of at most 20 digits, else None."""
+    """Parse a whole number of at most 20 digits; None for other text."""
     return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None

@@ -1,4 +1,4 @@
-"""The main thread as the watchdog's thread sees it: its place, its progress, and the stacks of all threads."""
+"""The main thread seen from the watchdog's thread: its line, its progress, and the stacks of all threads."""
 
 import contextlib
 import faulthandler
@@ -17,16 +17,16 @@ from llava_ds.runtime.output import printable
 from llava_ds.runtime.redact import redact
 from llava_ds.runtime.waiting import QUEUE, waits_for
 
-OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"  # this package, beside the script that is run
+OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"  # this package; the script that is run counts as well
 WRITING_S = 10.0  # for stacks and messages: the disk may be what hangs
-LEAST_CPU = 0.05  # of a core: the watchdog itself uses less
-LEAST_BYTES = 1_000_000  # read or written between two looks: likewise
+LEAST_CPU = 0.05  # fraction of a core: the watchdog itself uses less
+LEAST_BYTES = 1_000_000  # read or written between two looks: the watchdog itself uses less
 
 
 class Activity:
-    """Use of processor time and of files by this process and those that it started.
+    """Processor time and file traffic of this process and its children.
 
-    on_gpu: then this process's own processor time is none, for CUDA and NCCL spin while they wait.
+    on_gpu: ignore this process's own processor time, because CUDA and NCCL spin while they wait.
     """
 
     def __init__(self, on_gpu: bool = False) -> None:
@@ -34,9 +34,10 @@ class Activity:
         self._before = self._used()
 
     def goes_on(self, elapsed_s: float) -> bool:
-        """True if more was used since the last call, elapsed_s ago, than a process uses that only waits.
+        """Return True if more was used since the last call, elapsed_s ago, than a waiting process uses.
 
-        Such a process makes progress, though its main thread stays at one line: in a long call, or waiting for workers.
+        Then the process makes progress although its main thread stays at one line: in a long call, or waiting for
+        workers.
         """
         now = self._used()
         cpu_s, size = (new - old for new, old in zip(now, self._before))
@@ -47,7 +48,7 @@ class Activity:
         cpu_s, size = 0.0, 0
         with contextlib.suppress(psutil.Error):
             for process in (self._process, *self._process.children(recursive=True)):
-                with contextlib.suppress(psutil.Error, OSError, AttributeError):  # gone, or not counted here
+                with contextlib.suppress(psutil.Error, OSError, AttributeError):  # it ended, or is not counted here
                     if not (self._on_gpu and process is self._process):
                         times = process.cpu_times()
                         cpu_s += times.user + times.system
@@ -59,8 +60,8 @@ class Activity:
 class Sight(NamedTuple):
     """A thread at one moment.
 
-    where: its innermost line, and the line of this package above it; waits: whether it is in a collective, or marked as
-    waiting; queues: whether it is queuing work for the device; key: changes when it makes progress.
+    where: its innermost line, and the innermost line of this package; waits: True if it is in a collective or marked as
+    waiting; queues: True if it is queuing work for the device; key: changes when it makes progress.
     """
 
     where: str = ""
@@ -70,7 +71,7 @@ class Sight(NamedTuple):
 
 
 def look_at(frame: FrameType | None, thread: threading.Thread) -> Sight:
-    """Look at a thread, of which this is the frame."""
+    """Look at a thread, given its frame."""
     if frame is None:
         return Sight()
     mark = waits_for(thread)
@@ -83,7 +84,7 @@ def look_at(frame: FrameType | None, thread: threading.Thread) -> Sight:
         frame = frame.f_back
     file = innermost.f_code.co_filename
     in_collective = f"torch{os.sep}distributed{os.sep}" in file or (
-        # DeepSpeed waits for what it began in methods of this name.
+        # DeepSpeed waits for its asynchronous work in methods of this name.
         f"{os.sep}deepspeed{os.sep}" in file and innermost.f_code.co_name == "wait"
     )
     lines = [_line(each) for each in (own, innermost) if each is not None]
@@ -98,7 +99,7 @@ def _line(frame: FrameType) -> str:
 
 
 def within(seconds: float, write: Callable[[], None]) -> None:
-    """Call `write`, but wait no longer than this: the disk that it writes to may be what hangs."""
+    """Call `write`, but wait at most `seconds`: the disk that it writes to may be what hangs."""
 
     def quietly() -> None:
         with contextlib.suppress(OSError, ValueError, IndexError, StopIteration, KeyError):
@@ -110,15 +111,15 @@ def within(seconds: float, write: Callable[[], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print to stderr, past the buffers that a main thread may hold locked."""
+    """Print to stderr, bypassing the buffers that a main thread may hold locked."""
     line = f"\n{printable(redact(text), keep=chr(10))}\n"  # the progress bar has not ended its line
     within(WRITING_S, lambda: os.write(2, line.encode()))
 
 
 def dump_stacks(path: Path, heading: str, name: str) -> None:
-    """Write all threads' stacks to a file under a heading; to the error stream where it can't be written.
+    """Write all threads' stacks to a file under a heading; to stderr if the file can't be written.
 
-    name: of this rank.
+    name: this rank's, for the message.
     """
 
     def write() -> None:
@@ -137,10 +138,10 @@ def dump_stacks(path: Path, heading: str, name: str) -> None:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage within the block.
+    """Disable garbage collection within the block.
 
-    Up to CPython 3.11 that may happen while a frame object of another thread is made, and may let that thread go on,
-    whose frame is then gone (see CPython's issue 106883).
+    Up to CPython 3.11, a collection while another thread's frame object is created may let that thread run on, and its
+    frame is freed (CPython issue 106883).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -153,10 +154,10 @@ def no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def older_objects_passed_over(collect: bool = True) -> Iterator[None]:
-    """Keep Python's search for cycles away from what exists by now: some 300,000 objects of libraries, which it would
-    go through again and again as new objects are made, 0.1 s each time, in forked processes too.
+    """Exclude all existing objects from garbage collection within the block.
 
-    collect: whether it goes through them once more before, for what is garbage by now stays until the end.
+    Libraries create some 300,000 objects; traversing them takes 0.1 s each time, in forked processes as well.
+    collect: collect once before, because existing garbage is otherwise kept until the end of the block.
     """
     if collect:
         gc.collect()

@@ -17,8 +17,9 @@ READER_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader; a terminal th
 class _LastingFile(io.FileIO):
     """A standard stream whose writes never raise.
 
-    When its reader is gone, later output, also of libraries and child processes, is dropped and the program continues;
-    or the program ends at its next write, as others do. Output that a full disk refuses is lost, and sets `failure`.
+    When its reader is gone, either later output (also of libraries and child processes) is dropped and the program
+    continues, or the program ends at its next write, as usual. Output that a full disk refuses is lost, and sets
+    `failure`.
     """
 
     def __init__(self, descriptor: int, ends: bool) -> None:
@@ -42,8 +43,8 @@ class _LastingFile(io.FileIO):
 def keep_streams(ends_without_reader: bool) -> None:
     """Replace stdout and stderr by streams whose writes never raise (see _LastingFile).
 
-    A closed standard descriptor becomes /dev/null first: the next file to be opened would get its number and the
-    output. ends_without_reader: whether the program is useless without a reader of stdout.
+    A closed standard descriptor is opened on /dev/null first: otherwise the next opened file gets its number, and the
+    output. ends_without_reader: True if the program is useless without a reader of stdout.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -79,53 +80,55 @@ def _lasting(stream: io.TextIOWrapper | None, descriptor: int, ends: bool) -> io
     return io.TextIOWrapper(
         io.BufferedWriter(_LastingFile(descriptor, ends)),
         encoding=getattr(stream, "encoding", "utf-8"),
-        errors="backslashreplace",  # file names may hold what no encoding has
+        errors="backslashreplace",  # file names may contain characters that the encoding lacks
         line_buffering=descriptor == 2 or os.isatty(descriptor),
     )
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text with every control character of terminals escaped, but for those to keep."""
+    """Escape every control character of the text, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def env_rank() -> int:
-    """The rank in the environment; 0 where that is no number, which command.begin refuses."""
+    """Return the rank in the environment; 0 if it is not a number (command.begin refuses that)."""
     text = os.environ.get("RANK", "0").strip()
     return int(text) if text.isdecimal() else 0
 
 
 def print_first(*lines: str) -> None:
-    """Print from rank 0 only, also before the process group exists, without control characters and secrets."""
+    """Print from rank 0 only, even before the process group exists, without control characters and secrets."""
     if lines and env_rank() == 0:
         from tqdm import tqdm
 
-        with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own beside a progress bar
+        with tqdm.external_write_mode(file=sys.stdout):  # on a line of its own, if a progress bar is shown
             print(*(printable(redact(line), keep="\n\t") for line in lines), sep="\n", flush=True)
 
 
 def exit_for_failure() -> None:
-    """Print the traceback and exit with code 1 at once: the interpreter's own exit waits for threads and connections
-    of the collectives that the other ranks are in."""
+    """Print the traceback and exit with code 1 at once.
+
+    The interpreter's own exit would wait for threads and connections of collectives that other ranks are in.
+    """
     sys.stdout.flush()
     print(redact(traceback.format_exc()), file=sys.stderr, flush=True)
     os._exit(EXIT_FAILURE)
 
 
 def exit_for_bad_input(error: Exception, program: str) -> None:
-    """Print once what is wrong with the user's input, and exit with code 2.
+    """Print the problem with the user's input once, and exit with code 2.
 
     The other ranks usually found the same: they wait for the launcher to end them, and print only if it does not.
     """
     rank = env_rank()
     if rank != 0:
-        # The first rank of another machine, whose launcher does not notice rank 0's end, prints for its machine.
+        # Another machine's launcher does not notice rank 0's end: the first rank there prints for its machine.
         time.sleep(5.0 if os.environ.get("LOCAL_RANK") == "0" else 8.0)
     where = "" if rank == 0 else f" (rank {rank})"
     message = printable(redact(str(error)), keep="\n\t")
     print(f"{program}: error{where}: {message}", file=sys.stderr, flush=True)
-    # Not sys.exit: other ranks may be in a collective, for which the interpreter's clean-up would wait.
+    # Not sys.exit: other ranks may be in a collective, and the interpreter's clean-up would wait for it.
     sys.stdout.flush()
     os._exit(EXIT_BAD_INPUT)

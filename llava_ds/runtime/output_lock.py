@@ -1,7 +1,8 @@
 """The lock on --output_dir: one run at a time writes there, on any file system that the machines share.
 
-run.lock names its holder: machine, process, start. It is created by a hard link and passed on by a rename, which are
-atomic on NFS, too. A holder on this machine is alive if its process is; one on another, while it renews the file.
+run.lock names its holder: machine, process, start time. It is created by a hard link and replaced by a rename; both
+are atomic on NFS as well. A holder on this machine is alive if its process is; one on another machine, as long as it
+renews the file.
 """
 
 import contextlib
@@ -28,13 +29,13 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_fi
 
 NAME = "run.lock"
 TICK_S, RENEWAL_S = 0.5, 5.0
-SILENT_S = 60.0  # without a renewal, by the file system's own clock, a holder on another machine is dead
-ENDING_S = 900.0  # to wait for a run that was asked to stop
-LINGERING_S = 90.0  # to wait for ranks of a dead run, whose watchdogs end them
-SAME_START_S = 5.0  # by which the start of one process may differ between two reads: clocks are set
+SILENT_S = 60.0  # without a renewal, by the file system's clock, a holder on another machine counts as dead
+ENDING_S = 900.0  # time to wait for a run that was asked to stop
+LINGERING_S = 90.0  # time to wait for the ranks of a dead run; their watchdogs end them
+SAME_START_S = 5.0  # tolerance between two reads of one process's start time: clocks are set
 MOST_BYTES = 1 << 20
 
-# Types of the fields in run.lock: anybody may have written it, and its token becomes part of a file's name.
+# Types of the fields in run.lock: anybody may have written it, and its token becomes part of a file name.
 Token = Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
 Pid = Annotated[int, Field(ge=1, lt=1 << 31)]
 Text = Annotated[str, Field(max_length=256)]
@@ -42,7 +43,7 @@ Text = Annotated[str, Field(max_length=256)]
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, distinct from a later one of its number."""
+    """A process, distinct from a later process with the same number."""
 
     host: Text
     namespace: Text  # see process_namespace
@@ -56,12 +57,12 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """True for a process of this machine's process namespace."""
+        """True for a process in this machine's PID namespace."""
         return (self.namespace or self.host) == (process_namespace() or socket.gethostname())
 
     @property
     def is_alive(self) -> bool:
-        """True if it still runs, for a process of this machine; another one of its number does not count."""
+        """True if it still runs, for a process of this machine; a later process with its number does not count."""
         with contextlib.suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.pid)
             same = abs(found.create_time() - self.started) < SAME_START_S
@@ -73,8 +74,8 @@ class Process:
 class Holder:
     """The content of run.lock.
 
-    ranks: all processes of the run, once they have joined; launcher: of rank 0, by which the others recognise it;
-    ending: whether the run was asked to stop.
+    ranks: all processes of the run, once they have joined; launcher: rank 0's, by which the other ranks recognise it;
+    ending: True if the run was asked to stop.
     """
 
     token: Token
@@ -101,7 +102,7 @@ _HOLDER = TypeAdapter(Holder)
 
 
 class OutputLock:
-    """The lock, which rank 0 holds from before the ranks join to the end of the `with` block.
+    """The lock, held by rank 0 from before the ranks join until the end of the `with` block.
 
     After a crash or a kill the file remains, and names a process that is gone.
     """
@@ -110,27 +111,28 @@ class OutputLock:
         self._is_ending: Callable[[], bool] = lambda: False
         self._path: Path | None = None
         self._holder: Holder | None = None
-        self._made: list[Path] = []  # folders, the innermost first
+        self._made: list[Path] = []  # created folders, the innermost first
         self._released = threading.Event()
-        self._writing = threading.Lock()  # of the file, and of self._holder
+        self._writing = threading.Lock()  # guards the file and self._holder
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "OutputLock":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if error is None or isinstance(error, (ConfigError, DataError)):  # else other ranks may still be writing
+        if error is None or isinstance(error, (ConfigError, DataError)):  # else other ranks may still write
             self.release()
 
     def tell_of(self, is_ending: Callable[[], bool]) -> None:
-        """Set the function that tells runs which wait for the lock whether this one was asked to stop."""
+        """Set the function that reports, to runs waiting for the lock, that this one was asked to stop."""
         self._is_ending = is_ending
 
     def take_early(self, folder: Path) -> None:
-        """Take it on rank 0 before the ranks join, if all are on this machine; the others wait for that.
+        """Take the lock on rank 0 before the ranks join, if all are on this machine; the other ranks wait for it.
 
-        Otherwise a second start with the same port would join the first one's ranks. Raises ConfigError on rank 0 when
-        another run holds it.
+        Otherwise a second start with the same port would join the first one's ranks. Raises ConfigError on rank 0 if
+        another
+        run holds the lock.
         """
         variables = {**os.environ, **rank_variables(os.environ)[0]}
         here = int(variables.get("LOCAL_SIZE") or variables.get("LOCAL_WORLD_SIZE") or 1)
@@ -143,14 +145,14 @@ class OutputLock:
                 time.sleep(TICK_S / 2)  # if rank 0 fails, the launcher ends this one
 
     def take_together(self, folder: Path, ranks: Ranks) -> None:
-        """Take it on rank 0, if it does not hold it yet, and record all ranks in it. All call it together."""
+        """Take the lock on rank 0 unless it holds it already, and record all ranks in it. Collective."""
         broadcast_from_first(ranks, lambda: self.take(folder) if self._holder is None else None)
         everyone = gather(Process.current(), ranks)
         if self._holder is not None:
             self._rewrite(ranks=tuple(everyone))
 
     def take(self, folder: Path) -> None:
-        """Take it, or raise ConfigError with the name of its holder. Creates the folder."""
+        """Take the lock, or raise ConfigError naming its holder. Creates the folder."""
         try:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
@@ -164,9 +166,9 @@ class OutputLock:
         self._thread.start()
 
     def release(self) -> None:
-        """Release it for the next run."""
+        """Release the lock for the next run."""
         self._released.set()
-        with self._writing, contextlib.suppress(OSError, ConfigError):  # ConfigError of what is no file any more
+        with self._writing, contextlib.suppress(OSError, ConfigError):  # ConfigError if the lock is not a file any more
             holder, self._holder = self._holder, None
             if holder is None:
                 return
@@ -174,12 +176,12 @@ class OutputLock:
             if found is not None and found.token == holder.token:
                 self._path.unlink()
             for folder in self._made:
-                folder.rmdir()  # where nothing was written
+                folder.rmdir()  # only if nothing was written there
         if self._thread is not None:
             self._thread.join()
 
     def _acquire(self) -> Holder | None:
-        """Become the holder. Returns the dead one that held it before, if any."""
+        """Become the holder. Returns the dead holder before this one, if any."""
         token = secrets.token_hex(8)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         mine = Holder(token, Process.current(), since, launcher=watch_launcher().above.launcher)
@@ -197,7 +199,8 @@ class OutputLock:
         return before
 
     def _wait(self, own: Path) -> Holder | None:
-        """The holder, once it is dead; None when another takes its place. Raises ConfigError if it remains alive."""
+        """Wait until the holder is dead and return it; None if another takes over. Raises ConfigError if it remains
+        alive."""
         first, first_time = _read(self._path), _renewed(self._path)
         began, warned = time.monotonic(), False
         while first is not None and (holder := _read(self._path)) is not None and holder.token == first.token:
@@ -224,10 +227,11 @@ class OutputLock:
         return None
 
     def _succeed(self, own: Path, dead: Holder) -> bool:
-        """Take a dead holder's place, if nobody else does.
+        """Take over from a dead holder, unless another start does.
 
-        The right to it is a file with the dead one's token, which only one start can create. If this start dies with
-        it, the next one's is named after this start.
+        The right to take over is a file named after the dead holder's token; only one start can create it. If that
+        start dies
+        too, the next one's file is named after that start's token.
         """
         token, passed = dead.token, []
         while not _create(own, right := self._path.with_name(f"{NAME}.after-{token}")):
@@ -249,7 +253,7 @@ class OutputLock:
         return True
 
     def _wait_for_ranks(self, before: Holder | None) -> None:
-        """Wait until the other ranks of a dead run, which may still be writing, have ended."""
+        """Wait until the other ranks of a dead run have ended: they may still be writing."""
         began, warned = time.monotonic(), False
         while left := [each for each in (before.ranks if before else ()) if each.is_here and each.is_alive]:
             if time.monotonic() - began > LINGERING_S:
@@ -268,12 +272,12 @@ class OutputLock:
 
     def _remove_leftovers(self) -> None:
         for path in self._path.parent.glob(f"{NAME}.*"):
-            with contextlib.suppress(OSError, ConfigError):  # what is no file was not left by a kill
+            with contextlib.suppress(OSError, ConfigError):  # a kill leaves only files
                 if (other := _read(path)) is not None and other.is_here and not other.first.is_alive:
                     path.unlink()
 
     def _rewrite(self, **changes: object) -> None:
-        """Change the content of the file, unless this run holds it no longer."""
+        """Change the content of the file, if this run still holds it."""
         with self._writing:
             if self._released.is_set():
                 return
@@ -290,10 +294,11 @@ class OutputLock:
         return self._path.with_name(f"{NAME}.{self._holder.token}")
 
     def _is_mine(self) -> bool:
-        """True if the file exists and is this run's. If it is another run's, this process exits: both would write.
+        """Return True if the file exists and is this run's. If it is another run's, exit: both would write.
 
-        A run that stood still for longer than SILENT_S (a suspended machine, a network disk that hangs) loses it to a
-        start on another machine, and must check before it writes.
+        A run that is suspended for longer than SILENT_S (a suspended machine, a network disk that hangs) loses the lock
+        to a
+        start on another machine, so it has to check before it writes.
         """
         found = _read(self._path)
         if found is None:  # removed by hand
@@ -312,7 +317,7 @@ class OutputLock:
         """Renew the file, in the thread, and record a request to stop; exit if another run holds it."""
         due, warned = time.monotonic(), False
         while not self._released.wait(TICK_S):
-            with contextlib.suppress(OSError, ConfigError):  # of a disk whose saves fail, too, with a message
+            with contextlib.suppress(OSError, ConfigError):  # of a disk on which saves fail as well, with a message
                 if self._is_ending() and not warned:
                     self._rewrite(ending=True)
                     warned = True
@@ -325,13 +330,13 @@ class OutputLock:
 
 
 def _create(own: Path, path: Path) -> bool:
-    """Give a whole file another name, if that is free; True if it was."""
+    """Link a complete file to `path`, unless that exists; return True on success."""
     try:
         os.link(own, path)
         return True
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links; NFS may also have done it, and lost its reply
+    except OSError:  # a file system without hard links; or NFS created the link and lost its reply
         with contextlib.suppress(OSError):
             if os.path.samefile(own, path):
                 return True
@@ -344,12 +349,12 @@ def _create(own: Path, path: Path) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """The holder in a lock file, or None without a file. A file that can't be parsed has an unknown holder.
+    """Read the holder from a lock file; None without a file. A file that can't be parsed has an unknown holder.
 
-    Raises OSError, and ConfigError for anything that no run creates.
+    Raises OSError, and ConfigError for anything but a regular file.
     """
     try:
-        # Opening makes NFS ask its server; without O_NONBLOCK a pipe would wait for a writer.
+        # Opening makes NFS query its server; without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         if path.is_symlink():  # no lock could be created there either
@@ -367,7 +372,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _renewed(path: Path) -> float:
-    """The time at which a lock was last renewed, by the file system's clock; 0 without a lock."""
+    """Return the time at which a lock was last renewed, by the file system's clock; 0 without a lock."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -376,7 +381,7 @@ def _renewed(path: Path) -> float:
 
 
 def _is_held_by(path: Path, launcher: int) -> bool:
-    """True if rank 0 of a launcher of this machine holds it. False if it can't be read, which rank 0 reports."""
+    """Return True if rank 0 of a launcher on this machine holds it. False if it can't be read: rank 0 reports that."""
     with contextlib.suppress(OSError, ConfigError):
         holder = _read(path)
         return holder is not None and holder.is_here and holder.launcher == launcher and holder.first.is_alive

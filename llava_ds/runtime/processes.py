@@ -21,24 +21,26 @@ import psutil
 
 from llava_ds.constants import EXIT_STOPPED, DataError
 
-# The modules that start ranks, by the names that python -m is given, and the scripts that run them.
+# The modules that start ranks, as given to python -m, and the scripts that run them.
 DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 LAUNCHER_MODULES = {DEEPSPEED_LAUNCHER, "torch.distributed.run", "torch.distributed.launch"}
 LAUNCHER_SCRIPTS = {"torchrun", "accelerate"}
-RUNNER_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds"}  # the user's command, which starts the machine's launcher
+RUNNER_SCRIPTS = {"deepspeed", "deepspeed.pt", "ds"}  # the user's command; it starts each machine's launcher
 RUNNER_MODULE = "deepspeed.launcher.runner"
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LOOK_S = 0.5  # between checks of the launchers
-LOOKS = 5  # attempts at a list of processes that changes meanwhile
+LOOKS = 5  # attempts at listing processes, if the list changes meanwhile
 GONE = "the process that started this run is gone"
 
 
 @dataclass(frozen=True)
 class Above:
-    """The launchers of this process: (child, parent) from itself up to the outermost, and its machine's launcher.
+    """The launchers above this process.
 
-    Empty without a launcher of ranks: a shell may end before the processes that it started in the background.
-    lost: the reason why one of them must have ended before this process checked; None where none has.
+    links: (child, parent) from this process up to the outermost launcher, empty without a launcher of ranks (a shell
+    may
+    end before its background processes); launcher: this machine's; lost: the reason why one of them must have ended
+    before this process checked, None if none has.
     """
 
     links: tuple[tuple[int, int], ...] = ()
@@ -56,17 +58,18 @@ class Above:
         return now - min(psutil.Process(pid).create_time() for pid in pids)
 
     def siblings(self) -> list[psutil.Process]:
-        """All processes that the machine's launcher has started, including this one."""
+        """Return all processes started by the machine's launcher, including this one."""
         with contextlib.suppress(psutil.Error):
             return [] if self.launcher is None else psutil.Process(self.launcher).children()
         return []
 
 
 def look_above(environ: Mapping[str, str] = os.environ) -> Above:
-    """The launchers of this process, found by their command lines.
+    """Find the launchers of this process by their command lines.
 
-    environ: variables that deepspeed's launcher and torchrun set, which tell a launcher that has already ended from a
-    shell. Open MPI's mpirun and Slurm's step daemon are known by their variables alone.
+    environ: variables set by deepspeed's launcher and torchrun; they distinguish a launcher that has already ended from
+    a
+    shell. Open MPI's mpirun and Slurm's step daemon are recognised by their variables alone.
     """
     parents, words = _ancestors()
     nearest = next((i for i, line in enumerate(words) if _starts_ranks(line)), None)
@@ -84,7 +87,7 @@ def look_above(environ: Mapping[str, str] = os.environ) -> Above:
 
 
 def _ancestors() -> tuple[list[psutil.Process], list[list[str]]]:
-    """All processes above this one, the nearest first, and their command lines."""
+    """Return all ancestors of this process, the nearest first, and their command lines."""
     for _ in range(LOOKS):
         parents: list[psutil.Process] = []
         words: list[list[str]] = []
@@ -95,18 +98,18 @@ def _ancestors() -> tuple[list[psutil.Process], list[list[str]]]:
                 words.append(_words(parents[-1]))
                 pid = parents[-1].ppid()
             break
-        except psutil.NoSuchProcess:  # ended meanwhile: another process is the parent now
+        except psutil.NoSuchProcess:  # it ended meanwhile: this process has another parent now
             time.sleep(0.02)
     # Some may be hidden from this user (the mount option hidepid).
     return parents[: len(words)], words
 
 
 def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], words: list[list[str]]) -> str | None:
-    """The evidence of a launcher that has ended; None without any."""
+    """Return the evidence of a launcher that has ended; None without any."""
     remedy = "if nothing of the kind started this process, unset"
     if {"RANK", "CROSS_RANK", "LOCAL_SIZE"} <= environ.keys():
         return f"{GONE} (deepspeed's launcher set CROSS_RANK; {remedy} it)"
-    # Any Python program may call torch's agent; process 1 adopts processes that have lost their parent.
+    # Any Python program may run torch's agent; process 1 adopts processes whose parent ended.
     agents = (process for process, line in zip(parents, words) if process.pid != 1 and _is_python(line))
     if {"RANK", "TORCHELASTIC_RUN_ID"} <= environ.keys() and next(agents, None) is None:
         return f"{GONE} (torchrun set TORCHELASTIC_RUN_ID; {remedy} it)"
@@ -114,15 +117,15 @@ def _ended_launcher(environ: Mapping[str, str], parents: list[psutil.Process], w
 
 
 def _is_task(environ: Mapping[str, str]) -> bool:
-    """True if srun or mpirun started this process among others."""
+    """Return True if srun or mpirun started this process as one of several."""
     sizes = {"SLURM_PROCID": "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
     return any(rank in environ and environ.get(size, "1") != "1" for rank, size in sizes.items())
 
 
 def _is_adopted(process: psutil.Process) -> bool:
-    """True if a process has another parent than the one that started it.
+    """Return True if a process has another parent than the one that started it.
 
-    A process that a shell, ssh or a container's first process started leads a group, or is in its parent's session.
+    A process started by a shell, ssh or a container's first process leads a group, or is in its parent's session.
     """
     pid, parent = process.pid, process.ppid()
     with contextlib.suppress(OSError, psutil.Error):  # it ended, or the parent is in another namespace
@@ -130,8 +133,9 @@ def _is_adopted(process: psutil.Process) -> bool:
             return False
         if os.getsid(pid) != os.getsid(parent):
             return True
-        # A container's first process, whose session all others share: a shell or an init, or a Python program of the
-        # user's that calls DeepSpeed's runner.
+        # A container's first process shares its session with all others: a shell, an init, or a Python program of the
+        # user's
+        # that calls DeepSpeed's runner.
         return parent == 1 and not _is_python(_words(psutil.Process(1)))
     return False
 
@@ -140,7 +144,7 @@ class LauncherWatch:
     """A thread that checks whether the launchers of this process still run.
 
     prctl(PR_SET_PDEATHSIG) can't replace it: that signal comes when the thread that started this process ends, although
-    its process may live on, and it tells nothing about the runner above the launcher.
+    its process may live on, and it does not cover the runner above the launcher.
     """
 
     def __init__(self, above: Above) -> None:
@@ -158,7 +162,7 @@ class LauncherWatch:
         return self
 
     def call(self, on_loss: Callable[[], None]) -> None:
-        """Set the function that the thread calls in place of exiting; called at once if the launchers are gone."""
+        """Set the function that the thread calls instead of exiting; called at once if the launchers are gone."""
         with self._calling:
             self._on_loss = on_loss
             if self._is_lost:
@@ -179,9 +183,9 @@ class LauncherWatch:
         os._exit(EXIT_STOPPED)
 
 
-@functools.cache  # one for the process: the launchers at the first check have to remain
+@functools.cache  # one per process: it compares with the launchers at the first check
 def watch_launcher() -> LauncherWatch:
-    """Exit, from now on, when a launcher of this process ends; a shell may end."""
+    """From now on, exit when a launcher of this process ends; a shell may end."""
     return LauncherWatch(look_above()).start()
 
 
@@ -193,7 +197,7 @@ def say_now(line: str) -> None:
 
 
 def process_namespace() -> str:
-    """A name of the process namespace: processes with the same one see each other. Empty where it can't be read."""
+    """Return a name of the PID namespace: processes with the same name see each other. Empty if it can't be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -201,7 +205,7 @@ def process_namespace() -> str:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """True if a process is gone, or only waits for its parent to notice."""
+    """Return True if a process is gone, or is a zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -209,7 +213,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def hold(pid: int) -> subprocess.Popen:
-    """Stop a process until this one ends, in any way, or until the returned process's stdin is closed."""
+    """Stop a process until this one ends in any way, or until the returned process's stdin is closed."""
     keeper = subprocess.Popen(
         ["sh", "-c", 'read -r _; kill -CONT "$0"', str(pid)],
         stdin=subprocess.PIPE,
@@ -223,18 +227,18 @@ def hold(pid: int) -> subprocess.Popen:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the thread that started it ends (on Linux only).
+    """Let the kernel kill this process when the thread that started it ends (Linux only).
 
-    parent: its process; if that has ended already, this one ends now.
+    parent: the process that started it; if that has ended already, this one ends now.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def begin_helper(parent: int) -> None:
-    """Prepare a process that this one forked, to end with its parent alone. parent: its process."""
+    """Prepare a forked process to end only with its parent. parent: the parent's process id."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the parent ends this one
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
@@ -242,9 +246,9 @@ def begin_helper(parent: int) -> None:
 
 
 def in_processes(act: Callable, parts: Sequence) -> list:
-    """The value of a function for every part, each in a forked process of its own.
+    """Call a function on every part, each in its own forked process, and return the values.
 
-    Raises the first error that a process raised, and DataError for one that was killed; the others are ended then.
+    Raises the first error that a process raised, and DataError for a killed process; the others are ended first.
     """
     context, parent, running = multiprocessing.get_context("fork"), os.getpid(), []
 
@@ -261,7 +265,7 @@ def in_processes(act: Callable, parts: Sequence) -> list:
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=run, args=(part, theirs), daemon=True)
             process.start()
-            theirs.close()  # so that its end ends the reading
+            theirs.close()  # otherwise recv() would not end with the process
             running.append((process, ours))
         return [_value_of(ours) for _, ours in running]
     finally:
@@ -272,7 +276,7 @@ def in_processes(act: Callable, parts: Sequence) -> list:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error; where another process could not read it, one with its class and message."""
+    """Return the error, or a RuntimeError with its class and message if it can't be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -291,10 +295,11 @@ def _value_of(answer) -> object:
 
 
 def obey_only_parent(_: int = 0) -> None:
-    """Ignore all signals in this data-loader worker but its parent's SIGTERM (for torch's worker_init_fn).
+    """Ignore all signals in this data-loader worker except its parent's SIGTERM (for torch's worker_init_fn).
 
-    Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process: the rank would lose the batches of its
-    last step.
+    Ctrl-C, a closed terminal and the launchers' SIGTERM reach every process: without this, the rank would lose the
+    batches
+    of its last step.
     """
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -312,12 +317,12 @@ def obey_only_parent(_: int = 0) -> None:
 def _words(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except (psutil.AccessDenied, psutil.ZombieProcess):  # another user's process, which is no launcher of this one
+    except (psutil.AccessDenied, psutil.ZombieProcess):  # another user's process can't be a launcher of this one
         return []
 
 
 def _starts_ranks(words: list[str]) -> bool:
-    scripts = {os.path.basename(word) for word in words[:3]}  # an interpreter, or a script beside it
+    scripts = {os.path.basename(word) for word in words[:3]}  # an interpreter and a script, or a script
     return bool(LAUNCHER_MODULES & set(words) or LAUNCHER_SCRIPTS & scripts)
 
 

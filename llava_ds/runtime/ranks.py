@@ -18,16 +18,16 @@ from tqdm import tqdm
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.runtime.output import exit_for_bad_input, exit_for_failure, print_first, printable
 
-__all__ = ["exit_for_bad_input", "exit_for_failure", "print_first", "printable"]  # llava_ds/runtime/output.py's
+__all__ = ["exit_for_bad_input", "exit_for_failure", "print_first", "printable"]  # from llava_ds/runtime/output.py
 
 T = TypeVar("T")
 
-SHARED_WAIT_S = 90.0  # network file systems show a new file to other machines after up to a minute
+SHARED_WAIT_S = 90.0  # network file systems take up to a minute to show a new file to other machines
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that train together, and its device."""
+    """This process's rank in the run, and its device."""
 
     rank: int
     local_rank: int
@@ -41,20 +41,20 @@ class Ranks:
 
 
 def local_ranks() -> int:
-    """The number of ranks on this machine, from the launcher's variables."""
+    """Return the number of ranks on this machine, from the launcher's variables."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def address_towards(host: str) -> tuple[socket.AddressFamily, str]:
-    """The address of this machine's on the way to another, and its family. Raises OSError where there is no way."""
+    """Return the family and address from which this machine reaches another. Raises OSError without a route."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing: it only looks the route up
+        probe.connect(address)  # sends nothing: it only looks up the route
         return family, probe.getsockname()[0]
 
 
 def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
-    """Raise ConfigError on every rank when a named value is not the same on all. All ranks call it together."""
+    """Raise ConfigError on every rank if a named value differs between ranks. Collective."""
     everyone = gather(values, ranks)
     problems = []
     for name in dict.fromkeys(name for each in everyone for name in each):
@@ -69,7 +69,7 @@ def check_same(values: dict[str, object], ranks: Ranks, remedy: str) -> None:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Ranks as text: "ranks 0-7, 12"."""
+    """Format ranks as text: "ranks 0-7, 12"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -81,7 +81,7 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def check_shared_folder(folder: Path, flag: str, ranks: Ranks, wait_s: float = SHARED_WAIT_S) -> None:
-    """Raise ConfigError on every rank when one of them does not see a file of rank 0 there. All call it together.
+    """Raise ConfigError on every rank if one of them does not see rank 0's file in the folder. Collective.
 
     Creates the folder, on rank 0.
     """
@@ -119,8 +119,9 @@ def barrier(ranks: Ranks) -> None:
 def first_rank_first(ranks: Ranks) -> Iterator[None]:
     """Let rank 0 through first, then the first rank of every other machine, then all others.
 
-    Later ranks find in a cache what the earlier ones wrote there, whether the machines share it or not. A user's error
-    on one rank is raised on every rank, so that none is left in a collective.
+    Later ranks find in a cache the files that earlier ones wrote, on shared disks and on local ones. A user's error on
+    one
+    rank is raised on every rank, so that none is left in a collective.
     """
     turn = 0 if ranks.is_first else 1 if ranks.local_rank == 0 else 2
     for _ in range(turn):
@@ -135,7 +136,7 @@ def first_rank_first(ranks: Ranks) -> Iterator[None]:
 
 
 def broadcast_from_first(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """The function's value on rank 0, broadcast to every rank; so is its error."""
+    """Return the function's value on rank 0 to every rank; its error is raised on every rank."""
     if ranks.world_size == 1:
         return compute()
     answer: list[object] = [None]
@@ -147,8 +148,10 @@ def broadcast_from_first(ranks: Ranks, compute: Callable[[], T]) -> T:
 
 
 def on_every_rank(ranks: Ranks, compute: Callable[[], T]) -> T:
-    """Each rank's own value of the function; a user's error on one of them is raised on all, with the name of its
-    machine. All ranks call it together."""
+    """Return each rank's own value of the function. Collective.
+
+    A user's error on one rank is raised on all, with the name of its machine.
+    """
     answer, problem = None, None
     try:
         answer = compute()
@@ -164,7 +167,7 @@ def on_every_rank(ranks: Ranks, compute: Callable[[], T]) -> T:
 
 
 def gather(value: T, ranks: Ranks) -> list[T]:
-    """The values of all ranks, in their order, on every rank. All ranks call it together."""
+    """Return the values of all ranks, in rank order, on every rank. Collective."""
     if ranks.world_size == 1:
         return [value]
     values: list[T] = [value] * ranks.world_size
@@ -173,7 +176,7 @@ def gather(value: T, ranks: Ranks) -> list[T]:
 
 
 def _share_error(error: Exception | None, ranks: Ranks) -> None:
-    """End a turn: raise the first error of another rank, on the ranks without one. All ranks call it together."""
+    """End a turn: raise another rank's first error on the ranks without one. Collective."""
     everyone = gather((error, socket.gethostname()), ranks)
     if error is not None:
         return  # the caller raises its own
@@ -183,16 +186,16 @@ def _share_error(error: Exception | None, ranks: Ranks) -> None:
 
 
 def quiet_libraries(verbose: bool = False) -> None:
-    """Silence the messages of DeepSpeed and transformers at every start; errors, and DeepSpeed's warnings, remain.
+    """Silence the start-up messages of DeepSpeed and transformers; errors, and DeepSpeed's warnings, remain.
 
-    Python's warnings are printed by rank 0 alone, because all ranks have the same. verbose: silence nothing.
+    Rank 0 alone prints Python's warnings, because all ranks have the same. verbose: silence nothing.
     """
     import logging
     import warnings
 
     import transformers
 
-    # One process per core tokenizes: more threads in each of them would only compete.
+    # One process per core tokenizes: more threads in each would only compete.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if verbose:
         logging.getLogger("DeepSpeed").setLevel(logging.INFO)
@@ -200,18 +203,18 @@ def quiet_libraries(verbose: bool = False) -> None:
         return
     if int(os.environ.get("RANK", "0")) != 0:
         warnings.simplefilter("ignore")
-    # DeepSpeed 0.19 calls collectives by names that torch 2.13 calls old.
+    # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # bitsandbytes 0.50, which peft imports, warns of a kernel for CPUs from a package that --bits does not need.
+    # bitsandbytes 0.50, imported by peft, warns about a CPU kernel package that --bits does not need.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
 
 def progress_bar(**options) -> tqdm:
-    """A tqdm bar on rank 0, silent elsewhere; without a terminal, a line every ten seconds."""
+    """Return a tqdm bar, shown on rank 0 only; without a terminal, it prints a line every ten seconds."""
     silent = int(os.environ.get("RANK", "0")) != 0
     interval_s = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(**{"disable": silent, "mininterval": interval_s, "dynamic_ncols": True, **options})

@@ -5,19 +5,19 @@ import re
 from collections.abc import Mapping
 
 HIDDEN = "<redacted>"
-LEAST_CHARACTERS = 8  # of a variable's value: a shorter one would be found in ordinary words
+LEAST_CHARACTERS = 8  # of a variable's value: a shorter one would match inside ordinary words
 
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# A whole word of a flag's or a setting's name: --hub_token and api_key, but not tokens_per_micro_batch.
+# Whole words of a flag's or setting's name: --hub_token and api_key, but not tokens_per_micro_batch.
 _SECRET_WORDS = {
     "token", "key", "keys", "apikey", "secret", "secrets", "password", "passwd", "passphrase", "credential",
     "credentials",
 }  # fmt: skip
 _PATTERNS = [
-    (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),  # user:password@, or a token in its place
+    (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),  # user:password@, or token@
     (re.compile(r"\b(?:hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abp]-)[A-Za-z0-9_-]{16,}"), HIDDEN),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),
-    # Signatures of object stores in an address.
+    # Object stores' signatures in an address.
     (re.compile(r"(?i)(?<=[?&])((?:x-amz-)?(?:signature|credential|security-token)|sig|access_token|token)=[^&\s\"']+"),
      rf"\1={HIDDEN}"),
     (re.compile(r"(?i)\b(authorization:\s*(?:bearer|basic)\s+)\S+"), rf"\1{HIDDEN}"),
@@ -25,24 +25,26 @@ _PATTERNS = [
 
 
 def redact(value: object, environ: Mapping[str, str] = os.environ) -> object:
-    """The same text, list or dict with <redacted> in the place of every secret.
+    """Return the same text, list or dict with every secret replaced by <redacted>.
 
-    A secret is the value of a flag or key whose name has the word token, key, secret, password or credential; the value
-    of an environment variable with one of these anywhere in its name; user and password in an address; and anything
-    that looks like a token of the usual services. Other values are unchanged.
+    Secrets: the value of a flag or key whose name has the word token, key, secret, password or credential; the value of
+    an
+    environment variable with one of these anywhere in its name; user and password in an address; and anything that
+    looks
+    like a token of the usual services. Other values are unchanged.
     """
     secrets = [
         text
         for name, text in environ.items()
         if _SECRET_VARIABLE.search(name)
         and len(text) >= LEAST_CHARACTERS
-        and not text.startswith(("/", "./", "~"))  # the path of a key
+        and not text.startswith(("/", "./", "~"))  # the path of a key file
     ]
-    return _redacted(value, sorted(secrets, key=len, reverse=True))  # one may be a part of another
+    return _redacted(value, sorted(secrets, key=len, reverse=True))  # longest first: one secret may contain another
 
 
 def is_secret_name(name: str) -> bool:
-    """True if a flag or key of this name holds a secret."""
+    """Return True if a flag or key of this name holds a secret."""
     return any(word in _SECRET_WORDS for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
@@ -57,7 +59,7 @@ def _redacted(value: object, secrets: list[str]) -> object:
         return {name: _of_name(str(name), each, secrets) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         found, before = [], ""
-        for each in value:  # a command line has names and values beside each other
+        for each in value:  # in a command line, a value follows its flag
             text = each if isinstance(each, str) else ""
             flag, equals, _ = text.partition("=")
             if text.startswith("--") and equals and is_secret_name(flag):

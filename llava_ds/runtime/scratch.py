@@ -1,4 +1,4 @@
-"""Scratch folders that lie among a user's files: the next start removes those whose process was killed."""
+"""Scratch folders among a user's files: the next start removes those of killed processes."""
 
 import contextlib
 import hashlib
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from llava_ds.runtime.output_lock import Process
 
-OTHERS_AGE_S = 24 * 3600  # without a write, after which a folder of another machine's process counts as left
+OTHERS_AGE_S = 24 * 3600  # without a write for this long, another machine's folder counts as abandoned
 _STAMP = re.compile(r"([0-9a-f]{12})-(\d{1,10})-(\d{1,12})-")
 
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, parent: Path) -> Iterator[Path]:
-    """A folder in parent that is deleted at the end, with a name that begins with prefix and tells its process.
+    """Create a folder in `parent` and delete it at the end of the block; its name has the prefix and names its process.
 
-    Folders of this prefix that killed processes left there are deleted first. Raises OSError where none can be made.
+    First deletes the folders of this prefix that killed processes left. Raises OSError if the folder can't be created.
     """
     _remove_leftovers(prefix, parent)
     own = Process.current()
@@ -38,7 +38,7 @@ def _remove_leftovers(prefix: str, parent: Path) -> None:
 
 
 def _is_left(folder: Path, rest: str) -> bool:
-    """True if no process writes to a scratch folder any more. rest: its name without the prefix."""
+    """Return True if no process writes to a scratch folder any more. rest: its name without the prefix."""
     own, stamp = Process.current(), _STAMP.match(rest)
     if stamp is not None and stamp[1] == _machine(own):
         return not Process(own.host, own.namespace, int(stamp[2]), float(stamp[3])).is_alive
@@ -47,5 +47,5 @@ def _is_left(folder: Path, rest: str) -> bool:
 
 
 def _machine(process: Process) -> str:
-    """A word for the processes among which a number is unique."""
+    """Return a word for the PID namespace of a process."""
     return hashlib.sha256((process.namespace or process.host).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
 """Stopping a run on request: all ranks save at the same step boundary and exit.
 
 A request is SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, the end of the process that started them, or
---max_run_time. A thread reads the signals, because a main thread inside a collective would not notice the second one,
-which exits at once.
+--max_run_time. A thread reads the signals: a main thread inside a collective would not notice the second one, and the
+second one has to end the process at once.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from llava_ds.runtime.processes import (
 from llava_ds.runtime.ranks import Ranks, barrier, print_first
 from llava_ds.runtime.waiting import waiting
 
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last when the terminal is closed
-LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests beside signals, whose numbers are smaller
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGHUP: the terminal was closed
+LAUNCHER_GONE, TIME_IS_OVER = 101, 102  # requests other than signals, whose numbers are smaller
 # One Ctrl-C arrives twice, from the terminal and as SIGTERM from the launcher; so does a signal to the process group.
 SAME_REQUEST_S = 2.0
-WAIT_S = 1.0  # for the others to end, too
-HOLD_S = 900.0  # for which a launcher is stopped; afterwards it may kill a run that reaches no boundary
-PATIENCE = timedelta(hours=12)  # as for all waits in which a rank may be writing files
+WAIT_S = 1.0  # time for the other tasks to end
+HOLD_S = 900.0  # how long a launcher is stopped; afterwards it may kill a run that reaches no boundary
+PATIENCE = timedelta(hours=12)  # as in all waits during which a rank may be writing files
 LEAVING_S, LEAVING = 20.0, 0.1  # for the report and the processes' end: seconds, but at most this fraction of the limit
-UNKNOWN_SAVE = 0.05  # of --max_run_time, reserved for the save before one has been timed
+UNKNOWN_SAVE = 0.05  # fraction of --max_run_time reserved for a save before one has been timed
 
 
 class Phase(Enum):
@@ -57,20 +57,21 @@ class Phase(Enum):
 
 
 class Agreement:
-    """The largest of one number per rank, known to all a step later, without waiting for any device.
+    """The maximum of one number per rank, known to all one step later, without waiting for any device.
 
-    Each call starts a reduction over gloo, in a group of its own, and finishes that of the call before, which is done
-    by then if no rank is a whole step behind.
+    Each call starts a reduction over gloo, in a group of its own, and finishes the reduction of the previous call,
+    which is
+    done by then unless a rank is a whole step late.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        """All ranks call it together."""
+        """Collective: all ranks construct it together."""
         alone = ranks.world_size == 1
         self._group = None if alone else torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
         self._begun: tuple[torch.distributed.Work, np.ndarray] | None = None
 
     def exchange(self, mine: int) -> int:
-        """The largest number of the call before; 0 at first. For a single rank: the number itself."""
+        """Return the maximum of the previous call; 0 at first. For a single rank: the number itself."""
         if self._group is None:
             return mine
         agreed = self.close()
@@ -83,7 +84,7 @@ class Agreement:
         return agreed
 
     def close(self) -> int:
-        """Finish the last reduction, and return its number. All ranks call it together."""
+        """Finish the last reduction, and return its number. Collective."""
         if self._begun is None:
             return 0
         (work, values), self._begun = self._begun, None
@@ -98,7 +99,8 @@ class Stopping:
     def __init__(
         self, watch: LauncherWatch | None = None, on_leaving: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """watch: of the launchers, by default this process's; on_leaving: called with the reason of an exit at once."""
+        """watch: of the launchers, by default this process's; on_leaving: called with the reason before an exit at
+        once."""
         self._watch, self._on_leaving = watch, on_leaving
         self._phase = Phase.LEAVES
         self._asked = 0  # the first request: a signal's number, LAUNCHER_GONE or TIME_IS_OVER
@@ -111,11 +113,11 @@ class Stopping:
         self._started_s = time.monotonic()
         self._limit_s: float | None = None
         self._longest_step_s, self._longest_save_s, self._num_steps = 0.0, None, 0
-        # srun --kill-on-bad-exit kills the other tasks as soon as one fails, and takes their end for the job's.
+        # srun --kill-on-bad-exit kills the other tasks as soon as one fails, and reports that task's exit as the job's.
         self._one_code = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
 
     def __enter__(self) -> "Stopping":
-        """Handle the signals, from the main thread; before training, one ends this process at once."""
+        """Install the signal handlers, from the main thread; before training, a signal ends this process at once."""
         self._watch = self._watch or watch_launcher()
         self._above = self._watch.above
         self._started_s = time.monotonic() - self._above.started_s_ago(time.time())
@@ -124,7 +126,7 @@ class Stopping:
             os.set_blocking(end, False)
         self._pipe = (reader, writer)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        # Under nohup SIGHUP is ignored: that run is to outlive its terminal.
+        # nohup ignores SIGHUP: that run is to outlive its terminal.
         is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         heard = [number for number in REQUESTS if not (number == signal.SIGHUP and is_nohup)]
         self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
@@ -147,7 +149,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def training(self, max_run_time: str | None, ranks: Ranks) -> Iterator[None]:
-        """Let requests wait for a step boundary within the block. All ranks enter it together."""
+        """Let requests wait for a step boundary within the block. Collective."""
         self._agreement = Agreement(ranks)
         self._limit_s = None if max_run_time is None else seconds_of(max_run_time)
         self._local_rank, self._rank = ranks.local_rank, ranks.rank
@@ -159,7 +161,7 @@ class Stopping:
             self._agreement.close()
             self._phase = Phase.IGNORED if self._reason else Phase.WAITS
         except BaseException:
-            self._phase = Phase.LEAVES  # on the launcher's SIGTERM, which ends the ranks that another has failed
+            self._phase = Phase.LEAVES  # on the launcher's SIGTERM: it ends all ranks after one failed
             self._release()
             raise
 
@@ -169,12 +171,12 @@ class Stopping:
         return bool(self._asked or self._reason)
 
     def agreed(self, step_time_s: float, ahead_s: float = 0.0) -> bool:
-        """True if all ranks save and stop at this boundary. Each calls it once per step.
+        """Return True if all ranks save and stop at this boundary. Every rank calls it once per step.
 
         ahead_s: seconds of other work before the next boundary.
         """
         self._num_steps += 1
-        if self._num_steps > 1:  # the first also compiles and allocates
+        if self._num_steps > 1:  # the first step also compiles and allocates
             self._longest_step_s = max(self._longest_step_s, step_time_s)
         limited = self._limit_s is not None and not self._asked
         if limited and time.monotonic() - self._started_s > self._limit_s - self._needed_s() - ahead_s:
@@ -183,22 +185,25 @@ class Stopping:
         return self._reason != 0
 
     def saved(self, seconds: float) -> None:
-        """Record the seconds of a checkpoint, for --max_run_time."""
+        """Record how many seconds a checkpoint took, for --max_run_time."""
         self._longest_save_s = max(seconds, self._longest_save_s or 0.0)
 
     def end(self, is_saved: bool) -> None:
-        """End training. is_saved: whether a checkpoint holds all of it: then a request, also one that came after the
-        last boundary, ends the process at once."""
+        """End training. is_saved: True if a checkpoint holds all of it.
+
+        Then a request ends the process at once, also one that came after the last boundary.
+        """
         if is_saved:
             self._phase = Phase.LEAVES
             if self._asked:
                 self._leave_now(self._asked)
 
     def leave(self, step: int, saved: str, resumable: bool, ranks: Ranks) -> int:
-        """Print the saved state, and return the exit code. All ranks call it together; signals are ignored now.
+        """Print the saved state, and return the exit code. Collective; signals are ignored now.
 
-        saved: whether the step was saved, and what the same command does next, as text; resumable: whether it resumes,
-        so that a batch system may start it again.
+        saved: text saying whether the step was saved, and what the same command does next; resumable: True if the same
+        command
+        resumes, so that a batch system may start it again.
         """
         print_first(f"{_name_of(self._reason)}: stopped after step {step:,}, which is {saved}")
         barrier(ranks)
@@ -208,7 +213,7 @@ class Stopping:
         return code if ranks.is_first or not self._one_code else 0
 
     def _needed_s(self) -> float:
-        """Seconds to reserve for stopping: the ranks stop a step after the agreement, save, and end."""
+        """Seconds to reserve for stopping: the ranks stop one step after agreeing, save, and end."""
         save_s = UNKNOWN_SAVE * self._limit_s if self._longest_save_s is None else 1.5 * self._longest_save_s
         return 3 * self._longest_step_s + save_s + WAIT_S + min(LEAVING_S, LEAVING * self._limit_s)
 
@@ -221,7 +226,7 @@ class Stopping:
                 return
             for number in received:
                 if number in REQUESTS or (number == LAUNCHER_GONE and not self._asked):
-                    self._ask(number)  # signals of other handlers arrive, too
+                    self._ask(number)  # bytes of other handlers' signals arrive as well
             if self._held is not None and time.monotonic() - self._signalled_s > HOLD_S:
                 self._release()
 
@@ -234,7 +239,7 @@ class Stopping:
                 os._exit(128 + reason)
             self._signalled_s = self._signalled_s or now
             if self._phase is Phase.SAVES and any(has_ended(process) for process in self._siblings):
-                os._exit(128 + reason)  # the launcher ends ranks that another has failed: no boundary will come
+                os._exit(128 + reason)  # the launcher ends all ranks after one failed: no boundary will come
         self._asked = self._asked or reason
         if self._phase is Phase.LEAVES:
             self._leave_now(reason)
@@ -264,7 +269,7 @@ class Stopping:
 
 @functools.cache  # hooks can't be removed
 def _prepare_children() -> None:
-    """Separate forked processes from this one's signals, and let them end with it."""
+    """Keep this process's signals from forked processes, and end them with it."""
 
     parent = 0
 
@@ -275,7 +280,7 @@ def _prepare_children() -> None:
     def in_child() -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pools end their workers with it
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # which the terminal sends to all
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # sent by the terminal to all processes
             signal.signal(number, signal.SIG_IGN)
         end_with_parent(parent)
 

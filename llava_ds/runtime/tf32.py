@@ -1,7 +1,7 @@
 """TF32: fp32 products that CUDA may compute with 10 bits of mantissa, in cuBLAS (matrices) and cuDNN (convolutions).
 
-By itself torch allows it to cuDNN and not to cuBLAS. In the patch convolution of a tower it moves logits by more than
-export's comparison allows, so both follow --tf32. It has no effect on CPUs, older GPUs than Ampere and half precision.
+By default torch allows it for cuDNN and not for cuBLAS. In a tower's patch convolution it moves logits by more than
+export's comparison allows, so both follow --tf32. No effect on CPUs, GPUs before Ampere, and half precision.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def tf32_allowed() -> bool:
-    """True if matrix products may use it."""
+    """Return True if matrix products may use TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @contextlib.contextmanager
 def exact_fp32() -> Iterator[None]:
-    """Compute without TF32, whatever --tf32 says."""
+    """Compute without TF32 within the block, whatever --tf32 says."""
     before = tf32_allowed(), torch.backends.cudnn.conv.fp32_precision == "tf32"
     _switch(False, False)
     try:
@@ -32,8 +32,9 @@ def exact_fp32() -> Iterator[None]:
 
 
 def _switch(matmul: bool, cudnn: bool) -> None:
-    # torch 2.9 to 2.13 know each switch by two names. The older one sets both, but leaves cuDNN's new one at "none";
-    # with the newer one alone, code that asks by the older, as torch.compile does, gets an error about a mixture.
+    # torch 2.9 to 2.13 know each switch by two names. The older name sets both, but leaves cuDNN's newer one at "none";
+    # if
+    # only the newer one is set, code that reads the older one (torch.compile) raises an error about a mixture.
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
     torch.backends.cuda.matmul.fp32_precision = "tf32" if matmul else "ieee"
     for operation in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn):

@@ -1,7 +1,8 @@
-"""The watchdog: it aborts the run, and names the rank, when one dies or hangs.
+"""The watchdog: aborts the run, and names the rank, when one dies or hangs.
 
-A thread looks at the main thread's place five times a second, and sends it to the other ranks (heartbeat.py). It keeps
-running while the main thread hangs in a collective, where no signal handler runs and a timeout takes minutes or hours.
+A thread inspects the main thread five times a second, and sends its position to the other ranks (heartbeat.py). It
+keeps running while the main thread hangs in a collective, where no signal handler runs and a timeout takes minutes or
+hours.
 """
 
 import faulthandler
@@ -27,11 +28,11 @@ SILENT_S = 10.0  # without a beat, a rank is reported as giving no sign of life
 REFUSED_S, UNREACHABLE_S = 30.0, 60.0  # without a beat, a rank is gone if its machine, or the network, reports so
 REFUSALS = 3
 MOST_NAMED = 4  # ranks in a message, with their samples
-STEPS_LONGER = 4  # times the longest step so far is too long, whatever the limit
+STEPS_LONGER = 4  # times the longest step so far: shorter steps are never too long, whatever the limit
 WINDOW_S = 60.0  # over which ranks are compared
-WINDOWS_BETWEEN = 10  # two lines about the same rank
+WINDOWS_BETWEEN = 10  # between two lines about the same rank
 LAUNCHER_S = 10.0  # in which a launcher ends its ranks after one of them has ended
-PEER_IS_GONE = (  # words of gloo, NCCL and torch's store, which have no type of error for it
+PEER_IS_GONE = (  # words of gloo, NCCL and torch's store, which have no error type for it
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited",
     "Did the remote server shutdown or crash",
 )  # fmt: skip
@@ -42,13 +43,13 @@ class Watchdog:
 
     def __init__(self, tick_s: float = TICK_S, window_s: float = WINDOW_S) -> None:
         self._tick_s, self._window_s = tick_s, window_s
-        self._at = ("start", 0)  # set by the main thread, in one piece
+        self._at = ("start", 0)  # set by the main thread, in one assignment
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._samples: Callable[[int, int], str] | None = None
 
     def start(self, training: TrainingArguments, ranks: Ranks) -> None:
-        """Begin to watch. All ranks call it together, from the thread that trains."""
+        """Begin to watch. Collective; call it from the thread that trains."""
         self._training, self._ranks = training, ranks
         self._peers = Peers(ranks) if ranks.world_size > 1 else None
         self._main, self._on_gpu = threading.current_thread(), ranks.device.type == "cuda"
@@ -57,9 +58,9 @@ class Watchdog:
         self._place_key: tuple = ()
         self._noted = 0
         self._activity = Activity(self._on_gpu)
-        self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, and when it was heard
-        self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s, when they were last compared
-        self._next_report: dict[int, float] = {}  # ranks that held the others up, and when that may be reported again
+        self._beats: dict[int, tuple[Beat, float]] = {}  # of every rank, with the time it was heard
+        self._before: dict[int, tuple[float, float]] = {}  # busy_s and step_s at the last comparison
+        self._next_report: dict[int, float] = {}  # slow ranks, with the earliest time to report them again
         self._sent_position = self._beat.position
         self._reported_unheard = False
         self._sending = threading.Lock()
@@ -71,15 +72,15 @@ class Watchdog:
         self._thread.start()
 
     def set_samples(self, samples: Callable[[int, int], str]) -> None:
-        """Set the function that names samples: from an optimizer step and a rank to a line about its samples."""
+        """Set the function that names samples: (optimizer step, rank) to a line about that rank's samples."""
         self._samples = samples
 
     def set_phase(self, phase: str, step: int) -> None:
-        """Set this rank's place: one of heartbeat.PHASES, and the current or last optimizer step."""
+        """Set this rank's position: one of heartbeat.PHASES, and the current or last optimizer step."""
         self._at = (phase, step)
 
     def leaving(self, reason: str) -> None:
-        """Tell the other ranks that this one exits now on a request, and did not crash."""
+        """Announce to the other ranks that this one exits on request, and did not crash."""
         if self._thread is not None:
             here = replace(self._beat, phase=self._at[0], step=self._at[1])
             self._send(replace(here, ends=f"{self._name(here.rank)} left {place(here)}: {reason}", leaves=True))
@@ -94,7 +95,7 @@ class Watchdog:
         if isinstance(error, Exception):
             self._raised(error)
         else:  # the end, or SystemExit, which the other ranks reach by themselves
-            with self._sending:  # no earlier beat follows this one, and no rank's process is gone before it
+            with self._sending:  # no earlier beat follows this one, and no rank's process ends before it is sent
                 self.set_phase("done", self._at[1])
                 self._send(replace(self._beat, phase="done", step=self._at[1], seconds=0.0, limit=self._limit("done")))
             if error is None:
@@ -108,9 +109,9 @@ class Watchdog:
         self._thread = None
 
     def _raised(self, error: Exception) -> None:
-        """Tell the other ranks the error that ends this one, and name this rank before the traceback."""
+        """Send the error that ends this rank to the others, and name this rank before the traceback."""
         if self._peers and any(text in str(error) for text in PEER_IS_GONE):
-            # Only a consequence of another's end: the watchdog's thread reports whose, and ends this one.
+            # Only a consequence of another rank's end: the watchdog's thread names that rank, and ends this one.
             time.sleep(LAUNCHER_S + 5.0)
         here = replace(self._beat, phase=self._at[0], step=self._at[1])
         is_users = isinstance(error, (ConfigError, DataError))  # printed elsewhere
@@ -152,7 +153,7 @@ class Watchdog:
             self._peers.close()
 
     def _look(self, passed: float) -> None:
-        """Update this rank's beat from the main thread's place."""
+        """Update this rank's beat from the main thread."""
         phase, step = self._at
         if (phase, step) != (self._beat.phase, self._beat.step):
             if self._beat.phase == "step":
@@ -186,8 +187,8 @@ class Watchdog:
         given = {"start": training.watchdog_start_s, "step": training.watchdog_step_s}
         limit = given.get(phase, training.watchdog_save_s)
         if phase == "step" and limit and self._longest:
-            limit = max(limit, STEPS_LONGER * self._longest)  # a machine that is slow is not hanging
-        elif phase == "step" and limit:  # the first one compiles and allocates
+            limit = max(limit, STEPS_LONGER * self._longest)  # a slow machine is not a hang
+        elif phase == "step" and limit:  # the first step compiles and allocates
             limit = training.watchdog_start_s and max(limit, training.watchdog_start_s)
         return limit or None
 
@@ -203,7 +204,7 @@ class Watchdog:
             self._peers.is_back(beat.rank)
 
     def _known(self) -> list[Known]:
-        """Every rank that was heard, and this one."""
+        """Return every rank that was heard, and this one."""
         if not self._peers:
             return [Known(self._beat, "this machine", os.getpid())]
         self._beats[self._ranks.rank] = self._beat, self._now
@@ -215,14 +216,14 @@ class Watchdog:
         return found
 
     def _judge(self) -> None:
-        """End the run if no rank makes progress any more; report a rank that slows the others down."""
+        """End the run if no rank progresses any more; report a rank that slows the others down."""
         known, silent_after_s = self._known(), max(SILENT_S, 3 * self._interval_s)
         if self._peers and len(known) < len(self._peers.heard_ranks):
             self._report_unheard(known)
             return
         watching = {each.beat.rank for each in known if each.silent_s <= silent_after_s}
         if self._peers and not self._peers.watches and watching & self._peers.watchers:
-            return  # these know of all ranks
+            return  # the watchers hear all ranks
         self._compare(known)
         if not all(each.is_late for each in known):
             return
@@ -246,7 +247,7 @@ class Watchdog:
         )
 
     def _report_unheard(self, known: list[Known]) -> None:
-        """Report once, from the first rank that misses a beat, that a rank which hangs can't be found without it."""
+        """Report once, from the first rank that misses a beat, that a hang can't be found without heartbeats."""
         if self._now < SILENT_S * 3 or self._reported_unheard:
             return
         self._reported_unheard = True
@@ -259,7 +260,7 @@ class Watchdog:
             )
 
     def _probe(self) -> None:
-        """Look for ranks of other machines that fell silent: a process that is gone is not one that is slow."""
+        """Probe ranks of other machines that fell silent, to distinguish a dead process from a slow one."""
         for each in self._known() if self._peers else []:
             rank = each.beat.rank
             if each.silent_s < REFUSED_S - 5 or rank == self._ranks.rank or each.beat.phase == "done":
@@ -295,7 +296,7 @@ class Watchdog:
         self._before = now
         for rank, part, median, factor in stragglers(passed):
             if self._now < self._next_report.get(rank, 0.0):
-                continue  # it was reported not long ago
+                continue  # reported not long ago
             self._next_report[rank] = self._now + WINDOWS_BETWEEN * self._window_s
             say(
                 f"watchdog: {self._name(rank)} holds the others up: over {passed[rank][1]:.0f} s of steps it was at "
@@ -307,7 +308,7 @@ class Watchdog:
         """End this process after another rank has ended the run, if no launcher does, as on another machine."""
         if beat.hangs:
             self._dump(beat.ends)
-        if beat.hangs and beat.speaker == self._ranks.rank:  # the other rank judged first, and leaves it to this one
+        if beat.hangs and beat.speaker == self._ranks.rank:  # the other rank judged first, and lets this one print
             say(f"run/train.py: error: {beat.ends}{self._about_limits()}")
         if beat.leaves and self._ranks.is_first:
             say(f"run/train.py: {beat.ends}; the others end, too")
@@ -325,7 +326,8 @@ class Watchdog:
             self._dump(message)
         if speaks:
             say(f"run/train.py: error: {message}")
-        # Time for the others' stacks, and for the launcher to notice the dead rank first, whose exit code it returns.
+        # Time for the others' stacks, and for the launcher to see the dead rank first: it returns that rank's exit
+        # code.
         time.sleep(LAUNCHER_S / (4 if speaks and hangs else 1) if self._peers else 0)
         os._exit(EXIT_RANK_LOST)
 

@@ -1,4 +1,4 @@
-"""The pages as data: blocks that templates/blocks.html.j2 shows. Jinja escapes every text that comes from elsewhere."""
+"""The pages as data: blocks shown by templates/blocks.html.j2. Jinja escapes all text from outside."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -43,32 +43,32 @@ def show(blocks: list[Block]) -> str:
 
 
 def note(text: str, style: str = "none") -> Block:
-    """A sentence. style: "note", "warn", or "none" in the place of something that is missing."""
+    """Return a sentence. style: "note", "warn", or "none" for a placeholder."""
     return {"kind": "note", "text": text, "style": style}
 
 
 def heading(text: str) -> Block:
-    """A heading within a section."""
+    """Return a heading within a section."""
     return {"kind": "heading", "text": text}
 
 
 def pre(text: str) -> Block:
-    """Text with its line breaks."""
+    """Return text with its line breaks."""
     return {"kind": "pre", "text": text}
 
 
 def details(summary: str, *blocks: Block) -> Block:
-    """Blocks that a click on the summary shows."""
+    """Return blocks that a click on the summary shows."""
     return {"kind": "details", "summary": summary, "blocks": blocks}
 
 
 def tiles(numbers: Iterable[tuple[str, str]]) -> Block:
-    """Large numbers with their labels below: (number, label)."""
+    """Return large numbers with their labels: (number, label)."""
     return {"kind": "tiles", "numbers": list(numbers)}
 
 
 def charts(figures: Iterable[str]) -> Block:
-    """Figures of chart.py, side by side."""
+    """Return figures from chart.py, side by side."""
     return {"kind": "charts", "charts": [figure for figure in figures if figure]}
 
 
@@ -79,12 +79,15 @@ def table(
     stacks: bool = False,
     named: bool = False,
 ) -> Block:
-    """A table. numbers: columns that are aligned to the right; stacks: the cells of a row may stand below each other on
-    a narrow screen; named: they then have their column's name. A cell is text, or styled(...)."""
+    """Return a table; a cell is text, or styled(...).
+
+    numbers: right-aligned columns; stacks: the cells of a row may be stacked on a narrow screen; named: they are then
+    labelled with their column's name.
+    """
     rows = list(map(list, rows))
     return {"kind": "table", "head": head, "rows": rows, "numbers": numbers, "stacks": stacks, "named": named}
 
 
 def styled(text: object, style: str) -> dict[str, str]:
-    """A cell or an answer with a style: "code", "given", "same"."""
+    """Return a cell or an answer with a style: "code", "given", "same"."""
     return {"text": str(text), "style": style}

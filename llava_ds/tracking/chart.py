@@ -1,4 +1,4 @@
-"""Charts as SVG that stands in a page: no script, no font and no file beside it."""
+"""Charts as SVG inside a page: no scripts, fonts or other files."""
 
 import html
 import math
@@ -9,13 +9,16 @@ from llava_ds.tracking.series import thinned
 
 WIDTH, HEIGHT = 420, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
-LOG_FROM = 12.0  # times the smallest value, from which on a curve is easier to read with a log scale
+LOG_FROM = 12.0  # ratio to the smallest value from which a log scale is easier to read
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve. colour: a number from 0 to 7 of the page's; faint: of what another curve smooths; dots: with its points,
-    for curves of few."""
+    """A curve.
+
+    colour: number 0 to 7 of the page's colours; faint: True if another curve is its smoothed version; dots: True to
+    draw points, for curves with few.
+    """
 
     label: str
     steps: Sequence[int]
@@ -26,7 +29,7 @@ class Series:
 
 
 def short(value: float) -> str:
-    """A number in few characters: 12,345, 1.2M, 2e-5, 0.0123."""
+    """Format a number in few characters: 12,345, 1.2M, 2e-5, 0.0123."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     size = abs(value)
@@ -42,7 +45,7 @@ def short(value: float) -> str:
 
 
 def is_far_apart(values: Sequence[float]) -> bool:
-    """True if values are easier to read on a logarithmic scale; those that are not finite don't count."""
+    """Return True if values are easier to read on a logarithmic scale; non-finite ones are ignored."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) / min(finite) >= LOG_FROM
 
@@ -54,10 +57,10 @@ def line_chart(
     log: bool = True,
     from_zero: bool = False,
 ) -> str:
-    """A figure with a curve for each series over the optimizer steps; a sentence where there is nothing to draw.
+    """Return a figure with a curve for each series over the optimizer steps; a sentence if there are no values.
 
-    log: whether the scale may be logarithmic, which it then is for values that are far apart; from_zero: whether it
-    begins there, for what is more or less of something.
+    log: allow a logarithmic scale, used for values that are far apart; from_zero: begin the scale at zero, for
+    quantities.
     """
     drawn = [one for one in series if any(map(math.isfinite, one.values))]
     if not drawn:
@@ -66,7 +69,7 @@ def line_chart(
     first, last = min(one.steps[0] for one in drawn), max(one.steps[-1] for one in drawn)
     first = 0 if 20 * first < last else first
     low, high = 0.0 if from_zero else min(values), max(values)
-    if high - low <= 1e-6 * abs(high):  # the running mean of one value differs from it in the last digits
+    if high - low <= 1e-6 * abs(high):  # the running mean of a constant differs from it in the last digits
         high = low
     is_log = log and is_far_apart([low, high])
     ticks = _log_ticks(low, high) if is_log else _ticks(low, high)
@@ -89,7 +92,7 @@ def line_chart(
 
 
 def bar_chart(title: str, edges: Sequence[float], counts: Sequence[int], unit: str) -> str:
-    """A histogram: bars of counts between edges, which are one more."""
+    """Return a histogram: bars of counts between edges; edges has one more entry than counts."""
     if not counts or len(edges) != len(counts) + 1 or not max(counts) > 0:
         return f"<figure><figcaption>{html.escape(title)}</figcaption><p class=none>No values.</p></figure>"
     ticks = [tick for tick in _ticks(0, max(counts)) if tick == int(tick)]
@@ -123,7 +126,7 @@ def _svg(told: str, parts: list[str]) -> str:
 
 
 def _caption(title: str, series: Sequence[Series], is_log: bool = False) -> str:
-    """The title, which names the vertical axis, whether that is logarithmic, and what each curve is."""
+    """Return the title, which names the vertical axis and its scale, and the legend of the curves."""
     keys = [
         f'<span class="key s{one.colour}{" thin" if one.faint else ""}">{html.escape(one.label)}</span>'
         for one in series
@@ -165,7 +168,7 @@ def _curve(one: Series, x: Callable[[float], float], y: Callable[[float], float]
 
 
 def _ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values from at or below the lower to at or above the higher."""
+    """Return round values from at or below `low` to at or above `high`."""
     if high <= low:
         return [low]
     raw = (high - low) / about
@@ -176,7 +179,7 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten around the values, or the powers among the values alone where there are many."""
+    """Return 1, 2 and 5 times powers of ten around the values; if there are many, only the powers between them."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [step * 10.0**power for power in powers for step in (1, 2, 5)]
     below = max((tick for tick in ticks if tick <= low), default=ticks[0])
@@ -184,5 +187,5 @@ def _log_ticks(low: float, high: float) -> list[float]:
     kept = [tick for tick in ticks if below <= tick <= above]
     if len(kept) <= 8:
         return kept
-    kept = [10.0**power for power in powers if low <= 10.0**power <= high]  # two at least, where there were so many
+    kept = [10.0**power for power in powers if low <= 10.0**power <= high]  # at least two, because there were so many
     return kept[:: math.ceil(len(kept) / 7)]

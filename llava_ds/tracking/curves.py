@@ -1,4 +1,4 @@
-"""The curves of a run's page: of learning (loss, eval loss, rates, gradients), and of the machine (speed, memory)."""
+"""The curves of a run's page: learning (loss, eval loss, rates, gradients), and the machine (speed, memory)."""
 
 import math
 
@@ -10,7 +10,7 @@ from llava_ds.tracking.series import is_number, running_mean
 
 
 def learning_curves(run: RunFiles) -> list[Block]:
-    """Loss, eval loss, learning rate and gradient norm; curves without numbers are left out."""
+    """Return charts of loss, eval loss, learning rate and gradient norm; curves without numbers are left out."""
     if not run.metrics:
         return [note(run.problems.get("metrics.jsonl", "There are no steps."), "warn")]
     # In one order, so that both charts draw a source in the same colour.
@@ -28,16 +28,16 @@ def learning_curves(run: RunFiles) -> list[Block]:
 
 
 def machine_curves(run: RunFiles) -> list[Block]:
-    """Throughput, time per step and memory; nothing if no step has them."""
+    """Return charts of throughput, time per step and memory; empty if no step has them."""
     curves = [smoothed(run, "Throughput, tokens/s", "tokens_per_s", log=False), _times(run), _memory(run)]
     return [charts(curves)] if any(curves) else []
 
 
 def objective_curves(run: RunFiles) -> list[Block]:
-    """A chart of every number that has a title, and of several means of a kind; nothing for supervised training."""
+    """Return a chart of every number with a title, and of several means of a kind; empty for supervised training."""
     found = dict.fromkeys(name for row in run.metrics for name in objective_numbers(row))
     titles = {name: number.title for name, number in known_numbers().items()} if found else {}
-    each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # of several of a kind
+    each = [name for name in found if name.endswith("/mean") and name.count("/") == 2]  # several means of a kind
     kinds = {name: name.removesuffix("/mean").split("/") for name in each if len(each) > 1}
     titles |= {name: f"{kind.capitalize().removesuffix('s')}: {which}" for name, (kind, which) in kinds.items()}
     curves = [smoothed(run, title, name, log=False) for name, title in titles.items() if name in found]
@@ -45,7 +45,7 @@ def objective_curves(run: RunFiles) -> list[Block]:
 
 
 def loss_series(run: RunFiles) -> list[Series]:
-    """The loss of every step, its running mean, and the eval loss."""
+    """Return the loss of every step, its running mean, and the eval loss."""
     steps, losses = run.column("loss")
     eval_loss = run.column("loss", run.evals)
     series = [
@@ -56,7 +56,7 @@ def loss_series(run: RunFiles) -> list[Series]:
 
 
 def _sources(title: str, rows: list[dict], names: list[str], smooth: bool) -> str:
-    """The loss of each data source, of a run that has several. After eight sources the colours repeat."""
+    """Return a chart of each data source's loss, if the run has several. Colours repeat after eight sources."""
     series = []
     for i, name in enumerate(names):
         found = {row["step"]: loss for row in rows if is_number(loss := _by_source(row).get(name))}
@@ -72,7 +72,7 @@ def _by_source(row: dict) -> dict[str, float]:
 
 
 def smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
-    """The chart of one number of the log, with its running mean; empty if no step has it."""
+    """Return the chart of a logged number with its running mean; empty if no step has it."""
     steps, values = run.column(name)
     if not values:
         return ""
@@ -81,7 +81,7 @@ def smoothed(run: RunFiles, title: str, name: str, log: bool = True) -> str:
 
 
 def _rates(run: RunFiles) -> list[Series]:
-    """One curve for each different rate of the parameter groups."""
+    """Return a curve for each distinct rate of the parameter groups."""
     rows = [row for row in run.metrics if isinstance(row.get("lr"), list) and all(map(is_number, row["lr"]))]
     steps, seen = [row["step"] for row in rows], {}
     for group in range(max((len(row["lr"]) for row in rows), default=0)):

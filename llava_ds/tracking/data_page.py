@@ -21,7 +21,7 @@ BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # of the box
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring tokens of one kind: "image", "supervised" or "context"; an image run's text is empty."""
+    """Consecutive tokens of one kind: "image", "supervised" or "context"; an image run's text is empty."""
 
     kind: str
     num_tokens: int
@@ -30,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample as a person sees it. images: before they become tiles, with boxes; title: its place in the data."""
+    """A sample for display. images: not yet cut into tiles, with boxes; title: its place in the data."""
 
     title: str
     note: str
@@ -39,9 +39,9 @@ class ShownSample:
 
 
 def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
-    """Split the ids of a sample (IMAGE_TOKEN_INDEX at image positions) into runs, whose texts join to the sample's."""
+    """Split a sample's ids (IMAGE_TOKEN_INDEX at image positions) into runs, whose texts join to the sample's."""
     runs, end = [], 0
-    piece_start, text_before = 0, ""  # a text is decoded together with what stands before it since the last image
+    piece_start, text_before = 0, ""  # text is decoded together with the preceding text since the last image
     for kind, neighbours in itertools.groupby(map(_kind, input_ids, labels)):
         length = len(list(neighbours))
         end += length
@@ -56,7 +56,7 @@ def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokeni
 
 
 def draw_boxes(image: Image.Image, boxes: Iterable[Numbers]) -> Image.Image:
-    """A copy of an image with boxes and points, in its pixels, in lines that the page's size leaves visible."""
+    """Return a copy of an image with boxes and points (in its pixels), drawn thick enough to be visible on the page."""
     image = image.copy()
     draw, line = ImageDraw.Draw(image), max(1, round(2 * max(image.size) / THUMBNAIL))
     for colour, box in zip(itertools.cycle(BOX_COLOURS), boxes):
@@ -68,14 +68,14 @@ def draw_boxes(image: Image.Image, boxes: Iterable[Numbers]) -> Image.Image:
 
 
 def supervised_text(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text that the model learns to write: every supervised stretch decoded by itself, joined."""
+    """Return the text that the model learns to write: every supervised stretch decoded separately, joined."""
     neighbours = itertools.groupby(zip(input_ids, labels), key=lambda pair: pair[1] != IGNORE_INDEX)
     stretches = [[token for token, _ in pairs] for supervised, pairs in neighbours if supervised]
     return "".join(tokenizer.decode(stretch, clean_up_tokenization_spaces=False) for stretch in stretches)
 
 
 def in_terminal(sample: ShownSample, coloured: bool) -> str:
-    """A sample as lines of text, the supervised part green, or between >>> and <<< where there are no colours."""
+    """Return a sample as text, the supervised part green, or between >>> and <<< without colours."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if coloured else (">>>", "<<<")
     parts = [f"--- {printable(sample.title)} ({printable(sample.note)})\n"]
     for run in sample.runs:
@@ -88,7 +88,7 @@ def in_terminal(sample: ShownSample, coloured: bool) -> str:
 
 
 def page(title: str, summary: Iterable[str], samples: Iterable[ShownSample], rejected: Iterable[dict]) -> str:
-    """A self-contained HTML page: summary, samples with their images and mask, and rejected records.
+    """Return a self-contained HTML page: summary, samples with their images and mask, and rejected records.
 
     title: the path of the data.
     """

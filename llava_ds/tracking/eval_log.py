@@ -1,4 +1,4 @@
-"""evals.jsonl: the loss on eval samples as training goes on."""
+"""evals.jsonl: the loss on eval samples during training."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +11,11 @@ FILE = "evals.jsonl"
 
 
 class EvalLoss(NamedTuple):
-    """The mean loss over supervised tokens (or pairs of answers), the number of those tokens and of samples, the mean
-    of each of several data sources, and the means of the objective's metrics."""
+    """The result of an evaluation.
+
+    loss: mean over supervised tokens (or pairs of answers); tokens, samples: their numbers; by_source: mean of each
+    data source, if there are several; metrics: means of the objective's metrics.
+    """
 
     loss: float
     tokens: int
@@ -24,7 +27,7 @@ class EvalLoss(NamedTuple):
 class Evals:
     """Writes and prints eval losses, on rank 0. A resumed run drops those after its checkpoint, as in metrics.jsonl.
 
-    losses: the rows of evals.jsonl so far, on rank 0; on the others none.
+    losses: the rows of evals.jsonl so far on rank 0, empty on other ranks.
     """
 
     def __init__(self, output_dir: Path, resume_step: int, ranks: Ranks, trackers: Trackers) -> None:
@@ -37,7 +40,7 @@ class Evals:
             self._steps = {row["step"] for row in self.losses}
 
     def has(self, step: int) -> bool:
-        """True if an earlier start evaluated after this step. For rank 0."""
+        """Return True if an earlier start evaluated after this step. For rank 0."""
         return step in self._steps
 
     def add(
@@ -49,8 +52,11 @@ class Evals:
         broken: int,
         seconds: tuple[float, float],
     ) -> None:
-        """found: None where there are no eval samples; scores: numbers beside the loss; broken: samples that are not in
-        it, for their images could not be read; seconds: of the loss and of the scores."""
+        """Record an evaluation.
+
+        found: None without eval samples; scores: metrics besides the loss; broken: samples left out of the loss because
+        their images could not be read; seconds: of the loss and of the scores.
+        """
         if not self.is_first:
             return
         row, curves = {"step": step}, {}

@@ -1,4 +1,4 @@
-"""Mend what an earlier start left in --output_dir: damaged files are kept beside, and named."""
+"""Repair the files of an earlier start in --output_dir: damaged ones are renamed, kept, and named in a message."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ class _Step(TypedDict):
 
 
 class _Metrics(TypedDict):
-    """Of a row of metrics.jsonl what is computed with later."""
+    """The fields of a row of metrics.jsonl that are used in later computations."""
 
     step: int
     loss: float
@@ -41,14 +41,13 @@ ROWS = {
     "skipped.jsonl": _Skipped,
     **{name: _Step for each in EXTENSIONS.values() for name in each.leaves.split() if name.endswith(".jsonl")},
 }
-OTHERS = ("run.json", "ds_config.json", "trainer_state.json", "data_files.parquet")  # which every start writes anew
+OTHERS = ("run.json", "ds_config.json", "trainer_state.json", "data_files.parquet")  # rewritten by every start
 
 
 def mend_side_files(output_dir: Path, names: Iterable[str], ranks: Ranks) -> None:
-    """Move what is no file aside, and of a .jsonl with damaged lines write the sound ones anew. All ranks call it.
+    """Rename anything but a regular file, and rewrite a .jsonl with damaged lines without them. Collective.
 
-    names: of the files that a run writes, patterns among them. Raises ConfigError on every rank where that
-    can't be done.
+    names: files that a run writes, including patterns. Raises ConfigError on every rank if this fails.
     """
     wanted = (*names, *OTHERS)
 

@@ -8,21 +8,20 @@ from llava_ds.files.writing import write_whole
 
 
 class MetricsTable:
-    """metrics.csv beside a metrics.jsonl, which it follows: appended to, and made anew from it whenever in doubt.
+    """metrics.csv, kept in step with metrics.jsonl: appended to, and rewritten from it when in doubt.
 
-    Its columns are the single numbers of the newest row when it is made, so a new number in the log is a column, too.
-
-    So a killed run leaves no half line and no line twice: the next start writes the file again, in one rename.
+    Its columns are the scalar numbers of the newest row when it is rewritten, so a new number in the log becomes a
+    column. A killed run leaves no half line and no repeated line: the next start rewrites the file, in one rename.
     """
 
     def __init__(self, path: Path, log: Path) -> None:
-        """log: metrics.jsonl, which has a row before this table is given it."""
+        """log: metrics.jsonl; it has a row before this table does."""
         self.path, self.log = path, log
-        self.follows = False  # whether the file has all rows that were written so far
+        self.follows = False  # True if the file has all rows written so far
         self.columns: list[str] = []
 
     def write(self, rows: list[dict]) -> None:
-        """Add rows of metrics.jsonl. A disk that is full leaves the table behind until there is room again."""
+        """Add rows of metrics.jsonl. With a full disk the table is incomplete until there is room again."""
         try:
             if self.follows:
                 append(self.path, as_csv(rows, self.columns))
@@ -32,21 +31,21 @@ class MetricsTable:
             write_whole(self.path, ",".join(self.columns) + "\n" + as_csv(stored, self.columns))
             self.follows = True
         except OSError:
-            self.follows = False  # metrics.jsonl, on the same disk, has said so
+            self.follows = False  # metrics.jsonl, on the same disk, has reported it
 
 
 def columns_of(row: dict) -> list[str]:
-    """Names of the single numbers in a row of metrics.jsonl, also of those without a value, and lr."""
+    """Return the names of the scalar numbers in a row of metrics.jsonl, including those without a value, and lr."""
     return [name for name, value in row.items() if name == "lr" or not isinstance(value, (list, dict))]
 
 
 def as_csv(rows: Iterable[dict], columns: list[str]) -> str:
-    """Lines of the table, of six digits; what a row has no value for stays empty."""
+    """Return lines of the table, with six digits; missing values are empty."""
     return "".join(",".join(_cell(row.get(name)) for name in columns) + "\n" for row in rows)
 
 
 def _cell(value: object) -> str:
-    kind = type(value)  # for each cell of every step
+    kind = type(value)  # fast: called for each cell of every step
     if kind is int:
         return str(value)
     if kind is list:

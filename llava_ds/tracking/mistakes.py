@@ -1,4 +1,4 @@
-"""Wrong answers of an evaluation, the most confident first: for the terminal, and with their images for the page."""
+"""Wrong answers of an evaluation, the most confident first: for the terminal, and with images for the page."""
 
 import heapq
 import json
@@ -13,14 +13,14 @@ from llava_ds.tracking.shown_images import shown_image
 
 MOST_SHOWN = 12  # on the page
 MOST_IMAGES = 4  # of one question
-RIGHT = 0.5  # a score from which an answer is no mistake: VQA's accuracy is graded
+RIGHT = 0.5  # a score from which an answer counts as right: VQA's accuracy is graded
 LONGEST_TEXT = 200  # characters of a question or an answer in the terminal
 
 
 def most_confident(rows: Iterable[dict], metric: str, most: int) -> tuple[list[dict], int]:
-    """At most so many wrong answers, by falling confidence, and how many wrong ones there are.
+    """Return at most `most` wrong answers, by falling confidence, and the number of wrong answers.
 
-    rows: of OUTPUT.jsonl. For a metric that is not an accuracy no answer is wrong: the lowest scores, of all.
+    rows: of OUTPUT.jsonl. For a metric other than accuracy, return the lowest scores of all answers.
     """
     count, graded = 0, metric != "accuracy"
 
@@ -32,13 +32,13 @@ def most_confident(rows: Iterable[dict], metric: str, most: int) -> tuple[list[d
                 count += 1
                 yield row
 
-    # One at least, for what is not read is not counted.
+    # At least one: rows have to be read to be counted.
     found = heapq.nsmallest(max(1, most), wrong(), key=lambda row: (row["score"] if graded else 0, -row["logprob"]))
     return found[:most], count
 
 
 def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
-    """Two lines for each of the most confident mistakes, below one that counts them. most: 0 to count them only."""
+    """Return a line with the count, and two for each of the most confident mistakes. most: 0 to count only."""
     found, count = most_confident(rows, metric, most)
     if count == 0:
         return ["no answer is wrong"]
@@ -51,14 +51,15 @@ def mistake_lines(rows: Iterable[dict], metric: str, most: int) -> list[str]:
             f"  {percent(row)}  {_quoted(row.get('text'))}, expected {_quoted(reference_text(row.get('reference')))}"
         )
         places = [str(place.get("path") if isinstance(place, dict) else place) for place in row.get("images", ())]
-        kinds = [kind for kind in row.get("kinds", ()) if kind != row.get("prompt")]  # what no kinds are given by
+        # Without the kind that is the prompt itself.
+        kinds = [kind for kind in row.get("kinds", ()) if kind != row.get("prompt")]
         about = [f"id {row.get('question_id')}", *kinds, *places]
         lines.append(f"          {_short(row.get('prompt'))}  ({', '.join(about)})")
     return lines
 
 
 def mistakes_part(run: RunFiles) -> list[Block]:
-    """The most confident mistakes of every evaluation in a run's folder."""
+    """Return the most confident mistakes of every evaluation in a run's folder."""
     blocks: list[Block] = []
     for name, content in run.evaluations.items():
         path = run.output_dir / Path(name).with_suffix(".jsonl")
@@ -109,7 +110,7 @@ def _card(row: dict, turns: object, output_dir: Path) -> dict[str, object]:
 
 
 def percent(row: dict) -> str:
-    """The probability of an answer as a person reads it."""
+    """Format the probability of an answer."""
     probability = math.exp(min(0.0, row["logprob"]))
     if probability >= 0.9995:
         return ">99.9 %"
@@ -117,14 +118,14 @@ def percent(row: dict) -> str:
 
 
 def reference_text(reference: object) -> str:
-    """One text for a reference, or for several: each once."""
+    """Return the text of a reference, or of several without repeats."""
     if isinstance(reference, list):
         return " / ".join(dict.fromkeys(map(str, reference)))
     return str(reference)
 
 
 def _order(shown: int, count: int, metric: str) -> str:
-    """The number of answers that are shown, and their order."""
+    """Describe the number of answers shown, and their order."""
     number = f"{count:,}" if shown == count else f"{shown:,} of {count:,}"
     if metric != "accuracy":
         return f"{number} answers, the lowest {metric} first"

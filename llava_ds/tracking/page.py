@@ -1,4 +1,4 @@
-"""report.html: one page, whole in itself, about a run and its result."""
+"""report.html: one self-contained page about a run and its result."""
 
 import json
 import shlex
@@ -25,10 +25,10 @@ LEFT_OUT = "left out:"  # begins the reasons in EncodedDataset.summary
 
 
 def report_at_end(output_dir: Path) -> None:
-    """Write the report of a run that ends, and say where it is. A run is not lost over its report."""
+    """Write the report of a finished run, and print its path. A run never fails because of its report."""
     try:
         print(f"report: {write_report(output_dir)}", flush=True)
-    except Exception as error:  # a disk that is full, as a rule
+    except Exception as error:  # usually a full disk
         print(
             f"WARNING: {output_dir / FILE} could not be written ({type(error).__name__}: {error}): "
             "python run/report.py writes it later",
@@ -37,9 +37,9 @@ def report_at_end(output_dir: Path) -> None:
 
 
 def write_report(output_dir: Path, path: Path | None = None) -> Path:
-    """Write the report of a run that ended, was killed, or is running, from what lies in its folder. Returns its path.
+    """Write the report of a finished, killed or running run from the files in its folder. Returns its path.
 
-    path: of --html, which ConfigError names if it can't be written; absent, report.html in that folder (OSError).
+    path: of --html (raises ConfigError if it can't be written); None: report.html in that folder (raises OSError).
     """
     page = report_page(read_run(output_dir))
     if path is None:
@@ -51,7 +51,7 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 
 
 def report_page(run: RunFiles) -> str:
-    """The page, as HTML: the result of the run first, then how it learnt, then what the machine did."""
+    """Return the page as HTML: first the result of the run, then learning, then the machine."""
     sections = {
         "Mistakes": mistakes_part(run),
         "Learning": learning_curves(run),
@@ -104,21 +104,21 @@ MACHINE = ("tokens_per_s", "mfu", "wait", "peak_memory_bytes")
 
 
 def _figures(run: RunFiles, wanted: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(number, label) of those that the run has; of problems only if there were some."""
+    """Return (number, label) of the numbers that the run has; problems only if there were any."""
     numbers, problems = run.numbers, ("skipped_steps", "broken_samples")
     found = [name for name in wanted if name in numbers and (numbers[name] or name not in problems)]
     return [(NUMBERS[name].form(numbers[name]), NUMBERS[name].label) for name in found]
 
 
 def _data(run: RunFiles) -> list[Block]:
-    """The training data, the eval data, and what was left out before and during training."""
+    """Describe the training data, the eval data, and the samples left out before and during training."""
     data = run.record.get("data")
     data = data if isinstance(data, dict) else {}
     summary, lengths = data.get("summary"), data.get("lengths")
     blocks: list[Block] = []
     if isinstance(summary, list):
         lines = list(map(str, summary))
-        if LEFT_OUT in lines and run.skipped:  # which has a part of its own
+        if LEFT_OUT in lines and run.skipped:  # they have a part of their own
             lines = lines[: lines.index(LEFT_OUT)]
         blocks.append(pre("\n".join(lines)))
     if isinstance(lengths, dict) and isinstance(lengths.get("edges"), list) and isinstance(lengths.get("counts"), list):
@@ -130,7 +130,7 @@ def _data(run: RunFiles) -> list[Block]:
 
 
 def _eval_data(run: RunFiles, summary: object) -> list[Block]:
-    """summary: run.json's lines about it, without which nothing is said."""
+    """Describe the eval data. summary: run.json's lines about them; without it, return nothing."""
     if not isinstance(summary, list):
         return []
     blocks = [heading("Held out"), pre("\n".join(map(str, summary)))]
@@ -235,7 +235,7 @@ def _command(run: RunFiles) -> list[Block]:
     launcher = ["deepspeed"]
     if is_number(ranks):
         launcher += ["--num_accelerators" if run.record.get("device") == "cpu" else "--num_gpus", str(ranks)]
-    given = [str(word) for word in command if not str(word).startswith("--local_rank=")]  # which the launcher adds
+    given = [str(word) for word in command if not str(word).startswith("--local_rank=")]  # added by the launcher
     begins = [i for i, word in enumerate(given) if word.startswith("--")]
     flags = [shlex.join(given[i:j]) for i, j in zip(begins, [*begins[1:], len(given)])]
     lines = [shlex.join([*launcher, *given[: begins[0] if begins else None]]), *flags]

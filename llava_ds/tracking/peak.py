@@ -1,4 +1,4 @@
-"""The peak of a device, which model FLOPs are measured against."""
+"""The peak FLOP/s of a device, the reference for MFU."""
 
 import time
 
@@ -13,10 +13,10 @@ GEMM_TIME_S = 0.2
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s of a device in a precision, and a line that says where they come from.
+    """Return FLOP/s of a device in a precision, and a line that states their source.
 
-    The vendor's figure by the GPU's name; for others, for CPUs and for fp32 without tf32 what a square product of
-    matrices reaches here.
+    It is the vendor's figure, by the GPU's name; for other GPUs, for CPUs and for fp32 without TF32, the measured
+    speed of a square matrix product.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     known = vendor_peak(name, dtype, tf32_allowed())
@@ -28,7 +28,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """FLOP/s by a GPU's name as torch reports it; None where there is no figure."""
+    """Return FLOP/s by a GPU's name as torch reports it; None without a figure."""
     found = gpu_of_device(name)
     if found is None or (dtype == torch.float32 and not tf32):
         return None
@@ -37,18 +37,18 @@ def vendor_peak(name: str, dtype: torch.dtype, tf32: bool = False) -> float | No
 
 
 def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIME_S) -> float:
-    """FLOP/s of the fastest of several square products, for about so many seconds.
+    """Return FLOP/s of the fastest of several square products, measured for about `time_s` seconds.
 
-    Of random numbers: GPUs multiply others faster.
+    Uses random numbers: GPUs multiply constant ones faster.
     """
 
     def drawn(side: int) -> torch.Tensor:
-        """Of a generator of its own, for training's has to go on where it was."""
+        """Draw from a generator of its own, so that training's is unchanged."""
         return torch.randn(side, side, device=device, generator=torch.Generator(device)).to(dtype)
 
     if device.type == "cuda":
         return 2 * GEMM_SIDE**3 / _cuda_time_s(drawn(GEMM_SIDE), drawn(GEMM_SIDE), time_s)
-    # From a small one on: where a CPU does not know the type, a large one would take minutes.
+    # Begin small: if a CPU lacks the type, a large product would take minutes.
     best, side, started = 0.0, GEMM_SIDES_CPU[0], time.perf_counter()
     while not best or time.perf_counter() - started < time_s:
         one, other = drawn(side), drawn(side)
@@ -62,7 +62,7 @@ def gemm_peak(device: torch.device, dtype: torch.dtype, time_s: float = GEMM_TIM
 
 
 def _cuda_time_s(one: torch.Tensor, other: torch.Tensor, time_s: float) -> float:
-    """The shortest time of a product; the first is warm-up."""
+    """Return the shortest time of a product; the first one is warm-up."""
     times, started = [], time.perf_counter()
     while len(times) < 2 or time.perf_counter() - started < time_s:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

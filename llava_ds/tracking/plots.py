@@ -1,4 +1,4 @@
-"""loss.png."""
+"""loss.png: the loss curve of a run."""
 
 import math
 import threading
@@ -10,33 +10,33 @@ from pathlib import Path
 from llava_ds.files.writing import write_whole
 from llava_ds.tracking.series import running_mean, thinned
 
-EVERY_S = 60.0  # at least, between two drawings while it trains
-LARGEST_SHARE = 1 / 200  # of the time, that drawing may take
+EVERY_S = 60.0  # minimum time between two drawings during training
+LARGEST_SHARE = 1 / 200  # maximum fraction of the time spent drawing
 
 
 class LossPlot:
-    """loss.png, drawn again every so often by a thread, so that no step waits for it."""
+    """loss.png, redrawn regularly by a thread, so that no step waits for it."""
 
     def __init__(self, path: Path, title: str, rows: list[dict]) -> None:
-        """rows: of metrics.jsonl, with which a resumed run begins."""
+        """rows: of metrics.jsonl, from before a resumed run."""
         self.path, self.title = path, title
-        self.steps, self.losses, self.rates = array("q"), array("d"), array("d")  # which take 24 bytes a step
+        self.steps, self.losses, self.rates = array("q"), array("d"), array("d")  # 24 bytes per step
         self.thread: threading.Thread | None = None
         self.problem: str | None = None  # of the last drawing
         self.next_s = time.monotonic() + EVERY_S
         self._take(rows)
 
     def write(self, rows: list[dict]) -> None:
-        """Add rows, and begin to draw if it is time."""
+        """Add rows, and start drawing if it is time."""
         self._take(rows)
         if time.monotonic() >= self.next_s and (self.thread is None or not self.thread.is_alive()):
-            self.next_s = math.inf  # until this one is done
+            self.next_s = math.inf  # until this drawing is done
             count = len(self.steps)
             self.thread = threading.Thread(target=self._draw, args=(count,), name="loss.png", daemon=True)
             self.thread.start()
 
     def close(self) -> None:
-        """Draw the whole curve."""
+        """Draw the complete curve."""
         if self.thread is not None:
             self.thread.join()
         if self.steps:
@@ -50,25 +50,25 @@ class LossPlot:
         self.rates.extend(max(row["lr"]) for row in rows)
 
     def _draw(self, count: int) -> None:
-        """Of the first rows: more may come meanwhile."""
+        """Draw the first `count` rows: more may be added meanwhile."""
         started = time.monotonic()
         try:
             plot_loss(self.steps[:count], self.losses[:count], self.rates[:count], self.path, self.title)
             self.problem = None
-        except Exception as error:  # a full disk, as a rule; close() says what was wrong with the last one
+        except Exception as error:  # usually a full disk; close() reports the last problem
             self.problem = f"{type(error).__name__}: {error}"
         ended = time.monotonic()
         self.next_s = ended + max(EVERY_S, (ended - started) / LARGEST_SHARE)
 
 
 def plot_loss(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float], path: Path, title: str) -> None:
-    """Draw the loss, its running mean, and the learning rate over the steps, to a PNG file that is never half there."""
+    """Draw the loss, its running mean, and the learning rate to a PNG file that is replaced atomically."""
     figure = loss_figure(steps, losses, rates, title)
     write_whole(path, lambda fresh: figure.savefig(fresh, dpi=120, format="png"))
 
 
 def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[float], title: str):
-    """The same as a figure of matplotlib's, which has a canvas."""
+    """Return the plot as a matplotlib figure with a canvas."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -76,7 +76,8 @@ def loss_figure(steps: Sequence[int], losses: Sequence[float], rates: Sequence[f
     from llava_ds.tracking.chart import is_far_apart, short
 
     figure = Figure(figsize=(8, 4.5))
-    figure.subplots_adjust(left=0.12, right=0.88, bottom=0.2, top=0.92)  # finding them out would draw it twice
+    # Fixed: computing the margins would draw it twice.
+    figure.subplots_adjust(left=0.12, right=0.88, bottom=0.2, top=0.92)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(*thinned(steps, losses), color="tab:blue", alpha=0.25, linewidth=1)

@@ -1,4 +1,4 @@
-"""The numbers of a run as it trains: the bar, metrics.jsonl and .csv, loss.png, and the trackers of --report_to."""
+"""The numbers of a run in training: the progress bar, metrics.jsonl and .csv, loss.png, and --report_to's trackers."""
 
 import dataclasses
 import math
@@ -28,9 +28,12 @@ from llava_ds.tracking.trackers import Trackers
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run for its log. title: of loss.png; resumed_step: steps that were done before this start;
-    peak_flops: of one rank's device, per second; num_units: what the objective's metrics are means over; reads_late:
-    whether a step is read after the next one is queued."""
+    """Facts about a run for its log.
+
+    title: of loss.png; resumed_step: number of steps before this start; peak_flops: of one rank's device, per second;
+    num_units: from Counts, the number of units that the objective's metrics are means over; reads_late: read a step's
+    results only after the next one is queued.
+    """
 
     title: str
     output_dir: Path
@@ -43,7 +46,7 @@ class RunFacts:
 
 
 class Reading(NamedTuple):
-    """Results of some steps, and their numbers on the way from the device."""
+    """Results of some steps, and their numbers being copied from the device."""
 
     results: list
     numbers: "NumbersFromDevice"
@@ -52,19 +55,19 @@ class Reading(NamedTuple):
 class Progress:
     """Takes the result of every step, reads the device only every --logging_steps, and writes on rank 0.
 
-    With reads_late, a step's numbers leave the device when it is done, and are waited for when the next step is queued:
-    the device never runs out of work for the log. What is due at a save, an eval or the end is waited for at once.
-    A new number in the log is one line in _row, or one entry of the objective's metrics.
+    With reads_late, a step's numbers are copied from the device when it is done, and waited for when the next step is
+    queued: the device never idles because of the log. Numbers due at a save, an eval or the end are waited for at once.
+    A new number in the log needs one line in _row, or one entry in the objective's metrics.
     """
 
     def __init__(self, run: RunFacts, plan: StepPlan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
-        """trackers: what --report_to switches on. All ranks call it together."""
+        """trackers: those of --report_to. Collective."""
         self.run, self.plan, self.trackers, self.ranks, self.mesh = run, plan, trackers, ranks, mesh
         self.sources = plan.dataset.sources
-        self.pending: list = []  # steps of which nothing is read yet
+        self.pending: list = []  # steps not read yet
         self.readings: list[Reading] = []
-        self.elapsed_s = 0.0  # of the steps since the log was written
-        self.waited_s = 0.0  # for the device when it was last read, which is in the time of the step that followed
+        self.elapsed_s = 0.0  # of the steps since the last write of the log
+        self.waited_s = 0.0  # for the device at the last read; it is part of the next step's time
         self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
             metrics = run.output_dir / "metrics.jsonl"
@@ -75,9 +78,10 @@ class Progress:
         self.bar = progress_bar(total=plan.num_steps, initial=run.resumed_step, desc=name, unit="step")
 
     def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
-        """Take a StepResult of the loop. Return the results that were read from the device, and their rows.
+        """Take a StepResult from the loop. Returns the results that were read from the device, and their rows.
 
-        flush: write at once, so that the log does not lag behind a checkpoint, whose time is not a step's.
+        flush: write at once, so that the log does not lag behind a checkpoint; a checkpoint's time is not part of a
+        step.
         """
         self.pending.append(result)
         self.elapsed_s += result.step_time_s
@@ -88,11 +92,11 @@ class Progress:
         return read
 
     def flush(self) -> tuple[list, list[dict]]:
-        """Write what is pending, and return it as after_step does. All ranks call it together."""
+        """Write the pending results, and return them like after_step. Collective."""
         return self._write(True, True)
 
     def _write(self, is_due: bool, at_once: bool) -> tuple[list, list[dict]]:
-        """Write the steps whose reading began before this call, and with at_once those that are due now."""
+        """Write the steps whose reading began before this call and, if at_once, those that are due now."""
         if not self.readings and not (is_due and self.pending):
             return [], []
         started = time.perf_counter()
@@ -107,7 +111,7 @@ class Progress:
         with waiting("the numbers of a step"):
             read = [result for reading in ready for result in self._end(reading)]
         waited_s = time.perf_counter() - started
-        # Steps are queued faster than the device takes them: only those read together have a time of their own.
+        # Steps are queued faster than the device runs them: time is known only for all steps read together.
         seconds = self.elapsed_s - self.waited_s + waited_s
         self.elapsed_s, self.waited_s = 0.0, waited_s
         rates = self._rates(read, seconds)
@@ -127,7 +131,7 @@ class Progress:
             self.log.close()
 
     def _begin(self, results: list) -> Reading:
-        """Send the numbers of some results on their way, without waiting for the device."""
+        """Start copying the numbers of some results, without waiting for the device."""
         several = len(self.sources) > 1
         parts = [{"loss": r.loss, **({"by_source": r.by_source} if several else {}), **r.metrics} for r in results]
         same = [
@@ -144,7 +148,7 @@ class Progress:
         return Reading(results, NumbersFromDevice(both, self.ranks.device))
 
     def _end(self, reading: Reading) -> list:
-        """Return the results with numbers in place of tensors."""
+        """Return the results with numbers instead of tensors."""
         read = []
         for result, found in zip(reading.results, reading.numbers.read()):
             counts = Counts(*map(int, found["counts"]))
@@ -159,13 +163,13 @@ class Progress:
         return read
 
     def _means_of_all(self, means: torch.Tensor) -> torch.Tensor:
-        """(ranks, micro-batches) of each rank's (micro-batches,)."""
+        """Return (ranks, micro-batches) from each rank's (micro-batches,)."""
         table = means.new_zeros(self.mesh.dp, len(means))
         table[self.mesh.dp_rank] = means
         return sum_over(self.mesh.data_group, table)
 
     def _rates(self, read: list, seconds: float) -> dict[str, float]:
-        """Tokens per second and MFU of the steps that were read together."""
+        """Return tokens per second and MFU of the steps that were read together."""
         counts = [result.counts for result in read]
         flops = sum(self.run.flops.of(c.tokens, c.pairs, c.tiles, c.targets, c.tile_pairs) for c in counts)
         peak, tokens = self.run.peak_flops * self.ranks.world_size, sum(c.tokens for c in counts)
@@ -177,7 +181,7 @@ class Progress:
             "step": result.step,
             "epoch": round(result.step / self.plan.steps_per_epoch, 5),
             "loss": result.loss,
-            "lr": [float(f"{rate:.7g}") for rate in result.lr],  # more digits say nothing and fill the disk
+            "lr": [float(f"{rate:.7g}") for rate in result.lr],  # more digits mean nothing and fill the disk
             "grad_norm": None if norm is None or not math.isfinite(norm) else float(f"{norm:.7g}"),
             "samples": result.counts.samples,
             "tokens": result.counts.tokens,
@@ -192,14 +196,14 @@ class Progress:
         assert row.keys() <= COLUMNS, "a new column is missing in COLUMNS"
         assert not COLUMNS & result.metrics.keys(), "an objective's metric has the name of a column"
         row.update(result.metrics)
-        # Of long runs every n-th step has a loss for each source, so that logs of mixtures stay small.
+        # Long runs log the sources' losses of every n-th step only, so that logs of mixtures stay small.
         shown = result.step % self.trackers.every == 0 or result.step == self.plan.num_steps
         if result.by_source is not None and shown:
             row["source_losses"] = means_by_source(self.sources, *result.by_source)
         return row if result.means is None else {**row, "micro_batch_losses": result.means}
 
     def _show(self, rows: list[dict], wait: float) -> None:
-        """wait: the part of the time that went by without data, on this rank."""
+        """Show the rows in the bar. wait: fraction of the time without data, on this rank."""
         for row in rows:
             self.smoothed.add(row["loss"])
         last = rows[-1]
@@ -226,7 +230,7 @@ def summed(steps: list[dict[str, torch.Tensor]], mesh: Mesh) -> list[dict[str, t
 
 
 class NumbersFromDevice:
-    """A copy of the tensors in some dicts, in one piece, that waits for nothing until it is read."""
+    """A single copy of all tensors in some dicts, which waits for nothing until it is read."""
 
     def __init__(self, steps: list[dict[str, object]], device: torch.device) -> None:
         self._steps, self._device = steps, device
@@ -241,14 +245,14 @@ class NumbersFromDevice:
         self._flat = flat
 
     def read(self) -> list[dict[str, object]]:
-        """The dicts with numbers, or lists of them, in the place of tensors."""
+        """Return the dicts with numbers, or lists of them, instead of tensors."""
         if self._copied is not None:
             self._copied.synchronize()
         parts = iter(self._flat.split(self._sizes))
         return [{name: self._number(value, parts) for name, value in step.items()} for step in self._steps]
 
     def _is_copied(self, value: object) -> bool:
-        """With offload, some are on the host already."""
+        """Return True for tensors on the device: with offload, some are on the host already."""
         return isinstance(value, torch.Tensor) and value.device.type == self._device.type
 
     def _number(self, value: object, parts: Iterator[torch.Tensor]) -> object:
@@ -257,7 +261,7 @@ class NumbersFromDevice:
         return value.double().tolist() if isinstance(value, torch.Tensor) else value
 
 
-# What stands before the numbers, with less and less room.
+# Layouts of the bar before the numbers, each shorter than the previous.
 _BARS = (
     "{l_bar}{bar:10}{r_bar}",
     "{desc}: {percentage:.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
@@ -267,10 +271,10 @@ _BARS = (
 
 
 def update_bar(bar: tqdm, num_steps: int, everything: list[str], least: list[str]) -> None:
-    """Add steps, and show as many numbers behind the bar as its terminal has room for.
+    """Advance the bar, and show as many numbers after it as the terminal has room for.
 
-    everything: the numbers where there is room for all; least: those that what stands before them makes room for, for
-    tqdm cuts a line that is too long at its end, where they are.
+    everything: the numbers if all fit; least: the essential numbers; for them the bar before the numbers is shortened,
+    because tqdm truncates a long line at its end.
     """
     shape = bar.format_dict
     for layout, parts in ((_BARS[0], everything), *((layout, least) for layout in _BARS)):
@@ -285,7 +289,7 @@ def update_bar(bar: tqdm, num_steps: int, everything: list[str], least: list[str
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank used so far: on its GPU, or of the whole process on CPU."""
+    """Return this rank's peak memory so far: on its GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

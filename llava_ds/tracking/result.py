@@ -1,4 +1,4 @@
-"""The scores on a run's page: one card at the top, and further down every number that run/evaluate.py left."""
+"""The scores on a run's page: a card at the top, and further down every number in run/evaluate.py's files."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from llava_ds.tracking.run_files import RunFiles
 from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import shown_score
 
-MAIN_FILE = "evaluation.json"  # the card shows this one, or else the first with scores by condition and kind
+MAIN_FILE = "evaluation.json"  # shown on the card; else the first file with scores by condition and kind
 OVERALL = "overall"
-# Meanings of the columns of evaluation.json: the conditions under which questions are asked again.
+# Meanings of the columns of evaluation.json: the conditions under which questions are repeated.
 CONDITIONS = {
     "blank image": "an image of one colour in the place of each: prompts as in training, nothing to see in them",
     "without picture": "neither image nor mark: what the language model answers to the bare question, which the "
@@ -21,21 +21,24 @@ HOW = "python run/evaluate.py --model_path {folder} --compare_without_image --ou
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of an evaluation. columns: by condition (with image, without), the first of which is the one that
-    counts, by kind of question, [sum, questions]; intervals: by condition, the 95 % interval of the overall score."""
+    """The scores of an evaluation.
+
+    columns: by condition (with image, without; the first one counts), by kind of question, [sum, questions]; intervals:
+    by condition, the 95 % interval of the overall score.
+    """
 
     metric: str
     columns: dict[str, dict[str, tuple[float, int]]]
     intervals: dict[str, tuple[float, float]]
 
     def mean(self, column: str, kind: str) -> float:
-        """The score of a kind of question under a condition; nan where it was not asked."""
+        """Return the score of a kind of question under a condition; nan if it was not asked."""
         total, asked = self.columns[column].get(kind, (0.0, 0))
         return total / asked if asked else math.nan
 
 
 def result_card(run: RunFiles) -> Block:
-    """The score under each condition and by kind of question, or the command that gives it."""
+    """Return the score under each condition and by kind of question, or the command that computes it."""
     names = sorted(run.evaluations, key=lambda name: (name != MAIN_FILE, name))
     scores = next(filter(None, (_read_scores(run.evaluations[name]) for name in names)), None)
     if scores is None:
@@ -53,7 +56,7 @@ def result_card(run: RunFiles) -> Block:
 
 
 def evaluation_part(run: RunFiles) -> list[Block]:
-    """All scores of all evaluations; nothing if the run was not evaluated."""
+    """Return all scores of all evaluations; empty if the run was not evaluated."""
     blocks: list[Block] = []
     for name, content in run.evaluations.items():
         if name in run.problems:
@@ -69,7 +72,7 @@ def evaluation_part(run: RunFiles) -> list[Block]:
 
 
 def condition_notes(scores: object) -> list[Block]:
-    """A sentence for each condition that a table of scores has."""
+    """Return a sentence for each condition in a table of scores."""
     found = scores if isinstance(scores, dict) else {}
     return [note(f"{name}: {meaning}.", "note") for name, meaning in CONDITIONS.items() if name in found]
 
@@ -82,7 +85,7 @@ def _not_evaluated(run: RunFiles) -> Block:
 
 
 def _read_scores(content: dict) -> Scores | None:
-    """None for what has not the form that run/evaluate.py writes."""
+    """Parse run/evaluate.py's scores; None for other formats."""
     columns = content.get("scores")
     if not isinstance(columns, dict) or not columns:
         return None
@@ -97,7 +100,7 @@ def _read_scores(content: dict) -> Scores | None:
 
 
 def _is_score(pair: object) -> bool:
-    """True for [sum, questions], of at least one question."""
+    """Return True for [sum, questions], with at least one question."""
     if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_number, pair)):
         return False
     return isinstance(pair[1], int) and pair[1] > 0 and math.isfinite(pair[0])
@@ -112,7 +115,7 @@ def _interval(content: dict, column: str, metric: str) -> tuple[float, float] | 
 
 
 def _figure(scores: Scores, column: str, main: bool) -> dict[str, object]:
-    """A score in large, its meaning, and its certainty."""
+    """Return a score for display, with its meaning and interval."""
     _, asked = scores.columns[column][OVERALL]
     bounds = scores.intervals[column]
     interval = f", 95 % interval {bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else ""
@@ -125,7 +128,7 @@ def _figure(scores: Scores, column: str, main: bool) -> dict[str, object]:
 
 
 def _bar(scores: Scores, kind: str, main: str, blind: list[str], largest: float) -> dict[str, object]:
-    """The bar of a kind of question: its length is the main score, and each other condition is a mark on it."""
+    """Return the bar of a kind of question: its length is the main score, with a mark for each other condition."""
     others = [
         {"colour": (i + 1) % len(COLOURS), "place": _percent(mean, largest), "value": f"{mean:.3f}"}
         for i, column in enumerate(blind)
@@ -140,7 +143,7 @@ def _percent(value: float, largest: float) -> str:
 
 
 def _scores_table(scores: object) -> Block:
-    """A table, if every column has the same rows, as run/evaluate.py writes them; otherwise all numbers by path."""
+    """Return a table if every column has the same rows, as run/evaluate.py writes them; else all numbers by path."""
     if isinstance(scores, dict) and scores and all(isinstance(column, dict) and column for column in scores.values()):
         columns = list(scores)
         rows = list(dict.fromkeys(kind for column in scores.values() for kind in column))
@@ -153,7 +156,7 @@ def _scores_table(scores: object) -> Block:
 
 
 def _flat(value: object, path: str = ""):
-    """(path, number) of every number or pair within; long lists are left out."""
+    """Yield (path, number) of every number or pair within; long lists are left out."""
     shown = shown_score(value)
     if isinstance(shown, str) and value is not None:
         yield path, shown

@@ -1,4 +1,4 @@
-"""The files of a run, read for its page: a file that is missing or broken has a sentence instead."""
+"""The files of a run, read for its page: a missing or broken file is replaced by a sentence."""
 
 import math
 import re
@@ -17,7 +17,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder. saved_s: when, in seconds since 1970; whole: whether it has a manifest."""
+    """A checkpoint's folder. saved_s: time in seconds since 1970; whole: True if it has a manifest."""
 
     name: str
     step: int
@@ -28,10 +28,10 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """All that a report shows of a run.
+    """Everything that a report shows of a run.
 
-    record: run.json; metrics, evals, skipped, skipped_steps: the rows of these .jsonl; evaluations:
-    what run/evaluate.py wrote, by file name; problems: by file name, why it is not here.
+    record: run.json; metrics, evals, skipped, skipped_steps: the rows of these .jsonl; evaluations: run/evaluate.py's
+    files, by name; problems: by file name, the reason why it is missing.
     """
 
     output_dir: Path
@@ -52,11 +52,11 @@ class RunFiles:
 
     @property
     def name(self) -> str:
-        """--run_name, or the folder's."""
+        """--run_name, or the folder's name."""
         return str(self.flags.get("run_name") or self.output_dir.resolve().name)
 
     def column(self, name: str, rows: list[dict] | None = None) -> tuple[list[int], list[float]]:
-        """Steps and values of one number, of all rows that have it; of a list of numbers, its first."""
+        """Return steps and values of one number, from all rows that have it; the first one of a list of numbers."""
         steps, values = [], []
         for row in self.metrics if rows is None else rows:
             value = row.get(name)
@@ -67,7 +67,7 @@ class RunFiles:
         return steps, values
 
     def blocks_of(self, name: str, shown: Callable[[list[dict], Path], list]) -> list:
-        """Show the rows of a .jsonl that have a step, or a sentence about what is wrong with it."""
+        """Show the rows of a .jsonl that have a step, or a sentence about its problem."""
         problems: dict[str, str] = {}
         rows = [row for row in _rows(self.output_dir, name, problems) if is_number(row.get("step"))]
         if problems:
@@ -76,7 +76,7 @@ class RunFiles:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The few numbers that sum a run up, those that are known."""
+        """The few numbers that summarise a run, as far as known."""
         found: dict[str, float] = {}
         if self.metrics:
             last = self.metrics[-1]
@@ -94,7 +94,7 @@ class RunFiles:
             found["wait"] = found["data_wait_s"] / found["step_time_s"]
         for name in ("tokens_per_s", "mfu"):
             if values := sorted(self.column(name)[1]):
-                # The first steps, and those beside a save, are none to judge by.
+                # The median: the first steps, and those next to a save, are not typical.
                 found[name] = values[len(values) // 2]
         if values := self.column("peak_memory_bytes")[1]:
             found["peak_memory_bytes"] = max(values)
@@ -102,7 +102,7 @@ class RunFiles:
 
 
 def read_run(output_dir: Path) -> RunFiles:
-    """Whatever of it is there. Raises nothing for files that are missing or broken."""
+    """Read the files that exist. Raises nothing for missing or broken files."""
     problems: dict[str, str] = {}
 
     rows = partial(_rows, output_dir, problems=problems)
@@ -131,12 +131,12 @@ def read_run(output_dir: Path) -> RunFiles:
 
 
 def is_run(folder: Path) -> bool:
-    """True if a folder has files of a run."""
+    """Return True if a folder has files of a run."""
     return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
 
 
 def _rows(folder: Path, name: str, problems: dict[str, str], required: bool = False) -> list[dict]:
-    """Rows of a .jsonl in a folder; what is wrong with it goes to problems."""
+    """Return the rows of a .jsonl in a folder; adds its problem to `problems`."""
     found, damaged = _read(folder / name, read_rows, ([], []), problems, required)
     if damaged:
         lines = ", ".join(map(str, damaged[:3])) + (", …" if len(damaged) > 3 else "")
@@ -156,7 +156,7 @@ def _read(path: Path, read: Callable[[Path], object], nothing: object, problems:
 
 
 def _checkpoints(output_dir: Path) -> list[Checkpoint]:
-    """By step."""
+    """Return the checkpoints, by step."""
     found = []
     for path in output_dir.glob("checkpoint-*"):
         if match := _CHECKPOINT.fullmatch(path.name):
@@ -164,7 +164,7 @@ def _checkpoints(output_dir: Path) -> list[Checkpoint]:
                 sizes = [file.stat().st_size for file in path.rglob("*") if not file.is_dir()]
                 saved_s = path.stat().st_mtime
             except OSError:
-                continue  # it is just being replaced
+                continue  # it is being replaced right now
             manifest = (path / "manifest.json").is_file()
             found.append(Checkpoint(path.name, int(match[1]), sum(sizes), saved_s, manifest))
     return sorted(found, key=lambda checkpoint: checkpoint.step)

@@ -1,4 +1,4 @@
-"""run.json and ds_config.json: what was run, with what, so that it can be repeated."""
+"""run.json and ds_config.json: a run's settings and versions, so that it can be repeated."""
 
 import importlib.metadata
 import json
@@ -39,12 +39,14 @@ def write_run_record(
     held_out: EncodedDataset | None,
     ranks: Ranks,
 ) -> None:
-    """Write run.json (flags, versions, revision, command, data, and why each "auto" was filled as it was) and
-    ds_config.json, without secrets."""
+    """Write run.json and ds_config.json, without secrets.
+
+    run.json has flags, versions, revision, command, data, and the reason for each filled-in "auto".
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
     record = {
         "command": sys.argv,
-        "folder": os.getcwd(),  # which relative paths in it are from
+        "folder": os.getcwd(),  # relative paths start here
         "arguments": args.as_dict(),
         "given": sorted(args.given),
         "num_steps": num_steps,
@@ -65,7 +67,7 @@ def write_run_record(
 
 
 def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDataset | None) -> dict[str, object]:
-    """The part of run.json about the data, which all have to be encoded."""
+    """Return the part of run.json about the data, which have to be completely encoded."""
     return {
         "summary": dataset.summary(),
         "fingerprint": dataset.fingerprint,
@@ -75,14 +77,14 @@ def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDatas
 
 
 def complete_run_record(output_dir: Path, data: dict[str, object]) -> None:
-    """Write the data into run.json, of which it did not know all at the start."""
+    """Write the data into run.json, once they are completely known."""
     path = output_dir / "run.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     write_whole(path, json.dumps({**record, "data": redact(data)}, indent=2) + "\n")
 
 
 def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
-    """Describe the eval data and its origin, in lines; none if there are no eval data."""
+    """Describe the eval data and its origin, in lines; empty without eval data."""
     if held_out is None:
         return []
     samples = "1 sample" if len(held_out) == 1 else f"{len(held_out):,} samples"
@@ -98,7 +100,7 @@ def eval_summary(args: Arguments, held_out: EncodedDataset | None) -> list[str]:
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Count the samples by length: counts, and edges in tokens, one more than counts."""
+    """Count the samples by length: counts, and edges in tokens; edges has one more entry than counts."""
     longest = int(np.max(lengths)) if len(lengths) else 1
     width = -(-longest // LENGTH_BINS)
     edges = np.arange(0, longest + width + 1, width)
@@ -109,8 +111,10 @@ def length_histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 
 class RunRecord(TypedDict):
-    """The part of run.json that later commands read. given: flags that were; folder: which relative paths in it are
-    from."""
+    """The part of run.json that later commands read.
+
+    given: flags on the command line; folder: where relative paths start.
+    """
 
     arguments: dict[str, Any]
     given: NotRequired[list[str]]
@@ -120,7 +124,7 @@ class RunRecord(TypedDict):
 
 
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
-    """The flags in run.json, and all of it. Raises DataError where it is missing, damaged, or another version's."""
+    """Return the flags in run.json, and all of it. Raises DataError if it is missing, damaged, or another version's."""
     path = output_dir / "run.json"
     try:
         record = read_json(path, RunRecord)
@@ -137,9 +141,9 @@ def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
 
 
 def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Arguments, list[str]]:
-    """The flags that run.json has by their names, and names of flags that there are not.
+    """Return the flags from run.json's values by name, and the names of unknown flags.
 
-    given: names of those that were given. Raises DataError for a value of a wrong type.
+    given: names of those on the command line. Raises DataError for a value of the wrong type.
     """
     flags = dict(values)
     extensions, sections = asked_for(flags), []
@@ -157,10 +161,10 @@ def arguments_of(values: Mapping[str, object], given: Iterable[str]) -> tuple[Ar
 
 
 def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
-    """The flags with each base model and projector where it lies now, as far as it is found.
+    """Return the flags with the current path of each base model and projector, as far as found.
 
-    Relative paths are those of the folder that the run was started in. Where that, or what was beside --output_dir, was
-    moved together with it, they are found beside run_dir, in which run.json lies now.
+    Relative paths start at the run's working folder. If that folder, or the neighbours of --output_dir, were moved
+    together with the run, they are found relative to run_dir, the current folder of run.json.
     """
     started = Path(record.get("folder") or ".")
     then, now = Path(os.path.normpath(started / (args.training.output_dir or "."))), run_dir.resolve()
@@ -174,20 +178,20 @@ def located(args: Arguments, record: dict, run_dir: Path) -> Arguments:
 
 
 def _lies_now(value: str, started: Path, then: Path, now: Path) -> Path:
-    """Resolve a path of a run that was started in one folder, and whose own was then and is now elsewhere."""
+    """Resolve a path of a run. started: its working folder; then, now: its own folder before and after moving."""
     path = Path(os.path.normpath(started / value))
     candidates = [path]
     for old, new in zip((then, *then.parents), (now, *now.parents)):
         if path.is_relative_to(old) and len(old.parts) > 1:
             candidates.append(new / path.relative_to(old))
         if old.name != new.name and old != then:
-            break  # what lies further up was not moved with it
+            break  # folders further up were not moved
     candidates.append(Path(value))
     return next((each for each in candidates if each.exists()), path)
 
 
 def _git_revision() -> str | None:
-    """The source's commit, with "+" where files differ from it; None outside a checkout or without git."""
+    """Return the source's commit, with "+" if files differ from it; None outside a checkout or without git."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

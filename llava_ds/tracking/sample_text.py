@@ -18,7 +18,7 @@ from llava_ds.tracking.data_page import Run, ShownSample, draw_boxes, runs_of
 def shown_sample(
     dataset: EncodedDataset, index: int, tokenizer: PreTrainedTokenizerBase, with_images: bool = False
 ) -> ShownSample:
-    """Show an accepted sample; images that can't be decoded are left out, and the note says so."""
+    """Return an accepted sample for display; images that can't be decoded are left out, and the note reports them."""
     row = dataset.row(int(dataset.rows[index]))
     note = f"{row['length']:,} tokens, {row['num_targets']:,} supervised" + (", cut short" if row["truncated"] else "")
     if row["weights"] is not None:
@@ -42,7 +42,7 @@ def shown_sample(
 
 
 def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptions) -> list[Numbers]:
-    """The boxes and points that the text of a sample tells, in pixels of the image."""
+    """Return the boxes and points in a sample's text, in pixels of the image."""
     if not one.boxes:
         return []
     frame = coordinate_frame(image.size, num_media, options_for(one.media, options))
@@ -50,7 +50,7 @@ def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptio
 
 
 def _runs(row: dict[str, object], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
-    """The runs of a sample, or of the chosen and then of the rejected answer of a preference."""
+    """Return the runs of a sample; for a preference, of the chosen and then of the rejected answer."""
     ids, labels = row["input_ids"], row["labels"]
     if (length := row.get("chosen_length")) is None:
         return runs_of(ids, labels, tokenizer)

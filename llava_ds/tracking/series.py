@@ -1,19 +1,19 @@
-"""Numbers along the steps, made few and smooth enough to be looked at."""
+"""Numbers along the steps, thinned and smoothed for display."""
 
 import math
 from collections.abc import Sequence
 
-MOST_POINTS = 1000  # of a drawn curve: more than there are pixels
+MOST_POINTS = 1000  # of a drawn curve: more than its pixels
 
 
 class Smoothed:
-    """An exponential running mean without the bias of its start; what is not finite is passed over."""
+    """An exponential running mean without the bias of its start; non-finite values are ignored."""
 
     def __init__(self, weight: float = 0.9) -> None:
         self.weight, self.total, self.norm = weight, 0.0, 0.0
 
     def add(self, value: float) -> float:
-        """The mean with one more value; nan as long as there was none."""
+        """Return the mean including one more value; nan before the first one."""
         if math.isfinite(value):
             self.total = self.weight * self.total + (1 - self.weight) * value
             self.norm = self.weight * self.norm + (1 - self.weight)
@@ -25,15 +25,15 @@ class Smoothed:
 
 
 def running_mean(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential running mean without the bias of its start; what is not finite leaves it where it was."""
+    """Return the exponential running mean without the bias of its start; non-finite values don't change it."""
     smoothed = Smoothed(weight)
     return [smoothed.add(value) for value in values]
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """At most so many points of a curve, with the smallest and the largest value of every stretch among them.
+    """Return at most `most` points of a curve, including the smallest and the largest value of every stretch.
 
-    Points that are not finite are left out where their stretch has others.
+    Non-finite points are left out if their stretch has others.
     """
     if len(steps) <= most:
         return list(steps), list(values)
@@ -48,7 +48,7 @@ def thinned(steps: Sequence[int], values: Sequence[float], most: int = MOST_POIN
 
 
 def means_by_source(sources: list[str], sums: list[float], targets: list[float]) -> dict[str, float]:
-    """Mean loss per supervised token of each data source that has any, to five digits."""
+    """Return the mean loss per supervised token of each data source that has any, to five digits."""
     means = {name: total / number for name, total, number in zip(sources, sums, targets) if number}
     return {name: float(f"{mean:.5g}") for name, mean in means.items()}
 

@@ -15,7 +15,7 @@ IMAGE_SIDE = 320  # pixels of the longer side
 
 
 def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
-    """An image as an address that holds it, or the problem of reading it. place: of EncodedDataset.images_of."""
+    """Return an image as a data URI, or the problem of reading it. place: from EncodedDataset.images_of."""
     try:
         ref = FileRef(**place) if isinstance(place, dict) else FileRef(str(place))
         image = load_image(dataclasses.replace(ref, path=str(output_dir / ref.path)))
@@ -25,14 +25,14 @@ def shown_image(place: object, output_dir: Path) -> dict[str, str | None]:
 
 
 def spread(rows: list, most: int) -> list:
-    """Choose at most so many rows, evenly, the first and the last included."""
+    """Choose at most `most` rows, evenly, including the first and the last."""
     if len(rows) <= most:
         return rows
     return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
 
 
 def data_uri(image: Image.Image, side: int, form: str = "PNG") -> str:
-    """An image as an address that holds it, no side longer than so many pixels."""
+    """Return an image as a data URI, with no side longer than `side` pixels."""
     image = image.copy()
     image.thumbnail((side, side))
     stream = io.BytesIO()

@@ -1,4 +1,4 @@
-"""skipped.jsonl: every record that is not trained on, with its place and the reason."""
+"""skipped.jsonl: every record that is left out of training, with its place and the reason."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_fi
 class SkippedSamples:
     """The records left out before training, and those whose images broke during training, with the step.
 
-    A resumed run meets the broken images after its checkpoint again: their lines are dropped, as in metrics.jsonl.
+    A resumed run meets the images that broke after its checkpoint again: their lines are dropped, as in metrics.jsonl.
     """
 
     def __init__(
         self, path: Path, rejections: Iterable[dict], num_allowed: float, resume_step: int, ranks: Ranks
     ) -> None:
-        """rejections: of the preflight; num_allowed: records that may be left out, these included."""
+        """rejections: from the preflight; num_allowed: records that may be left out, including these."""
         self.path, self.num_allowed, self.ranks = path, num_allowed, ranks
         rejections = list(rejections)
         self.num_rejected = len(rejections)
@@ -29,7 +29,7 @@ class SkippedSamples:
     def add(self, results: list) -> None:
         """Record the broken samples of some steps. results: StepResults with numbers, the same steps on every rank."""
         if all(result.num_planned == result.counts.samples for result in results):
-            return  # so it is on all ranks, for the counts are theirs together
+            return  # true on all ranks: the counts are sums over ranks
         mine = [{**dataclasses.asdict(broken), "step": result.step} for result in results for broken in result.broken]
         rows = [row for part in gather(mine, self.ranks) for row in part]
         rows.sort(key=lambda row: (row["step"], row["file"], row["index"]))

@@ -1,4 +1,4 @@
-"""skipped_steps.jsonl: every step whose loss or gradients were not finite, with the samples that it was made of."""
+"""skipped_steps.jsonl: every step with a loss or gradients that are not finite, with its samples."""
 
 import math
 from pathlib import Path
@@ -9,13 +9,13 @@ from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_first
 
 FILE = "skipped_steps.jsonl"
-MOST_NAMED = 8  # samples, in what is printed
+MOST_NAMED = 8  # samples, in printed messages
 
 
 class SkippedSteps:
     """Records the steps that changed nothing, and counts how many came in a row.
 
-    If losses were not finite, the samples are those of the ranks that had them; otherwise those of all ranks, for
+    If losses were not finite, the samples are those of the ranks affected; otherwise those of all ranks, because
     gradients are judged together. A resumed run drops the lines after its checkpoint, as in metrics.jsonl.
     """
 
@@ -27,7 +27,7 @@ class SkippedSteps:
         before: tuple[int, int],
         ranks: Ranks,
     ) -> None:
-        """most: --max_skipped_steps; before: the steps that are done, and how many of them were skipped."""
+        """most: --max_skipped_steps; before: the number of finished steps, and of skipped ones among them."""
         self.path, self.most, self.ranks = output_dir / FILE, most, ranks
         resume_step, self._num_skipped = before
         self._plan = plan
@@ -41,11 +41,11 @@ class SkippedSteps:
         self.problem: str | None = None  # the reason to end the run, the same on every rank
 
     def add(self, results: list) -> None:
-        """Note which of some steps were skipped. results: StepResults with numbers, the same steps on every rank."""
+        """Record the skipped ones of some steps. results: StepResults with numbers, the same steps on every rank."""
         for result in results:
             skipped, self._num_skipped = result.skipped_steps > self._num_skipped, result.skipped_steps
             self.in_a_row = self.in_a_row + 1 if skipped else 0
-            if skipped:  # on all ranks, for the engines' counts are the same
+            if skipped:  # true on all ranks: the engines' counts are the same
                 self._note(result.step, result.own_loss)
             if self.in_a_row >= self.most:
                 self.problem = self._too_many(result.step)

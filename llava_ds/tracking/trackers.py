@@ -1,4 +1,4 @@
-"""Trackers that get the curves beside the run's own files: TensorBoard, W&B, trackio, as --report_to asks."""
+"""Trackers that receive the curves in addition to the run's files: TensorBoard, W&B, trackio, chosen by --report_to."""
 
 import math
 import os
@@ -19,14 +19,14 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.redact import redact
 from llava_ds.tracking.objective_numbers import objective_numbers
 
-# More points than anybody sees: TensorBoard itself draws 1,000 of a curve. Of longer runs every n-th step goes there.
+# More points than anybody sees: TensorBoard draws 1,000 per curve. In longer runs every n-th step is sent.
 MOST_POINTS = 5_000
 CLOSING_S = 60.0
-PROJECT = "llava_ds"  # unless WANDB_PROJECT or TRACKIO_PROJECT says otherwise
+PROJECT = "llava_ds"  # default of WANDB_PROJECT and TRACKIO_PROJECT
 
 
 class Tracker(Protocol):
-    """One of them, as the run sees it. What is written is not kept back: a kill loses nothing of it."""
+    """A tracker. Points are written unbuffered: a kill loses none."""
 
     def write(self, values: dict[str, float], step: int) -> None: ...
 
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All that were asked for. One that fails is named once and left alone: the run's own files have everything."""
+    """All requested trackers. A failing one is reported once and dropped: the run's own files have everything."""
 
     def __init__(self, opened: dict[str, Tracker], num_steps: int) -> None:
         self.opened = opened
@@ -42,17 +42,17 @@ class Trackers:
         self.num_steps = num_steps
 
     def write(self, rows: list[dict]) -> None:
-        """rows: of metrics.jsonl."""
+        """Write rows of metrics.jsonl."""
         for row in rows if self.opened else ():
             if row["step"] % self.every == 0 or row["step"] == self.num_steps:
                 self.log(scalars(row), row["step"])
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Numbers by the names of their curves, like eval/loss."""
+        """Write numbers by the names of their curves, like eval/loss."""
         self._all(lambda tracker: tracker.write(values, step))
 
     def close(self) -> None:
-        """End them, and wait no longer than CLOSING_S: what a service does not take by then it does not get."""
+        """Close the trackers, waiting at most CLOSING_S: points not accepted by then are lost."""
         thread = threading.Thread(target=lambda: self._all(lambda tracker: tracker.close()), daemon=True)
         thread.start()
         thread.join(CLOSING_S)
@@ -64,7 +64,7 @@ class Trackers:
         for name, tracker in list(self.opened.items()):
             try:
                 act(tracker)
-            except Exception as error:  # a service, a disk: none is worth the run
+            except Exception as error:  # a service or a disk failed: no tracker may end the run
                 del self.opened[name]
                 print_first(
                     f"WARNING: nothing more goes to {name}, which failed ({type(error).__name__}: {error}): "
@@ -73,11 +73,11 @@ class Trackers:
 
 
 def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps: int, ranks: Ranks) -> Trackers:
-    """Those of --report_to, on rank 0; none on the others. All ranks call it together.
+    """Open the trackers of --report_to on rank 0; none on other ranks. Collective.
 
-    What an earlier start wrote behind resume_step comes again: TensorBoard drops it, Logged does not send it twice, for
-    which metrics.jsonl has to be as that start left it. Raises ConfigError, on every rank, where one that was asked for
-    can't be opened.
+    Steps after resume_step that an earlier start wrote are repeated: TensorBoard drops the old ones, Logged does not
+    send them twice; for this, metrics.jsonl has to be unchanged since that start. Raises ConfigError, on every rank, if
+    a requested tracker can't be opened.
     """
     asked = args.training.report_to
     if asked is None and not is_installed("tensorboard"):
@@ -97,14 +97,14 @@ def open_trackers(args: Arguments, output_dir: Path, resume_step: int, num_steps
                     raise ConfigError(problem) from error
                 print_first(f"WARNING: no TensorBoard curves ({why})")
 
-    before = random.getstate()  # theirs to draw names from, and the run's to go on with
+    before = random.getstate()  # trackers draw random names; the run's state is restored
     broadcast_from_first(ranks, open_all)
     random.setstate(before)
     return Trackers(opened, num_steps)
 
 
 def scalars(row: dict) -> dict[str, float]:
-    """A row of metrics.jsonl by the names that Hugging Face's Trainer gives these curves, and our own for the rest."""
+    """Return the curves of a row of metrics.jsonl, under the names of Hugging Face's Trainer, others under our own."""
     values = {
         "train/loss": row["loss"],
         "train/learning_rate": row["lr"][0],
@@ -125,30 +125,30 @@ def scalars(row: dict) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in output_dir/tensorboard, by tensorboard's own record writer and protos.
+    """Event files in output_dir/tensorboard, written by tensorboard's own record writer and protos.
 
-    torch's SummaryWriter is not used: its thread prints a traceback when the disk is full, and keeps points back for up
-    to two minutes, which a killed run loses.
+    torch's SummaryWriter is not used: its thread prints a traceback when the disk is full, and it buffers points for up
+    to two minutes, so a killed run loses them.
     """
 
     def __init__(self, args: Arguments, output_dir: Path, resume_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.event, self.points = Event, Event()  # points: of the last step, to be filled anew
+        self.event, self.points = Event, Event()  # points: of the last step, refilled
         folder = output_dir / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        # The names' order is the events'.
+        # Readers order events by file name.
         number = len(list(folder.glob("events.out.tfevents.*")))
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:05d}.{socket.gethostname()}.{os.getpid()}"
         self.records = RecordWriter((folder / name).open("xb", buffering=0))
-        # Readers pass over what earlier files have from this step on.
+        # From this step on, readers ignore the events of earlier files.
         self._add(resume_step + 1, file_version="brain.Event:2")
         self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, values: dict[str, float], step: int) -> None:
         points = self.points.summary.value
-        if [point.tag for point in points] != list(values):  # as a rule they are those of the step before
+        if [point.tag for point in points] != list(values):  # usually the same as in the previous step
             del points[:]
             for name in values:
                 points.add(tag=name)
@@ -165,15 +165,15 @@ class TensorBoard:
 
 
 class Logged:
-    """W&B, or trackio, whose run has the same methods; processes of their own write it, also when this one is killed.
+    """W&B, or trackio, whose run has the same methods; separate processes write it, even when this one is killed.
 
-    A resumed run goes on in the same one there, where nothing can be taken back: the steps behind the checkpoint, which
-    come again, are those that it has, and none is given to it twice. Steps never go back otherwise, for where
-    a run goes back to a checkpoint, the weights alone do.
+    A resumed run continues the same tracker run, where nothing can be deleted: repeated steps after the checkpoint are
+    there already, and none is sent twice. Otherwise steps never decrease, because a return to a checkpoint restores
+    only the weights.
     """
 
     def __init__(self, run, last_step: int) -> None:
-        """last_step: what an earlier start had come to, 0 for none."""
+        """last_step: of an earlier start, 0 for none."""
         self.run, self.last_step = run, last_step
 
     def write(self, values: dict[str, float], step: int) -> None:
@@ -185,8 +185,10 @@ class Logged:
 
 
 def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
-    """A run on the server that WANDB_MODE and the like choose; a resumed one goes on in the same, with the flags that
-    it has now."""
+    """Open a run on the server chosen by WANDB_MODE and related variables.
+
+    A resumed run continues the same one, with its current flags.
+    """
     import wandb
 
     kept = output_dir / "wandb" / "run-id"
@@ -194,7 +196,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
     begins = resume_step == 0 or not kept.is_file()
     if begins:
         kept.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), encoding="utf-8")
-    # Neither the command line nor what is printed is taken along: both are redacted here only.
+    # Neither the command line nor the printed output is sent: only this project's files redact them.
     settings = wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -204,14 +206,12 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
         dir=str(output_dir),
         settings=settings,
     )
-    run.config.update(
-        redact(args.as_dict()), allow_val_change=True
-    )  # of --allow_changed_flags, which is an error without
+    run.config.update(redact(args.as_dict()), allow_val_change=True)  # for --allow_changed_flags; an error without it
     return Logged(run, 0 if begins else _last_step(output_dir, resume_step))
 
 
 def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
-    """A run in trackio's own folder (TRACKIO_DIR), shown by `trackio show`."""
+    """Open a run in trackio's own folder (TRACKIO_DIR), shown by `trackio show`."""
     import trackio
 
     run = trackio.init(
@@ -225,13 +225,13 @@ def _open_trackio(args: Arguments, output_dir: Path, resume_step: int) -> Logged
 
 
 def _last_step(output_dir: Path, resume_step: int) -> int:
-    """The last step that an earlier start logged, if the run goes on from one: metrics.jsonl still has it."""
+    """Return the last step that an earlier start logged, if the run resumes: metrics.jsonl still has it."""
     steps = [row["step"] for row in rows_of(output_dir / "metrics.jsonl")] if resume_step else []
     return max(steps, default=0)
 
 
 def called(args: Arguments) -> str:
-    """The name of the run: --run_name, or the name of --output_dir."""
+    """Return the name of the run: --run_name, or the name of --output_dir."""
     return args.training.run_name or Path(args.training.output_dir).resolve().name
 
 

@@ -1,4 +1,4 @@
-"""trainer_state.json, as Hugging Face's Trainer leaves it, for programs that read that."""
+"""trainer_state.json in the format of Hugging Face's Trainer, for programs that read it."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ TRAINER_STATE = "trainer_state.json"
 
 
 def write_trainer_state(output_dir: Path, batch_size: int, num_epochs: float) -> None:
-    """Write it from metrics.jsonl.
+    """Write trainer_state.json from metrics.jsonl.
 
     Source: transformers' TrainerState, which LLaVA's scripts save at their end.
     """

@@ -1,4 +1,4 @@
-"""Numbers and names of a run as a person would write them."""
+"""Numbers and names of a run in everyday notation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ PARTS = {
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 5 h 7 min, 3 d 4 h."""
+    """Format seconds: 12 s, 3 min 20 s, 5 h 7 min, 3 d 4 h."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, seconds = divmod(round(seconds), 60)
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 
 def num_bytes(count: float) -> str:
-    """In decimal units, as disks and this program's flags have them."""
+    """Format bytes in decimal units, like disks and this program's flags."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
@@ -64,7 +64,7 @@ NUMBERS = {
 
 
 def model_of(run: RunFiles) -> str:
-    """Describe model and data in a sentence. Of paths, the last part."""
+    """Describe model and data in a sentence, with the last part of each path."""
     flags = run.flags
     given = run.record.get("given")
     if flags.get("model_name_or_path") and not (isinstance(given, list) and "model_name_or_path" not in given):
@@ -88,8 +88,10 @@ def model_of(run: RunFiles) -> str:
 
 
 def shown_score(value: object) -> str | None:
-    """A number; [sum, number of questions] as its quotient; {value, low, high} with its interval; "" for None; None for
-    what is neither."""
+    """Format a score; "" for None; None for anything else.
+
+    Scores are a number; [sum, number of questions], shown as their quotient; {value, low, high}, with its interval.
+    """
     if value is None:
         return ""
     if is_number(value):

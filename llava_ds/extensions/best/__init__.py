@@ -1,1 +1,1 @@
-"""The best evaluation: its checkpoint is kept and becomes the model, and a run may end for want of a better one."""
+"""The best evaluation: its checkpoint is kept and may become the model, and a run may end without a better one."""

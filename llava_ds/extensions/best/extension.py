@@ -1,7 +1,7 @@
-"""The best evaluation in a run: which checkpoint is kept and becomes the model, and when to stop for want of a better.
+"""The best evaluation in a run: which checkpoint is kept and becomes the model, and when to stop early.
 
-All of it follows from evals.jsonl and the checkpoints that are there, so that a run that was killed judges as one that
-was not.
+Everything follows from evals.jsonl and the existing checkpoints, so that a resumed run decides like an uninterrupted
+one.
 """
 
 import json
@@ -42,18 +42,18 @@ class Best(Measure):
     rows: list[dict]
 
     def checkpoint(self) -> BestCheckpoint | None:
-        """The checkpoint with the best evaluation of those that are there; None without one."""
+        """Return the existing checkpoint with the best evaluation; None without one."""
         saved = {commit.step_of(path): path for path in commit.checkpoints(self.output_dir)}
         row = self.rule.best(row for row in self.rows if row["step"] in saved)
         return None if row is None else BestCheckpoint(saved[row["step"]], row["step"], self.rule.value(row))
 
     def path(self) -> Path | None:
-        """The folder of that checkpoint."""
+        """Return the folder of that checkpoint."""
         found = self.checkpoint()
         return None if found is None else found.path
 
     def why_over(self) -> str | None:
-        """The reason to end the run now; None to go on. Raises DataError where the last evaluation lacks the metric."""
+        """Return the reason to end the run now, or None. Raises DataError if the last evaluation lacks the metric."""
         if self.rows:
             self.rule.value(self.rows[-1])
         count = self.rule.evaluations_without(self.rows)
@@ -68,7 +68,7 @@ class Best(Measure):
 
 
 class KeepBest(Hook):
-    """Judges evaluations, keeps the checkpoint with the best one, and takes its model where that is asked for."""
+    """Judges evaluations, protects the best checkpoint, and exports its model if requested."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -79,7 +79,7 @@ class KeepBest(Hook):
         session.saver.protected_checkpoint = self.best.path
 
     def before_export(self) -> int | None:
-        """Bring the model to that checkpoint. Raises DataError where it is damaged."""
+        """Load that checkpoint into the model. Raises DataError if it is damaged."""
         session, ranks, metric = self.session, self.session.ranks, self.best.rule.metric
         found = self.found = broadcast_from_first(ranks, self.best.checkpoint)
         if found is None or not self.own.load_best_model_at_end:
@@ -103,7 +103,7 @@ class KeepBest(Hook):
 
 
 def complete(plan: Plan, ranks: Ranks) -> None:
-    """Raise ConfigError unless every checkpoint has an evaluation with the number by which the best is found."""
+    """Raise ConfigError unless every checkpoint has an evaluation with the metric."""
     training, own = plan.args.training, plan.args.own["best"]
     eval_steps = steps_between(training.eval_steps, plan.steps.num_steps)
     metric = best_rule(vars(own)).metric

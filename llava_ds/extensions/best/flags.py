@@ -40,7 +40,7 @@ class Flags(ExtensionFlags):
     )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """The best is one of several evaluations, and going back to it needs its checkpoint."""
+        """Yield a line for missing evaluations or checkpoints, and for flags without an effect."""
         training = args.training
         wanted = {
             "--load_best_model_at_end True": self.load_best_model_at_end,

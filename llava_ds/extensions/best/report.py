@@ -15,7 +15,7 @@ class Report(ReportPart):
         try:
             self.rule: BestRule | None = best_rule(run.flags)
             self.row = None if self.rule is None else self.rule.best(self.rows)
-        except (AttributeError, DataError, KeyError, TypeError):  # files that were damaged
+        except (AttributeError, DataError, KeyError, TypeError):  # damaged files
             return
 
     @property
@@ -25,11 +25,11 @@ class Report(ReportPart):
         return ends and self.rule.evaluations_without(self.rows) >= self.rule.patience
 
     def sections(self) -> dict[str, list[Block]]:
-        """A sentence above the scores."""
+        """Return a sentence to show above the scores."""
         return {"Evaluation": [note(f"The best {line}.", "note") for line in self._lines(" is")]}
 
     def card(self) -> list[str]:
-        """A line of the model card."""
+        """Return a line of the model card."""
         return [f"- best {line}" for line in self._lines(":")]
 
     def _lines(self, verb: str) -> list[str]:

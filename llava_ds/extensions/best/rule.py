@@ -1,4 +1,4 @@
-"""Which evaluation of a run is the best, by rows of evals.jsonl.
+"""The rule that finds the best evaluation of a run, from rows of evals.jsonl.
 
 Source: transformers' Trainer and its EarlyStoppingCallback.
 """
@@ -11,9 +11,11 @@ from llava_ds.constants import DataError
 
 @dataclass(frozen=True)
 class BestRule:
-    """What makes an evaluation the best. metric: a name in evals.jsonl; greater: larger is better; patience: the
-    evaluations without a better one after which a run ends, None for never; threshold: by how much better is better
-    for patience."""
+    """The rule for the best evaluation.
+
+    metric: a name in evals.jsonl; greater: True if larger is better; patience: number of evaluations without a better
+    one that ends a run, None for never; threshold: minimum improvement that counts for patience.
+    """
 
     metric: str
     greater: bool
@@ -21,11 +23,11 @@ class BestRule:
     threshold: float
 
     def has_value(self, row: dict) -> bool:
-        """True if the metric is in a row of evals.jsonl. An earlier start may have measured others."""
+        """Return True if a row of evals.jsonl has the metric. An earlier start may have measured others."""
         return self._name in self._numbers(row)
 
     def value(self, row: dict) -> float:
-        """The metric in a row of evals.jsonl. Raises DataError where the row has none of that name."""
+        """Return the metric in a row of evals.jsonl. Raises DataError if it is missing."""
         found = self._numbers(row)
         if self._name not in found:
             raise DataError(
@@ -45,11 +47,11 @@ class BestRule:
         return found
 
     def is_better(self, value: float, best: float | None) -> bool:
-        """True if a value is better than the best so far, which is None before the first. A nan never is."""
+        """Return True if a value is better than the best so far (None before the first). A nan never is."""
         return value == value and (best is None or (value > best if self.greater else value < best))
 
     def best(self, rows: Iterable[dict]) -> dict | None:
-        """The row with the best value, the first of equal ones; None where there is none that is a number."""
+        """Return the row with the best value, the first of equal ones; None if no row has a number."""
         chosen, best = None, None
         for row in filter(self.has_value, rows):
             if self.is_better(value := self.value(row), best):
@@ -57,7 +59,7 @@ class BestRule:
         return chosen
 
     def evaluations_without(self, rows: Iterable[dict]) -> int:
-        """Count the evaluations of the metric since one was better than all before by more than the threshold."""
+        """Count the evaluations with the metric since the last improvement by more than the threshold."""
         best, count = None, 0
         for row in filter(self.has_value, rows):
             value = self.value(row)
@@ -68,7 +70,7 @@ class BestRule:
 
 
 def best_rule(flags: Mapping[str, object]) -> BestRule | None:
-    """The rule that a run's flags ask for, by their names; None where they ask for none."""
+    """Return the rule that a run's flags request; None if they request none."""
     metric, patience = flags.get("metric_for_best_model"), flags.get("early_stopping_patience")
     if not (flags.get("load_best_model_at_end") or metric or patience):
         return None

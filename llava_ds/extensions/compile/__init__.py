@@ -1,1 +1,1 @@
-"""torch.compile over the repeated layers of tower and language model."""
+"""torch.compile for the repeated layers of tower and language model."""

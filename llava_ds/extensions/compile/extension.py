@@ -1,4 +1,4 @@
-"""torch.compile in a run: refused where another compiler has the model, and put around layers before the first step."""
+"""torch.compile in a run: refused with another compiler, and applied to layers before the first step."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from llava_ds.extensions.compile.layers import compile_layers
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """The backend is one that torch knows, and nothing else compiles."""
+    """Yield a line for an unknown backend, and for another compiler."""
     flags = resolved.args.own["compile"]
     if not flags.torch_compile:
         return

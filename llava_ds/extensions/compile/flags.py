@@ -24,18 +24,18 @@ class Flags(ExtensionFlags):
 
     @property
     def compiles(self) -> bool:
-        """True unless a backend alone is given."""
+        """True unless only a backend is given."""
         return self.torch_compile
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """Keys of PROPERTIES, and why."""
+        """Keys of PROPERTIES, each with the reason."""
         if not self.torch_compile:
             return {}
         untried = dict.fromkeys(("whole_matrices", "whole_layers", "given_answers"), "no other is tried")
         return {**untried, "dense_mlps": "how many tokens an expert has is read by the host"}
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """LLaVA-NeXT's scripts name a backend also where they say that nothing is compiled."""
+        """Yield a line for a backend alone. LLaVA-NeXT's scripts name one even with compilation off."""
         if not self.torch_compile and "torch_compile" not in args.given:
             yield f"--torch_compile_backend {self.torch_compile_backend} needs --torch_compile True"

@@ -6,10 +6,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def compile_layers(model: nn.Module, backend: str | None) -> int:
-    """Compile the repeated layers of tower and language model for any length. Returns how many there are.
+    """Compile the repeated layers of tower and language model for any length. Returns their number.
 
-    Layers and not the whole, because they are all alike (one compilation serves all), and because under ZeRO-3 the
-    gathering of parameters happens in hooks around them.
+    Layers instead of the model: they are all alike, so one compilation serves all, and under ZeRO-3 parameters are
+    gathered in hooks around layers.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:

@@ -1,1 +1,1 @@
-"""A moving average of the weights that train, kept beside the optimizer's states and exported as a second model."""
+"""A moving average of the trained weights, stored with the optimizer's states and exported as a second model."""

@@ -1,6 +1,6 @@
-"""A moving average of the trained weights, among the optimizer's states: checkpoints and re-sharding treat it as one.
+"""A moving average of the trained weights, as an optimizer state: checkpoints and re-sharding treat it like the others.
 
-After every step, average = decay * average + (1 - decay) * weight, in fp32, from the weights after the first step on.
+After every step, average = decay * average + (1 - decay) * weight, in fp32, starting from the weights after step 1.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,15 @@ STATE = "ema"
 
 @torch.no_grad()
 def update_averages(engine, decay: float) -> None:
-    """Bring the averages on by a step. A rank averages what it holds; before the first step that was not skipped there
-    is nothing to."""
+    """Update the averages after a step.
+
+    A rank averages the weights it holds. Nothing is averaged before the first step that was not skipped.
+    """
     optimizer = engine.basic_optimizer
     has_none = type(optimizer).__name__ == "SGD" and not any(group["momentum"] for group in optimizer.param_groups)
     for master in masters(engine):
         state = optimizer.state[master] if has_none else optimizer.state.get(master)
-        if not state and not has_none:  # an optimizer takes a state with anything in it for begun
+        if not state and not has_none:  # an optimizer takes any state for an initialized one
             continue
         if STATE not in state:
             state[STATE] = master.detach().clone().float()
@@ -35,9 +37,9 @@ def update_averages(engine, decay: float) -> None:
 
 @torch.no_grad()
 def take_averages(engine, mesh: Mesh) -> None:
-    """Set the model's weights to their averages, when training is over. All ranks call it together.
+    """Set the model's weights to their averages, after training. Collective.
 
-    Raises RuntimeError where no step was averaged.
+    Raises RuntimeError if no step was averaged.
     """
     for parameter, values in _averages(engine, mesh):
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=hasattr(parameter, "ds_id")):
@@ -45,8 +47,7 @@ def take_averages(engine, mesh: Mesh) -> None:
 
 
 def _averages(engine, mesh: Mesh) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield each parameter that trains, as this rank has it but for ZeRO, and its average, laid flat. All ranks run
-    through it together."""
+    """Yield each trained parameter, as this rank has it without ZeRO's sharding, and its flat average. Collective."""
     layout, states = layout_of(engine), engine.basic_optimizer.state
     own: dict[str, list[tuple[torch.Tensor, object]]] = {}
     for master, slot in zip(masters(engine), layout.slots):

@@ -1,4 +1,4 @@
-"""The moving average in a run: brought on after every step, checked before, and exported at the end."""
+"""The moving average in a run: updated after every step, and exported at the end."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from llava_ds.runtime.ranks import print_first
 
 
 class Average(Hook):
-    """Brings the average on by a step, and makes it a model at the end."""
+    """Updates the average after a step, and exports it as a model at the end."""
 
     def after_step(self, end: StepEnd) -> None:
         update_averages(self.session.engine, self.session.plan.args.own["ema"].ema_decay)
@@ -24,7 +24,7 @@ class Average(Hook):
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """DeepSpeed moves an optimizer's states on NVMe by a list of its own."""
+    """Yield a line for NVMe: DeepSpeed moves only the states in its own list."""
     if offload_device(resolved.config, "offload_optimizer") == "nvme":
         yield (
             "--enable_ema keeps a state beside the optimizer's, which can't lie on NVMe: give offload_optimizer "

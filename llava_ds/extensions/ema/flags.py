@@ -31,6 +31,6 @@ class Flags(ExtensionFlags):
     )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """--ema_decay alone averages nothing."""
+        """Yield a line if --ema_decay is given without --enable_ema."""
         if not self.enable_ema:
             yield "--ema_decay has no effect without --enable_ema True: give that, or leave it out"

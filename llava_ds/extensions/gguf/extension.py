@@ -1,4 +1,4 @@
-"""GGUF as a form of model folders that run/export.py writes."""
+"""GGUF as a format of run/export.py."""
 
 from pathlib import Path
 

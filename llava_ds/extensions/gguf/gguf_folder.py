@@ -1,7 +1,7 @@
 # D width of a matrix's input, H attention heads
 """The folder for llama.cpp and Ollama: the language model and the tower with its projector as GGUF, and a Modelfile.
 
-Names, keys and layouts are those that llama.cpp's convert_hf_to_gguf.py and tools/mtmd/clip.cpp have.
+Names, keys and layouts are those of llama.cpp's convert_hf_to_gguf.py and tools/mtmd/clip.cpp.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from llava_ds.extensions.active import text_part
 from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
 
 MODEL_FILE, TOWER_FILE, MODELFILE = "model.gguf", "mmproj.gguf", "Modelfile"
-# transformers' model_type and llama.cpp's architecture.
+# transformers' model_type: llama.cpp's architecture
 ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2"}
-TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # of --dtype
+TYPES = {"float32": "F32", "float16": "F16", "q8_0": "Q8_0"}  # values of --dtype
 MAX_FLOAT16 = torch.finfo(torch.float16).max
 PROJECTOR = {"linear_1": "mm.0", "linear_2": "mm.2"}
 _LANGUAGE_MODEL, _PROJECTOR = "language_model.", "multi_modal_projector."
@@ -32,10 +32,10 @@ _TOWER_LAYER = re.compile(r"vision_tower\.vision_model\.encoder\.layers\.(\d+)\.
 
 
 def with_gguf_type(export: ExportPlan, dtype: str) -> ExportPlan:
-    """The plan with the type of its matrices. dtype: --dtype's value.
+    """Return the plan with the type of its matrices. dtype: --dtype's value.
 
-    Raises ConfigError for another type, for a model that llama.cpp does not have or computes otherwise, and where the
-    package gguf is missing.
+    Raises ConfigError for an unknown type, for a model that llama.cpp lacks or computes differently, and if the package
+    gguf is missing.
     """
     if dtype == "auto":
         dtype = "float32" if export.dtype == torch.float32 else "float16"
@@ -91,10 +91,10 @@ def _other_tower(export: ExportPlan) -> str | None:
 
 
 def write_gguf(export: ExportPlan, entries: list[Entry], output_dir: Path) -> None:
-    """Write model.gguf, mmproj.gguf and Modelfile, one tensor in memory at a time.
+    """Write model.gguf, mmproj.gguf and Modelfile, with one tensor in memory at a time.
 
-    export: of with_gguf_type; entries: of the model, by their names here. Raises ConfigError for a tokenizer that
-    llama.cpp would read otherwise, and for weights that are too large for float16.
+    export: from with_gguf_type; entries: the model's tensors, by their names in this project. Raises ConfigError for a
+    tokenizer that llama.cpp would read differently, and for weights too large for float16.
     """
     entries = hf_entries(export, entries)
     _write_language_model(export, [e for e in entries if e.name.startswith(_LANGUAGE_MODEL)], output_dir / MODEL_FILE)
@@ -115,7 +115,7 @@ def _write_language_model(export: ExportPlan, entries: list[Entry], path: Path) 
         name = names.get_name(entry.name.removeprefix(_LANGUAGE_MODEL), try_suffixes=(".weight", ".bias"))
         assert name is not None, f"llama.cpp has no name for {entry.name}"
         if name == "output.weight" and export.names.tied_in_hf:
-            continue  # llama.cpp takes the embeddings
+            continue  # llama.cpp uses the embeddings
         heads = num_heads.get(entry.name.split(".")[-2]) if arch == gguf.MODEL_ARCH.LLAMA else None
         read = entry.read if heads is None else lambda read=entry.read, heads=heads: interleaved(read(), heads)
         tensors.append(dataclasses.replace(entry, name=name, read=read))
@@ -129,7 +129,7 @@ def _write_language_model(export: ExportPlan, entries: list[Entry], path: Path) 
 
 
 def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The rows of q or k as llama.cpp's Llama turns them: pairs side by side, where transformers has halves.
+    """Reorder the rows of q or k for llama.cpp's Llama: rotated pairs become adjacent, instead of in two halves.
 
     weight (H * head width, D), or a bias. Source: LlamaModel.permute in llama.cpp's conversion.
     """
@@ -143,7 +143,7 @@ def _add_language_model(writer, config, rows: int) -> None:
 
     length, rope = config.max_position_embeddings, config.rope_parameters
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Up to a window's length, attention with a window is attention without.
+    # Up to the window's length, attention with a window equals attention without.
     window = config.sliding_window if config.model_type == "mistral" else None
     writer.add_vocab_size(rows)
     writer.add_context_length(length if window is None else min(length, window))
@@ -163,7 +163,7 @@ def _add_language_model(writer, config, rows: int) -> None:
 
 
 def _rope_factors(config) -> torch.Tensor | None:
-    """The factors by which llama.cpp divides the frequencies of positions; None for Llama 1 to 3.
+    """Return the factors by which llama.cpp divides the rotary frequencies; None for Llama 1 to 3.
 
     Shape (head width / 2,). transformers computes the frequencies themselves.
     """
@@ -218,9 +218,9 @@ def _write_tower(export: ExportPlan, entries: list[Entry], path: Path) -> None:
 
 
 def type_of(name: str, shape: tuple[int, ...], wanted: str):
-    """The gguf.GGMLQuantizationType of a tensor. wanted: of matrices, one of TYPES' values.
+    """Return the gguf.GGMLQuantizationType of a tensor. wanted: for matrices, one of TYPES' values.
 
-    Vectors and positions stay as they are; what q8_0's blocks of 32 don't divide is float16.
+    Vectors and position embeddings stay fp32; matrices that q8_0's blocks of 32 don't divide become float16.
     """
     from gguf import GGMLQuantizationType as Type
 
@@ -232,7 +232,7 @@ def type_of(name: str, shape: tuple[int, ...], wanted: str):
 
 
 def _write(writer, entries: list[Entry], export: ExportPlan) -> None:
-    """Write the file: what is known of all tensors, then one after the other."""
+    """Write the file: the metadata of all tensors, then one tensor after the other."""
     import gguf
 
     wanted = TYPES[export.matrix_type]

@@ -1,4 +1,4 @@
-"""A tokenizer, its chat template and Ollama's Modelfile as llama.cpp and Ollama read them."""
+"""A tokenizer, its chat template and Ollama's Modelfile in the form that llama.cpp and Ollama read."""
 
 import json
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from llava_ds.data.templates import TEMPLATES, render, resolve_template
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.tokenizer import SPACE, begins_with_bos
 
-# Expressions by which byte-level tokenizers divide a text first, and llama.cpp's names for them. Only Llama 3's takes a
-# word that is a token as that token, whatever the merges say.
+# Expressions with which byte-level tokenizers split a text first, and llama.cpp's names for them. Only Llama 3's uses a
+# token for a word that is one, whatever the merges say.
 _DIVIDES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -24,7 +24,7 @@ PRE_TOKENIZERS = {_DIVIDES % "{1,3}": ("llama-bpe", True), _DIVIDES % "": ("qwen
 def add_tokenizer(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
     """Add the tokenizer's keys to a gguf.GGUFWriter. tokenizer: the exported one; rows: of the embeddings.
 
-    Raises ConfigError for tokenizers that llama.cpp would read otherwise.
+    Raises ConfigError for tokenizers that llama.cpp would read differently.
     """
     from gguf import TokenType
 
@@ -66,8 +66,8 @@ def add_tokenizer(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase
 def _add_ends(writer, export: ExportPlan, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add the special tokens and the chat template.
 
-    llama.cpp writes bos itself, for which it takes it away from the template's text; a template that was trained as one
-    text has all of its tokens in it.
+    llama.cpp adds bos itself, and removes it from the template's text; a template that was trained as one text already
+    contains all of its tokens.
     """
     args = export.args
     version = resolve_template(args.version)
@@ -96,10 +96,10 @@ _BYTES = frozenset(f"<0x{value:02X}>" for value in range(256))
 
 
 def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[str, str]]) -> dict[str, float]:
-    """The scores by which llama.cpp joins tokens, the highest first: minus the rank of the first merge to a token.
+    """Return the scores by which llama.cpp joins tokens, highest first: minus the rank of the first merge to a token.
 
-    It knows tokens, not merges, and joins any two whose text is a token. That is what merges do if each token comes
-    out of its own text, and all merges to a token stand together.
+    llama.cpp has no merges: it joins any two tokens whose text is a token. That is equivalent if every token is
+    tokenized as itself, and all merges to a token are consecutive.
     """
     name = tokenizer.name_or_path
     if missing := _BYTES - model["vocab"].keys():
@@ -115,7 +115,7 @@ def _scores(tokenizer: PreTrainedTokenizerBase, model: dict, merges: list[tuple[
 
 
 def _check_merges(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> None:
-    """Raise ConfigError if merges don't make each token out of its own text."""
+    """Raise ConfigError if merges don't tokenize each token's text as that token."""
     name, tokenize = tokenizer.name_or_path, tokenizer.backend_tokenizer.model.tokenize
     added = {added.content for added in tokenizer.added_tokens_decoder.values()}
     for token in sorted(set(tokens) - added):
@@ -136,7 +136,7 @@ def _pre_steps(content: dict) -> list[dict]:
 
 
 def _pre_tokenizer(content: dict, tokenizer: PreTrainedTokenizerBase) -> str:
-    """llama.cpp's name for the way in which a byte-level tokenizer divides a text."""
+    """Return llama.cpp's name for a byte-level tokenizer's way of splitting a text."""
     steps = _pre_steps(content)
     patterns = [step["pattern"].get("Regex") for step in steps if step["type"] == "Split"]
     last = steps[-1] | {"trim_offsets": None}
@@ -152,10 +152,10 @@ def _pre_tokenizer(content: dict, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def modelfile(export: ExportPlan, files: tuple[str, str]) -> str:
-    """Ollama's Modelfile with the trained prompt. files: of the language model and of the tower.
+    """Return Ollama's Modelfile with the trained prompt. files: of the language model and of the tower.
 
-    Ollama puts an image where [img] stands in a message, and takes the chat template of the file where a template is
-    not one of ours.
+    Ollama inserts images at [img] in a message; for a template that is not one of ours it uses the file's chat
+    template.
     """
     lines = [f"FROM ./{file}" for file in files]
     version = resolve_template(export.args.version)
@@ -171,9 +171,9 @@ def modelfile(export: ExportPlan, files: tuple[str, str]) -> str:
 
 
 def _go_template(version: str) -> str:
-    """The conversation as a template of Go's for one question, which Ollama writes once for each.
+    """Return the conversation as a Go template for one question; Ollama applies it to each question.
 
-    The system prompt comes with the first question. The space before an answer is the answer's.
+    The system prompt precedes the first question. The space before an answer belongs to the answer.
     """
     system, question, answer = "\ue001", "\ue002", "\ue003"
     turns = [Message("human", question), Message("gpt", answer)]

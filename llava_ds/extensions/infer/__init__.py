@@ -1,1 +1,1 @@
-"""Opening an exported model, and answers from it."""
+"""Opening exported models, and generating answers."""

@@ -1,4 +1,4 @@
-"""Answers to questions of several clients, one at a time, by one thread."""
+"""A queue of several clients' questions, answered one at a time by one thread."""
 
 import queue
 import sys
@@ -13,17 +13,17 @@ from llava_ds.extensions.infer.generate import Reply
 from llava_ds.extensions.infer.infer_flags import Sampling
 
 IDLE_S = 3600.0
-# Answers a conversation, calling on_text with each piece and stopped() after each token: chat.ask with its model.
+# Answers a conversation; calls on_text with each piece and stopped() after each token: chat.ask bound to a model.
 Generate = Callable[[Conversation, Sampling, Callable[[str], None], Callable[[], bool]], Reply]
 
 
 class Closing(Exception):
-    """The server ends before the answer does."""
+    """The server shuts down before the answer is finished."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation that ends with a question; the answer ends before the first of the texts in stops."""
+    """A conversation that ends with a question; the answer ends before the first of the texts in `stops`."""
 
     conversation: Conversation
     sampling: Sampling
@@ -32,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an answer. reply.text is the model's, without regard to stop sequences; finish_reason: OpenAI's."""
+    """The end of an answer. reply.text: the model's text, ignoring stop sequences; finish_reason: OpenAI's."""
 
     reply: Reply
     finish_reason: str
@@ -42,8 +42,8 @@ class Ended:
 class Job:
     """A question in the queue.
 
-    deliver: called with each piece of the answer, then with Ended or an exception; release: called when nothing of the
-    question is needed any more; cancelled: set by a client that left, ends the answer.
+    deliver: called with each piece of the answer, then with Ended or an exception; release: called when the question's
+    files are no longer needed; cancelled: set when the client has left, ends the answer.
     """
 
     question: Question
@@ -53,11 +53,11 @@ class Job:
 
 
 class AnswerQueue:
-    """Jobs, answered in their order by one thread until close().
+    """A queue of jobs, answered in order by one thread until close().
 
-    A failure that is no error of the question is printed and the next one is answered, except with ends_on_failure,
-    for ranks that would not be in step any more: then all further jobs end as after close(), `failure` holds the
-    exception, and on_failure is called. on_idle: called by the thread after every IDLE_S without a job.
+    An exception other than DataError or ConfigError is printed, and the next job is answered. With ends_on_failure
+    (ranks would be out of step) all further jobs end as after close(), `failure` holds the exception, and on_failure is
+    called. on_idle: called by the thread after every IDLE_S without a job.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class AnswerQueue:
         self._generate, self._ends_on_failure, self._on_failure = generate, ends_on_failure, on_failure
         self._on_idle = on_idle
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.closing = False  # no lock: it is set in a signal's handler
+        self.closing = False  # no lock: it is set in a signal handler
         self.failure: BaseException | None = None
-        self.seconds_per_answer = 1.0  # of the last ones
+        self.seconds_per_answer = 1.0  # moving average
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Put a job at the end of the queue."""
+        """Append a job to the queue."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the answer in progress after its next token and all others at once, and wait for the thread."""
+        """End the current answer after its next token and all others at once, and wait for the thread."""
         self.closing = True
         self._jobs.put(None)
         self._thread.join()
@@ -111,7 +111,7 @@ class AnswerQueue:
             except queue.Empty:
                 try:
                     self._on_idle()
-                except Exception as error:  # the thread has to live to end the jobs that come
+                except Exception as error:  # the thread has to survive to end later jobs
                     self._failed(error)
 
     def _answer(self, job: Job) -> Ended | Exception:
@@ -132,9 +132,9 @@ class AnswerQueue:
 
 
 class StoppedText:
-    """Passes on a text that comes in pieces, up to the first stop sequence in it.
+    """Forwards a text that arrives in pieces, up to the first stop sequence in it.
 
-    What may be the beginning of a stop sequence is held back until more of the text is there.
+    A possible beginning of a stop sequence is held back until more text arrives.
     """
 
     def __init__(self, stops: Sequence[str], on_text: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ class StoppedText:
         self._held, self.found = "", False
 
     def add(self, piece: str) -> None:
-        """Take the next piece; `found` says afterwards whether a stop sequence is complete."""
+        """Add the next piece; `found` is True afterwards if a stop sequence is complete."""
         if self.found:
             return
         text = self._held + piece
@@ -157,7 +157,7 @@ class StoppedText:
         self._pass_on(text[: len(text) - kept])
 
     def end(self) -> None:
-        """Pass on what is held: no more follows."""
+        """Flush the held-back text at the end of the answer."""
         self._pass_on(self._held)
         self._held = ""
 

@@ -1,6 +1,6 @@
-"""An endpoint with OpenAI's chat completions for programs on the same machine, with fastapi.
+"""An endpoint with OpenAI's chat completions for programs on the same machine, using fastapi.
 
-Its types have no annotations here: the package is imported where it is needed.
+fastapi's types are not annotated here: the package is imported only when it is needed.
 """
 
 import asyncio
@@ -38,12 +38,13 @@ from llava_ds.extensions.infer.local_server import ADDRESS, listening, make_serv
 KEY_VARIABLE = "LLAVA_DS_API_KEY"
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 30.0  # for a client to send its request
-SMALL_BODY_BYTES = 256 << 10  # of each body that no bound of all bodies counts: small requests get by many large ones
-ENDING_S = 10  # for open requests to be answered with an error, at the end
+# Of each body that is not counted towards pending_bytes: large requests don't block small ones.
+SMALL_BODY_BYTES = 256 << 10
+ENDING_S = 10  # for open requests to be answered with an error, at shutdown
 
 
 def check_server_packages() -> None:
-    """Raise ConfigError where fastapi or uvicorn is not installed."""
+    """Raise ConfigError if fastapi or uvicorn is not installed."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -52,7 +53,7 @@ def check_server_packages() -> None:
 
 
 def api_key() -> tuple[str, bool]:
-    """The key that clients have to send, and true if it is a new one. Raises ConfigError for one that can't be sent."""
+    """Return the key that clients have to send, and True if it is new. Raises ConfigError for an invalid key."""
     key = os.environ.get(KEY_VARIABLE)
     if key is None:
         return secrets.token_urlsafe(24), True
@@ -63,8 +64,11 @@ def api_key() -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class Limits:
-    """num_requests: answered and waiting together; body_bytes of each; body_s: seconds for a client to send it;
-    pending_bytes: of all large bodies that are being sent; text_chars: of all messages, None for no limit."""
+    """Limits on requests.
+
+    num_requests: in progress and waiting together; body_bytes: per body; body_s: seconds for a client to send it;
+    pending_bytes: of all large bodies being received; text_chars: of all messages, None for no limit.
+    """
 
     num_requests: int
     body_bytes: int = MAX_BODY_BYTES
@@ -74,9 +78,10 @@ class Limits:
 
 
 def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, limits: Limits, quiet: bool) -> None:
-    """Answer requests until SIGINT or SIGTERM. name: the model's; sampling: where a request does not say it.
+    """Answer requests until SIGINT or SIGTERM.
 
-    Raises ConfigError where the port is taken, and the failure that left other ranks out of step.
+    name: the model's; sampling: defaults for requests. Raises ConfigError if the port is taken, and re-raises a failure
+    that left other ranks out of step.
     """
     key, is_new = api_key()
     limits = dataclasses.replace(limits, text_chars=most_chars(loaded.context_tokens, loaded.tokenizer.get_vocab()))
@@ -105,16 +110,16 @@ def serve_api(loaded: LoadedModel, name: str, sampling: Sampling, port: int, lim
 
 
 def most_chars(context_tokens: int, vocabulary: Iterable[str]) -> int | None:
-    """Characters that as many tokens as the model has positions for can stand for at most; None without a limit.
+    """Return the maximum number of characters that fit in the model's context; None without a limit.
 
-    Counting the tokens of megabytes of text takes seconds, in which nobody else is answered.
+    Counting the tokens of megabytes of text would take seconds and block all other answers.
     """
     return None if context_tokens == sys.maxsize else context_tokens * max(map(len, vocabulary), default=1)
 
 
 @dataclass
 class Service:
-    """What the endpoint's functions share. uploads: a folder for images."""
+    """The state shared by the endpoint's functions. uploads: a folder for images."""
 
     answers: AnswerQueue
     name: str
@@ -126,7 +131,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self._places = threading.BoundedSemaphore(self.limits.num_requests)
-        self._pending_bytes = 0  # used by the event loop alone
+        self._pending_bytes = 0  # used by the event loop only
 
     def check_key(self, request) -> None:
         """Raise RequestError for a request without the key."""
@@ -135,12 +140,14 @@ class Service:
             raise RequestError(401, "no key, or a wrong one: send Authorization: Bearer KEY", code="invalid_api_key")
 
     def model(self) -> dict[str, object]:
-        """OpenAI's description of the model."""
+        """Return OpenAI's description of the model."""
         return {"id": self.name, "object": "model", "created": self.started, "owned_by": "llava_ds"}
 
     async def body(self, request) -> bytes:
-        """Read the body of a request. Raises RequestError where it is too long, or comes too slowly, or while others
-        are being sent that fill the memory for them."""
+        """Read the body of a request.
+
+        Raises RequestError if it is too long, arrives too slowly, or if other bodies fill the memory for them.
+        """
         limits, body, counted = self.limits, bytearray(), 0
         too_long = RequestError(
             413, f"the body has more than {limits.body_bytes:,} bytes: send smaller or fewer images"
@@ -171,7 +178,7 @@ class Service:
         return bytes(body)
 
     def check_length(self, completion: Completion) -> None:
-        """Raise RequestError for messages that are longer than the model's context, whatever their tokens are."""
+        """Raise RequestError for messages that exceed the model's context, however they are tokenized."""
         count, most = (
             sum(len(message.text) for message in completion.question.conversation.messages),
             self.limits.text_chars,
@@ -186,9 +193,9 @@ class Service:
 
     @contextlib.contextmanager
     def place(self):
-        """A folder for a request, and a function that gives it back; it is given back where the block raises.
+        """Reserve a place for a request: yields a folder and the function that releases both.
 
-        Raises RequestError where too many requests are open.
+        They are released if the block raises. Raises RequestError if too many requests are open.
         """
         if not self._places.acquire(blocking=False):
             wait = max(1, math.ceil(self.answers.seconds_per_answer))
@@ -208,7 +215,7 @@ class Service:
 
 
 def build_app(service: Service):
-    """The application: /health, /v1/models and /v1/chat/completions."""
+    """Build the application: /health, /v1/models and /v1/chat/completions."""
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response
     from starlette.exceptions import HTTPException
@@ -254,7 +261,7 @@ def build_app(service: Service):
     @app.post("/v1/chat/completions")
     async def complete(request: Request):
         service.check_key(request)
-        body = await service.body(request)  # before a place is taken: slow clients keep nobody out
+        body = await service.body(request)  # before a place is reserved: slow clients must not block others
         with service.place() as (folder, release):
             completion = read_completion(body, service.name, service.sampling, folder)
             del body
@@ -268,19 +275,21 @@ def build_app(service: Service):
 
 
 def closes(request) -> bool:
-    """True if the connection ends with the response."""
+    """Return True if the connection ends with the response."""
     words = request.headers.get("connection", "").lower().replace(",", " ").split()
     return "close" in words or request.scope["http_version"] == "1.0"
 
 
 async def _drop_rest(request, limits: Limits) -> None:
-    """Read what is left of a body, a part of a large one: the response would be lost if the connection were closed on
-    unread bytes. Without such a close, uvicorn reads on by itself (see local_server)."""
+    """Read the rest of a body, or some of it if it is large.
+
+    Closing the connection on unread bytes would lose the response. Otherwise uvicorn reads the rest (see local_server).
+    """
     from starlette.requests import ClientDisconnect
 
     dropped = 0
     if request.headers.get("expect", "").lower() == "100-continue":
-        return  # the client waits for a word before it sends any
+        return  # the client waits for a response before sending the body
     with contextlib.suppress(asyncio.TimeoutError, RuntimeError, ClientDisconnect):  # RuntimeError: all of it was read
         async with asyncio.timeout(limits.body_s):
             async for part in request.stream():
@@ -299,14 +308,14 @@ class _Answer:
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(self, item: str | Ended | Exception) -> None:
-        """Take a part of the answer, in the queue's thread."""
+        """Accept a part of the answer, in the queue's thread."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody waits any more
             self._loop.call_soon_threadsafe(self._events.put_nowait, item)
 
     async def response(self, request):
-        """The whole answer, or its beginning where it is streamed. Raises RequestError.
+        """Return the complete answer, or a stream after its first piece. Raises RequestError.
 
-        An error before the first piece has a status of its own in both cases.
+        An error before the first piece has its own HTTP status in both cases.
         """
         from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -349,7 +358,7 @@ class _Answer:
         except RequestError as error:
             yield event(error.content())
         finally:
-            self.job.cancelled = True  # watch may be cancelled before it has seen that the client left
+            self.job.cancelled = True  # watch may be cancelled before it notices that the client left
             watch.cancel()
 
 

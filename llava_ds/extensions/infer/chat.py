@@ -1,4 +1,4 @@
-"""Conversations about images in a terminal: messages, images, and the commands beside questions."""
+"""Conversations about images in a terminal: messages, images, and commands."""
 
 import contextlib
 import json
@@ -27,12 +27,12 @@ from llava_ds.runtime.ranks import Ranks, printable
 
 HISTORY_FILE = "~/.cache/llava_ds/chat_history"  # questions typed in a terminal, for the arrow keys
 HISTORY_LINES = 1000
-STILL_THERE = ()  # rank 0's word in the place of a question
+STILL_THERE = ()  # sent by rank 0 instead of a question
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages so far, and the images and videos in them, in the order of their placeholders."""
+    """The messages so far, and their images and videos, in the order of the placeholders."""
 
     messages: tuple[Message, ...] = ()
     media: tuple[Media, ...] = ()
@@ -49,11 +49,11 @@ class Conversation:
         return Conversation((*self.messages, Message(role, text, keeps_spaces=keeps_spaces)), (*self.media, *shown))
 
     def with_answer(self, text: str) -> "Conversation":
-        """Add the answer to the last question, without image placeholders, which would stand for images."""
+        """Add the answer to the last question, without image placeholders: they would be taken for images."""
         return Conversation((*self.messages, Message("gpt", text.replace(IMAGE_TOKEN, ""))), self.media)
 
     def record(self) -> dict[str, object]:
-        """A record of LLaVA's JSON. Raises DataError for mixed images and videos, which it has no format for."""
+        """Return a record in LLaVA's JSON. Raises DataError for mixed images and videos: it has no format for them."""
         record: dict[str, object] = {"id": time.strftime("chat-%Y%m%d-%H%M%S")}
         paths = [str(Path(media.refs[0].path).resolve()) for media in self.media]
         kinds = {media.kind for media in self.media}
@@ -67,7 +67,7 @@ class Conversation:
 
 
 def _words(text: str) -> str:
-    """A text without marks. Raises DataError for one that has any."""
+    """Return a text after checking that it has no placeholders. Raises DataError otherwise."""
     marks: list[Mark] = []
     text = with_marks(text, marks, has_videos=False)
     if marks:
@@ -93,7 +93,7 @@ def ask(
     on_text: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reply:
-    """Answer a conversation's last question with all ranks that share the model; called on rank 0.
+    """Answer a conversation's last question, with all ranks that share the model; call it on rank 0.
 
     Without a seed, a random one is drawn for all ranks.
     """
@@ -105,7 +105,7 @@ def ask(
 
 
 def answer_for_rank_0(loaded: LoadedModel) -> None:
-    """Generate with rank 0 until it ends the conversation; called on the other ranks."""
+    """Generate together with rank 0 until it ends the conversation; call it on the other ranks."""
     while (request := _share(loaded.ranks, None)) is not None:
         if request == STILL_THERE:
             continue
@@ -114,13 +114,13 @@ def answer_for_rank_0(loaded: LoadedModel) -> None:
 
 
 def keep_waiting(loaded: LoadedModel) -> None:
-    """Let the other ranks wait anew for a question: after 12 hours without a word they give up. Called on rank 0."""
+    """Restart the other ranks' wait for a question: their collective times out after 12 hours. Call it on rank 0."""
     _share(loaded.ranks, STILL_THERE)
 
 
 @contextlib.contextmanager
 def release_other_ranks(loaded: LoadedModel) -> Iterator[None]:
-    """Release the other ranks at the end of the conversation, also when the user's input is refused."""
+    """Release the other ranks at the end of the conversation, also after a user's error."""
     try:
         yield
     except (DataError, ConfigError):
@@ -149,7 +149,7 @@ class Session:
     conversation: Conversation = field(default_factory=Conversation)
 
     def question(self, text: str) -> None:
-        """Ask, and stream the answer to stdout. A question that raises leaves the conversation unchanged."""
+        """Ask, and stream the answer to stdout. After an exception the conversation is unchanged."""
         conversation = self.conversation.with_question(text, self.pending)
         with _interruptible() as stopped:
             reply = ask(self.loaded, conversation, self.sampling, _print_piece, stopped)
@@ -160,7 +160,7 @@ class Session:
 
 
 def speed_line(reply: Reply) -> str:
-    """A line with the time that an answer took."""
+    """Return a line with an answer's length and speed."""
     ends = {"marker": "", "length": "; cut: --max_new_tokens, or no position is left", "stopped": "; stopped"}
     rate = f", then {reply.tokens_per_s:.1f} tokens/s" if reply.num_tokens > 1 else ""
     return (
@@ -170,7 +170,10 @@ def speed_line(reply: Reply) -> str:
 
 
 def run_conversation(session: Session, read: Callable[[], str | None]) -> None:
-    """Answer questions and run commands until read returns None. Errors are printed, and the conversation continues."""
+    """Answer questions and run commands until read() returns None.
+
+    User errors are printed, and the conversation continues.
+    """
     while (line := read()) is not None:
         line = line.strip()
         if not line:
@@ -190,7 +193,7 @@ def run_conversation(session: Session, read: Callable[[], str | None]) -> None:
 
 
 def print_note(line: str) -> None:
-    """Print a line that is no answer to stderr."""
+    """Print a line that is not part of an answer to stderr."""
     print(printable(line, keep="\n\t"), file=sys.stderr, flush=True)
 
 
@@ -237,7 +240,7 @@ def _add(kind: str) -> Callable[[Session, str], None]:
 
 
 def _paths(rest: str) -> list[str]:
-    """A single path, if the file exists, or several, quoted as for a shell."""
+    """Return a single path if the file exists, else several paths, quoted as for a shell."""
     if Path(rest).expanduser().is_file():
         return [rest]
     try:
@@ -288,7 +291,7 @@ COMMANDS = {
 
 
 def make_line_reader() -> Callable[[], str | None]:
-    """Make a function that reads a line from a terminal, with a history of earlier sessions, or from a pipe."""
+    """Return a function that reads a line from a terminal, with the history of earlier sessions, or from a pipe."""
     if not sys.stdin.isatty():
         return lambda: sys.stdin.readline() or None
     _remember_lines()
@@ -312,7 +315,7 @@ def _remember_lines() -> None:
 
     try:
         import readline
-    except ImportError:  # not on every system; lines can be typed without
+    except ImportError:  # missing on some systems; lines can be typed without it
         return
     file = Path(HISTORY_FILE).expanduser()
     try:

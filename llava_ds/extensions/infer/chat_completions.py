@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests read into questions, and answers, chunks and errors written."""
+"""OpenAI's chat completions: parses requests, and formats answers, chunks and errors."""
 
 import base64
 import binascii
@@ -22,10 +22,10 @@ from llava_ds.extensions.infer.infer_flags import Sampling
 MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_STOP_CHARS = 1024, 1024, 16, 256
 MAX_FIELDS = 64  # of an object
 MAX_VALUES = 1 << 20  # in a body: each takes a hundred bytes of memory
-MIN_TEMPERATURE = 0.01  # below, scores divided by it overflow
-SHOWN_PROBLEMS, SHOWN_CHARS = 3, 200  # of a request with more
+MIN_TEMPERATURE = 0.01  # smaller values overflow when scores are divided by them
+SHOWN_PROBLEMS, SHOWN_CHARS = 3, 200  # limits for messages about a request
 
-# Parameters of OpenAI's that this server has no other value for.
+# OpenAI's parameters for which this server supports one value only.
 ONLY: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -43,7 +43,7 @@ ONLY: dict[str, tuple[object, ...]] = {
 
 
 class RequestError(Exception):
-    """A request that is refused, as OpenAI's error object. param: the field that it is about."""
+    """A refused request, as OpenAI's error object. param: the field it is about."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 0
@@ -53,7 +53,7 @@ class RequestError(Exception):
         self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s else {}
 
     def content(self) -> dict[str, object]:
-        """The body of the response."""
+        """Return the body of the response."""
         kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else _INVALID
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -62,7 +62,7 @@ _INVALID = "invalid_request_error"
 
 
 class _Strict(BaseModel):
-    """Fields that are null count as absent, and unknown ones are refused."""
+    """A model in which null fields count as absent and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -92,7 +92,7 @@ class _Image(_Strict):
 
 
 _Part = Annotated[_Text | _Image, Field(discriminator="type")]
-_FAST = {"fail_fast": True}  # one problem of a list, not a million
+_FAST = {"fail_fast": True}  # stop at a list's first problem: there may be a million
 
 
 def _parts(content: object) -> object:
@@ -112,7 +112,7 @@ _Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class _Body(_Strict):
-    """The parameters that change an answer or its form; the other ones that may be given are in ONLY."""
+    """The parameters that change an answer or its format; other accepted parameters are in ONLY."""
 
     model: str
     messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, **_FAST)]
@@ -134,7 +134,7 @@ class _Body(_Strict):
 
 @dataclass(frozen=True)
 class Completion:
-    """A request that was read. places: of each image's file, its place in the request, for messages."""
+    """A parsed request. places: the location in the request of each image file, for messages."""
 
     question: Question
     streams: bool
@@ -143,9 +143,9 @@ class Completion:
 
 
 def read_completion(body: bytes, model: str, defaults: Sampling, folder: Path) -> Completion:
-    """Read the body of a request for the model of this name, and write its images into a folder.
+    """Parse the body of a request for the model of this name, and write its images into a folder.
 
-    defaults: of parameters that the request leaves out. Raises RequestError.
+    defaults: for parameters that the request omits. Raises RequestError.
     """
     request = _parsed(body)
     if request.model != model:
@@ -204,7 +204,10 @@ def _refusal(error: ValidationError) -> RequestError:
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
-    """A field's place, like messages[0].content[1].image_url. pydantic names the type of a part before its fields."""
+    """Format a field's location, like messages[0].content[1].image_url.
+
+    pydantic puts a part's type before its fields.
+    """
     place, before = "", None
     for part in loc:
         if isinstance(part, int):
@@ -233,7 +236,7 @@ def _sampling(request: _Body, defaults: Sampling) -> Sampling:
 
 
 def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]) -> Conversation:
-    """The conversation; places gets the file and the place of each image."""
+    """Build the conversation; adds each image's file and location to `places`."""
     conversation = Conversation()
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
@@ -247,7 +250,7 @@ def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]
         texts = [part.text for part in message.content if isinstance(part, _Text)]
         if message.role == "user" and not images and not "".join(texts).strip():
             raise RequestError(400, f"{where} has neither text nor an image", param=where)
-        if message.role == "assistant":  # a model's own words: none of them is a mark
+        if message.role == "assistant":  # a model's own words: a placeholder in them is text
             conversation = conversation.with_parts("gpt", [text.replace(IMAGE_TOKEN, "") for text in texts])
             continue
         parts = [
@@ -264,7 +267,7 @@ def _conversation(messages: list[_Message], folder: Path, places: dict[str, str]
 
 
 def _written(part: _Image, place: str, folder: Path, places: dict[str, str]) -> Media:
-    """The image of a part, written into the folder; places gets its file."""
+    """Write a part's image into the folder; adds its file to `places`."""
     file = folder / f"{len(places)}"
     file.write_bytes(_bytes_of(part.image_url.url, place))
     places[str(file)] = place
@@ -287,7 +290,7 @@ def _bytes_of(url: str, place: str) -> bytes:
 
 
 def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestError:
-    """The refusal for an exception that came in the place of an answer. places: see Completion."""
+    """Convert an exception during an answer to a RequestError. places: see Completion."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, Closing):
@@ -303,24 +306,24 @@ def as_request_error(error: Exception, places: Mapping[str, str]) -> RequestErro
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes the responses to one request. id: the completion's; model: the model's name."""
+    """Formats the responses to one request. id: the completion's; model: the model's name."""
 
     id: str
     model: str
 
     def whole(self, text: str, end: Ended) -> dict[str, object]:
-        """The response that is not streamed."""
+        """Return the response of a request without streaming."""
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end.finish_reason}
         return {**self._head("chat.completion"), "choices": [choice], "usage": _usage(end.reply)}
 
     def chunk(self, delta: dict[str, str], finish_reason: str | None = None) -> str:
-        """A chunk of a streamed response, as an event."""
+        """Return a chunk of a streamed response, as an event."""
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def usage(self, end: Ended) -> str:
-        """The chunk with the numbers of tokens, which has no choice."""
+        """Return the final chunk with the token counts; it has no choice."""
         return event({**self._head("chat.completion.chunk"), "choices": [], "usage": _usage(end.reply)})
 
     def _head(self, kind: str) -> dict[str, object]:
@@ -331,7 +334,7 @@ LAST_EVENT = "data: [DONE]\n\n"
 
 
 def event(content: dict[str, object]) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 

@@ -1,4 +1,4 @@
-"""Inference engines: transformers alone, or DeepSpeed over several ranks, or with parameters in CPU memory or on NVMe.
+"""Inference engines: transformers alone, or DeepSpeed over several ranks, or ZeRO-Inference from CPU memory or NVMe.
 
 With every engine, generate() is transformers' own.
 """
@@ -26,20 +26,20 @@ NO_KERNELS = (
     "5's language models don't take"
 )
 
-# Families that DeepSpeed 0.19 shards with transformers 5 so that answers stay the same, by model_type. Not Phi-3, whose
-# attention counts heads by its configuration, and GPT-2, which DeepSpeed itself refuses.
+# Families that DeepSpeed 0.19 shards with transformers 5 without changing answers, by model_type. Not Phi-3, whose
+# attention takes its number of heads from the configuration; GPT-2 is refused by DeepSpeed.
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
 
 def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | None = None) -> LoadedModel:
-    """The model at a path, ready to answer, without TF32: in fp32 a GPU gives a CPU's answers.
+    """Load the model at a path for inference, without TF32: in fp32 a GPU gives a CPU's answers.
 
-    ranks: of init_ranks, which --engine deepspeed needs; with it, all ranks call this together, share the model, and
-    generate together. Raises ConfigError or DataError for models that can't be opened, or sharded over the ranks.
+    ranks: from init_ranks, required for --engine deepspeed; all ranks then share the model and generate together, and
+    this is collective. Raises ConfigError or DataError for models that can't be opened, or sharded over the ranks.
     """
     allow_tf32(False)
     how = {"dtype": options.precision, "version": options.version, "moved": options.moved}
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, which is for answers
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints to stdout, but stdout is for answers
         if options.engine == "hf":
             if ranks is None:
                 return with_variables(load_model(path, **how), options)
@@ -60,16 +60,18 @@ def load_for_inference(path: str | Path, options: EngineOptions, ranks: Ranks | 
 
 
 def with_variables(loaded: LoadedModel, options: EngineOptions) -> LoadedModel:
-    """Let the model's chat template ask under --chat_template_kwargs. Raises ConfigError for names that it never
-    reads."""
+    """Set the chat template's variables from --chat_template_kwargs.
+
+    Raises ConfigError for names that the template never reads.
+    """
     lines = set_variables(loaded.tokenizer, options.chat_template_kwargs, loaded.version)
     return replace(loaded, notes=(*loaded.notes, *lines))
 
 
 def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, list[str]]:
-    """Move the model to this rank's device, its decoder and output layers sharded over all ranks, its tower whole.
+    """Move the model to this rank's device: decoder and output layers sharded over all ranks, the tower replicated.
 
-    model: mapped from its files, of which a rank then copies what it needs.
+    model: mapped from its files; a rank copies only its shards.
     """
     import deepspeed
     from deepspeed.module_inject.auto_tp import AutoTP
@@ -79,7 +81,7 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
     cut = {}
     if size > 1:
         _check_shardable(decoder, size, path)
-        # For the language model alone: by itself, DeepSpeed 0.19 shards CLIP's layers, too.
+        # For the language model alone: by default, DeepSpeed 0.19 also shards CLIP's layers.
         cut = {"injection_policy": {layer: tuple(sorted(names)) for layer, names in AutoTP.tp_parser(decoder)}}
     tables = {name: buffer.clone() for name, buffer in model.named_buffers()}
     mapped = {parameter.data_ptr() for parameter in model.parameters()}
@@ -89,7 +91,7 @@ def _tensor_parallel(model: HFModel, ranks: Ranks, path: str) -> tuple[HFModel, 
     # DeepSpeed 0.19 rounds every buffer to dtype; the tables of rotary angles were in float32.
     for name, buffer in engine.module.named_buffers():
         buffer.data = tables[name].to(ranks.device)
-    for parameter in engine.module.parameters():  # whole ones, on the CPU
+    for parameter in engine.module.parameters():  # unsharded parameters, still mapped on the CPU
         if parameter.data_ptr() in mapped:
             parameter.data = parameter.data.clone()
     notes = [f"deepspeed.init_inference: the language model is cut over {size} ranks" if size > 1 else
@@ -118,7 +120,7 @@ def _check_shardable(decoder: nn.Module, size: int, path: str) -> None:
 def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks) -> tuple[HFModel, list[str]]:
     """Build the model with its parameters in CPU memory or on NVMe, partitioned over ranks, fetched layer by layer.
 
-    Weights stream in one by one: no rank holds the whole model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
+    Weights are loaded one by one: no rank holds the complete model. Source: ZeRO-Inference (DeepSpeed's blog, 2022).
     """
     import deepspeed
 
@@ -140,7 +142,7 @@ def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks)
 
 
 def _keep_newline_whole(model: HFModel) -> None:
-    """Make the learned newline a buffer: it is read outside of its module's forward, where ZeRO fetches nothing."""
+    """Make the learned newline a buffer: it is read outside its module's forward, where ZeRO fetches no parameters."""
     import deepspeed
 
     inner = model.model
@@ -153,15 +155,15 @@ def _keep_newline_whole(model: HFModel) -> None:
 
 
 def zero_config(dtype: torch.dtype, options: EngineOptions, ranks: Ranks) -> dict:
-    """The DeepSpeed JSON of ZeRO-Inference."""
+    """Return the DeepSpeed JSON of ZeRO-Inference."""
     offload: dict[str, object] = {"device": options.offload, "pin_memory": ranks.device.type == "cuda"}
     if options.offload == "nvme":
-        # A buffer holds a whole parameter; the largest are the embeddings.
+        # A buffer holds one complete parameter; the largest are the embeddings.
         offload |= {"nvme_path": options.offload_path, "buffer_count": 5}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "train_batch_size": ranks.world_size,
-        # DeepSpeed's own linear layer, which saves memory in backward, rounds once more before it adds the bias.
+        # DeepSpeed's own linear layer, made to save memory in backward, rounds an extra time before it adds the bias.
         "zero_optimization": {"stage": 3, "offload_param": offload, "memory_efficient_linear": False},
     }
     if dtype != torch.float32:
@@ -175,7 +177,7 @@ def _check_precision(dtype: torch.dtype, ranks: Ranks, path: str) -> None:
 
 
 class _Rank0Scores(LogitsProcessor):
-    """Rank 0's scores on all ranks: rounding can't make them choose different tokens, and hang."""
+    """Replaces all ranks' scores by rank 0's: rounding could make ranks choose different tokens, and hang."""
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         scores = scores.contiguous()

@@ -29,15 +29,18 @@ if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
 
-# Flags for the present place of models that a checkpoint, an adapter or a folder in LLaVA's format does not hold.
+# Flags giving the current location of models that checkpoints, adapters and folders in LLaVA's format refer to.
 CHECKPOINT_FLAGS = ("model_name_or_path", "pretrain_mm_mlp_adapter")  # for checkpoints only
 
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """path: as the user gave it; folder: of configuration and tokenizer; weights: by the names of the class in memory;
-    is_folder: true if transformers opens the path itself; notes: lines for the user; own: the model's plan where its
-    tower or projector is in no class of transformers', so that this package's are put into one."""
+    """A model whose weights are still on disk.
+
+    path: as the user gave it; folder: with configuration and tokenizer; weights: reads them by the names of the class
+    in memory; is_folder: True if transformers opens the path itself; notes: lines for the user; own: the plan of a
+    model whose tower or projector exists in no class of transformers', so that this package's are inserted into one.
+    """
 
     path: Path
     folder: Path
@@ -49,7 +52,10 @@ class UnloadedModel:
     own: "ExportPlan | None" = None
 
     def precision(self, requested: torch.dtype | None) -> torch.dtype:
-        """The requested precision, the configuration's, or the first weight's. Raises ConfigError for other values."""
+        """Return the requested precision, else the configuration's, else the first weight's.
+
+        Raises ConfigError for others.
+        """
         dtype = self.config.dtype
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype, dtype)
@@ -68,8 +74,8 @@ def open_model(
     """Open the model at a path without reading its weights; its folder may be temporary.
 
     moved: values of MOVED_FLAGS; version: the conversation template, for a folder without one. Formats other than
-    transformers' are read as run/export.py reads them, and only their settings are written. Raises ConfigError where
-    there is no LLaVA, or a part of it is missing; DataError for a damaged one.
+    transformers' are opened like run/export.py does, and only their settings are written. Raises ConfigError if there
+    is no LLaVA model or a part is missing; DataError for a damaged one.
     """
     path, moved = Path(path).expanduser(), dict(moved or {})
     if not path.is_dir():
@@ -92,7 +98,10 @@ def open_model(
 
 
 def _is_transformers(folder: Path) -> bool:
-    """True for a folder that transformers has to open, or refuse. Raises ConfigError for a folder without a model."""
+    """Return True for a folder that transformers has to open, or refuse.
+
+    Raises ConfigError for a folder without a model.
+    """
     config = folder / "config.json"
     if (folder / ADAPTER_CONFIG).is_file():
         return False
@@ -106,7 +115,7 @@ def _is_transformers(folder: Path) -> bool:
 
 
 def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
-    # With DeepSpeed, which takes seconds, and a folder does without.
+    # Imports DeepSpeed, which takes seconds and is not needed for a folder.
     from llava_ds.export.from_checkpoint import restore
 
     restored = restore(path, moved, None)
@@ -116,14 +125,14 @@ def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, li
 def _read_folder(
     path: Path, moved: dict[str, str], version: str | None
 ) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
-    from llava_ds.export.from_folder import open_folder  # with DeepSpeed, too
+    from llava_ds.export.from_folder import open_folder  # imports DeepSpeed as well
 
     if wrong := [f"--{name}" for name in CHECKPOINT_FLAGS if name in moved]:
         raise ConfigError(f"{', '.join(wrong)} goes with a checkpoint, and {path} is none: leave it out")
     given = moved if version is None else {**moved, "version": version}
     try:
         export, entries, lines = open_folder(path, given, None, "hf")
-    except (ConfigError, DataError) as error:  # says the flag that training has for it
+    except (ConfigError, DataError) as error:  # it names the flag that training uses
         raise type(error)(str(error).replace(f"{FLAG} {path}", f"--model_path {path}")) from error
     return export, entries, tuple(lines)
 
@@ -132,7 +141,7 @@ def _read_folder(
 def _as_exported(
     path: Path, export: "ExportPlan", entries: "list[Entry]", notes: tuple[str, ...]
 ) -> Iterator[UnloadedModel]:
-    """Open a model as the folder of its export, whose weight files are sparse."""
+    """Open a model like the folder of its export, written with sparse weight files."""
     from llava_ds.export.export_plan import own_vision
     from llava_ds.export.transformers_folder import hf_entries, write_hf
 
@@ -147,7 +156,7 @@ def _as_exported(
 
 
 class _Entries:
-    """Tensors of a checkpoint, an adapter over its base or LLaVA's format, with names of transformers' class."""
+    """Tensors of a checkpoint, an adapter over its base, or LLaVA's format, by the names of transformers' class."""
 
     notes = ()
 
@@ -167,8 +176,10 @@ class _Entries:
 
 
 def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model: HFModel) -> Weights:
-    """Weights by the model's own names, without those that it does not have, and as they are in memory. weights: takes
-    a function from names on disk to these, or to None."""
+    """Return the weights by the model's names, as they are in memory; tensors that the model lacks are dropped.
+
+    weights: called with a function from names on disk to the model's names, or to None.
+    """
     text = model.config.get_text_config()
     part = text_part(text)
     if (architecture := architecture_of(model.config)) is not None:

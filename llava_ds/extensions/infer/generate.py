@@ -1,5 +1,5 @@
 # B prompts, T tokens of the longest, D language-model width
-"""Generation of answers, one by one or in batches, from prompts that are encoded as in training."""
+"""Generation of answers, one by one or in batches, from prompts encoded as in training."""
 
 import time
 from collections.abc import Callable
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends with a question, and its images (paths) and videos in the order of their placeholders.
+    """A conversation that ends with a question, with its images (paths) and videos in the order of the placeholders.
 
-    blank: replaces each image by one of the same size in one colour; tools, template_kwargs: as a Transcript has them.
+    blank: replace each image by a single colour, at the same size; tools, template_kwargs: see Transcript.
     """
 
     messages: tuple[Message, ...]
@@ -49,18 +49,20 @@ class Prompt:
 
     @property
     def transcript(self) -> Transcript:
-        """The conversation as an encoder takes it."""
+        """The conversation in the form that encoders take."""
         return Transcript(self.messages, self.tools, self.template_kwargs)
 
     def answered(self, text: str) -> Transcript:
-        """The conversation with an answer."""
+        """Return the conversation with an answer."""
         return replace(self.transcript, messages=(*self.messages, Message("gpt", text)))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer. logprob: the natural logarithm of the answer's probability; num_tokens: its length; both with
-    the end marker, if it was reached."""
+    """A greedy answer.
+
+    logprob: natural logarithm of its probability; num_tokens: its length; both include the end marker, if reached.
+    """
 
     text: str
     logprob: float
@@ -76,7 +78,7 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt) -> list[int]:
 def answer(
     loaded: LoadedModel, prompts: list[Prompt], *, batch_size: int = 32, max_new_tokens: int = 64, progress: str = ""
 ) -> list[str]:
-    """Texts of the greedy answers, without end markers. See greedy_answers."""
+    """Return the texts of the greedy answers, without end markers. See greedy_answers."""
     answers = greedy_answers(loaded, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens, progress=progress)
     return [each.text for each in answers]
 
@@ -104,7 +106,7 @@ def greedy_answers(
             chosen = order[first : first + batch_size]
             samples = _on_all(loaded, lambda chosen=chosen: [encoded[i].decode(loaded.image_options) for i in chosen])
             logprobs = _GreedyLogprobs()
-            # Last, after the engine's processors, so that the scores are those of the chosen tokens.
+            # Last, after the engine's processors, so that these are the scores the token is chosen from.
             processors = LogitsProcessorList([*loaded.generating.get("logits_processor", ()), logprobs])
             new = loaded.model.generate(
                 **_batch(loaded, samples),
@@ -121,17 +123,17 @@ def greedy_answers(
 
 
 def _stop_ids(loaded: LoadedModel) -> list[int]:
-    """Ids that end an answer: where training ended it, and those of the folder's generation_config.json."""
+    """Return the ids that end an answer: training's end markers, and those in generation_config.json."""
     given = loaded.model.generation_config.eos_token_id
     own = end_markers(loaded.encoder.options.template, loaded.encoder.tokenizer)
     return sorted({*own, *(given if isinstance(given, list) else [] if given is None else [given])})
 
 
 class _GreedyLogprobs(LogitsProcessor):
-    """Record the log-probability of the likeliest token at each step, without changing the scores.
+    """Records the log-probability of the most probable token at each step, without changing the scores.
 
-    It stores B numbers per token: generate()'s output_scores would store all scores (B, V),
-    2 GB for 48 answers of 64 tokens and a vocabulary of 152,000.
+    It stores B numbers per token: generate()'s output_scores would store all scores (B, V), 2 GB for 48 answers of 64
+    tokens and a vocabulary of 152,000.
     """
 
     def __init__(self) -> None:
@@ -142,9 +144,12 @@ class _GreedyLogprobs(LogitsProcessor):
         return scores
 
     def totals(self, new: torch.Tensor, stops: list[int]) -> list[tuple[float, int]]:
-        """(log-probability, number of tokens) of each answer up to its end marker. new (B, T): the generated ids."""
+        """Return (log-probability, number of tokens) of each answer up to its end marker.
+
+        new (B, T): the generated ids.
+        """
         ended = torch.isin(new, torch.tensor(stops, device=new.device))
-        # (B, T); the marker itself counts, the padding behind does not
+        # (B, T); counts the marker itself, but not the padding after it
         counted = ended.cumsum(dim=1) - ended.int() == 0
         sums = (torch.stack(self._steps, dim=1).double() * counted).sum(dim=1)
         lengths = counted.sum(dim=1)
@@ -165,7 +170,7 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate after the first token, whose time includes reading the prompt."""
+        """Rate after the first token; the time to the first token includes processing the prompt."""
         return (self.num_tokens - 1) / max(self.seconds - self.first_s, 1e-9)
 
 
@@ -177,7 +182,7 @@ def stream(
     on_text: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reply:
-    """Answer one prompt, calling on_text with each piece as it comes; the pieces joined are the reply's text.
+    """Answer one prompt, calling on_text with each piece as it is generated; the joined pieces are the reply's text.
 
     stopped: called after every token. Raises DataError for unusable images and conversations.
     """
@@ -213,9 +218,9 @@ def stream(
 
 
 class TextPieces(BaseStreamer):
-    """Stream text as soon as it is final.
+    """Streams text as soon as it is final.
 
-    transformers' TextStreamer restarts at each line's end, where Llama's tokenizers drop a following space.
+    transformers' TextStreamer restarts at each line end, where Llama's tokenizers drop a following space.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None], start: float) -> None:
@@ -246,7 +251,7 @@ class TextPieces(BaseStreamer):
 
 
 class _Stopped(StoppingCriteria):
-    """Stops generation when the user asks for it; of several processes, rank 0 decides for all."""
+    """Stops generation on the user's request; with several processes, rank 0 decides for all."""
 
     def __init__(self, ranks: Ranks | None, stopped: Callable[[], bool]) -> None:
         self._ranks, self._stopped = ranks, stopped
@@ -285,19 +290,19 @@ class _EncodedPrompt:
 def decode_media(
     media: list[tuple[Media, tuple[Size, ...], MediaLayout]], blank: bool, image_options: ImageOptions
 ) -> list[tuple[torch.Tensor, MediaLayout]]:
-    """The tiles of each image or video of media_of; blank: in one colour."""
+    """Return the tiles of each image or video returned by media_of; blank: in a single colour."""
     found = [(load_media(one, sizes, layout, image_options), layout) for one, sizes, layout in media]
     return [(blank_like(tiles, image_options), layout) for tiles, layout in found] if blank else found
 
 
 def blank_like(tiles: torch.Tensor, image_options: ImageOptions) -> torch.Tensor:
-    """Tiles (N, 3, H, W) in the colour that pads images: the mean of the tower's training images."""
+    """Return tiles (N, 3, H, W) in the padding colour: the mean of the tower's training images."""
     colour = torch.tensor([int(255 * mean) for mean in image_options.mean], dtype=tiles.dtype)
     return colour.view(3, 1, 1).expand_as(tiles).clone()
 
 
 def media_of(prompt: Prompt, image_options: ImageOptions) -> list[tuple[Media, tuple[Size, ...], MediaLayout]]:
-    """Each image or video of a prompt with its sizes and layout, not decoded yet."""
+    """Return each image or video of a prompt with its sizes and layout, not decoded yet."""
     media = []
     for item in prompt.images:
         one = item if isinstance(item, Media) else Media("image", (FileRef(item),))
@@ -313,14 +318,14 @@ def _encode(loaded: LoadedModel, prompt: Prompt) -> _EncodedPrompt:
 
 
 def _on_all(loaded: LoadedModel, prepare: Callable[[], T]) -> T:
-    """The result of prepare(). An error on one rank is raised on all that hold the model."""
+    """Return prepare()'s result. An error on one rank is raised on all ranks that share the model."""
     return prepare() if loaded.ranks is None else on_every_rank(loaded.ranks, prepare)
 
 
 def _batch(loaded: LoadedModel, samples: list[LoadedSample]) -> dict[str, torch.Tensor]:
-    """Return inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left, or what an architecture takes.
+    """Return inputs_embeds (B, T, D) and attention_mask (B, T), padded on the left, or an architecture's own arguments.
 
-    Images are prepared and merged by training's own code, not by transformers' processor.
+    Images are prepared and merged by training's code, not by transformers' processor.
     """
     device = loaded.device
     batch = collate(samples, loaded.image_options).to(device)

@@ -1,4 +1,4 @@
-"""Flags of what answers: the model, its engine, and sampling. Read before torch is imported."""
+"""Flags for inference: the model, its engine, and sampling. Parsed before torch is imported."""
 
 import argparse
 import os
@@ -25,9 +25,12 @@ MOVED_FLAGS = {
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """engine: one of ENGINES; offload: the place of the parameters, one of OFFLOADS, with a folder for NVMe; dtype: one
-    of DTYPES, or auto for the weights' own; chat_template_kwargs: variables of the chat template, a JSON object;
-    version and moved: see open_model."""
+    """The engine's options.
+
+    engine: one of ENGINES; offload: location of the parameters, one of OFFLOADS, with a folder for NVMe; dtype: one of
+    DTYPES, or auto for the weights' own; chat_template_kwargs: variables of the chat template, a JSON object; version
+    and moved: see open_model.
+    """
 
     engine: str = "hf"
     offload: str = "none"
@@ -39,7 +42,7 @@ class EngineOptions:
 
     @property
     def precision(self) -> "torch.dtype | None":
-        """The dtype of the weights; None for their own."""
+        """The dtype of the weights; None to keep it."""
         import torch
 
         return None if self.dtype == "auto" else getattr(torch, self.dtype)
@@ -85,11 +88,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_engine_options(args: argparse.Namespace) -> EngineOptions:
-    """The options from the flags of add_engine_flags. Raises ConfigError for flags that contradict each other."""
+    """Return the options from the flags of add_engine_flags. Raises ConfigError for conflicting flags."""
     moved = {name: os.path.expanduser(path) for name in MOVED_FLAGS if (path := getattr(args, name)) is not None}
     variables = args.chat_template_kwargs
     if variables is not None:
-        from llava_ds.template_variables import parse_variables  # with jinja2
+        from llava_ds.template_variables import parse_variables  # imports jinja2
 
         parse_variables(variables)
     options = EngineOptions(args.engine, args.offload, args.offload_path, args.dtype, args.version, variables, moved)
@@ -107,7 +110,10 @@ def parse_engine_options(args: argparse.Namespace) -> EngineOptions:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. temperature 0 is greedy, top_k 0 all tokens; the penalty counts the answer's tokens."""
+    """Sampling parameters.
+
+    temperature 0: greedy; top_k 0: all tokens; repetition_penalty: applies to the answer's tokens.
+    """
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -117,7 +123,7 @@ class Sampling:
     seed: int | None = None
 
     def options(self) -> dict[str, object]:
-        """Arguments of generate(), which override the model's own settings."""
+        """Return arguments of generate(); they override the model's own settings."""
         options: dict[str, object] = {"repetition_penalty": self.repetition_penalty, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}

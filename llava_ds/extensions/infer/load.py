@@ -32,7 +32,7 @@ from llava_ds.tokenizer import note_rows, tokens_without_rows
 if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
 
-ROWS_OF_EXPORT = (IMAGE_TOKEN, "<video>")  # tokens that an export adds, which stand for features
+ROWS_OF_EXPORT = (IMAGE_TOKEN, "<video>")  # tokens that an export adds, as placeholders for features
 # Settings that are read from a generation_config.json, and their types.
 _IDS = NonNegativeInt | list[NonNegativeInt]
 GENERATION = {
@@ -45,11 +45,11 @@ GENERATION = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A LLaVA in transformers' own class, with its tokenizer, ready to answer.
+    """A LLaVA model in transformers' own class, with its tokenizer, ready to answer.
 
     mean, std: of the tower's input, per channel; image_options: of training; version: the conversation template; ranks:
-    the processes that share the model and have to generate together, None where this one has all of it; generating:
-    further arguments of generate(); notes: lines about how it was opened.
+    the processes that share the model and have to generate together, None if this process has all of it; generating:
+    more arguments of generate(); notes: lines on how it was opened.
     """
 
     model: HFModel
@@ -69,7 +69,7 @@ class LoadedModel:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Training's encoder, with the template of the exported model. It takes a tenth of a second to make."""
+        """Training's encoder, with the template of the exported model. Creating it takes a tenth of a second."""
         config = self.model.config
         options = EncodingOptions(
             self.version,
@@ -81,7 +81,7 @@ class LoadedModel:
 
     @property
     def context_tokens(self) -> int:
-        """The language model's number of positions; sys.maxsize where it has no limit."""
+        """The language model's number of positions; sys.maxsize without a limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -97,19 +97,19 @@ def load_model(
     """Load a model of any format that open_model() reads, on a GPU if there is one.
 
     dtype: None for the weights' own; version and moved: see open_model; maps: leave weights in CPU memory mapped from
-    their files, for a caller that moves or shards them. Raises ConfigError or DataError for what is no
-    LLaVA, or incomplete.
+    their files, for a caller that moves or shards them. Raises ConfigError or DataError for anything but a complete
+    LLaVA model.
     """
     with open_model(path, moved, version) as unloaded:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        # On the way to a GPU, ranks that load together need no copy each in CPU memory.
+        # Weights that move to a GPU stay mapped: ranks that load together then need no copy each in CPU memory.
         model = fill_model(unloaded, unloaded.precision(dtype), maps or torch.device(device).type != "cpu").eval()
         model = model.to(device)
         return with_settings(model, unloaded, version)
 
 
 def fill_model(unloaded: UnloadedModel, dtype: torch.dtype, maps: bool = False) -> HFModel:
-    """Build the model in this process's memory, and stream its weights in one by one; maps: see load_model."""
+    """Build the model in this process's memory, and load its weights one by one; maps: see load_model."""
     check_weights(unloaded, dtype)
     alone = Ranks(0, 0, 1, torch.device("cpu"))
     with return_freed_memory():
@@ -151,14 +151,14 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
 
 
 def _put_own_parts(model: HFModel, export: "ExportPlan") -> None:
-    """Put training's tower and projector, uninitialised, in the places of transformers'."""
+    """Replace transformers' tower and projector by training's, uninitialised."""
     tower, images = export.model.tower, export.model.images
     model.model.vision_tower = tower.build(torch.tensor(images.mean), torch.tensor(images.std))
     model.model.multi_modal_projector = tower.build_projector(export.args, export.model.hidden_size)
 
 
 def _generation_config(unloaded: UnloadedModel) -> GenerationConfig:
-    """The folder's token ids and repetition penalty; its other settings are for sampling."""
+    """Return the folder's token ids and repetition penalty; its other settings are for sampling."""
     where = f"--model_path {unloaded.path}"
     config = read_json_if_there(unloaded.folder / "generation_config.json", where)
     settings = {name: config[name] for name in GENERATION if config.get(name) is not None}
@@ -171,7 +171,7 @@ def _generation_config(unloaded: UnloadedModel) -> GenerationConfig:
 
 
 def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None = None) -> LoadedModel:
-    """Add the tokenizer and the settings of images and template to a model. version: see open_model."""
+    """Return the model with its tokenizer, image options and template. version: see open_model."""
     note_rows(unloaded.tokenizer, _trained_rows(unloaded), ROWS_OF_EXPORT)
     unloaded = replace(unloaded, notes=(*unloaded.notes, *tokens_without_rows(unloaded.tokenizer)))
     # Not AutoProcessor: transformers 5 needs torchvision for LlavaOnevision's.
@@ -198,7 +198,7 @@ def with_settings(model: HFModel, unloaded: UnloadedModel, version: str | None =
 
 
 def _trained_rows(unloaded: UnloadedModel) -> int:
-    """Rows of the embedding that training had: an export of LLaVA adds some behind them (llava_ds_vocab_size)."""
+    """Return training's number of embedding rows: exports of LLaVA append some (llava_ds_vocab_size)."""
     rows = getattr(unloaded.config, "llava_ds_vocab_size", None)
     if rows is None:
         return unloaded.config.get_text_config().vocab_size
@@ -211,7 +211,7 @@ def _trained_rows(unloaded: UnloadedModel) -> int:
 
 
 def _own_settings(unloaded: UnloadedModel, version: str | None) -> tuple[ImageOptions, str]:
-    """The image options of an extension's architecture, by its processor, and its template."""
+    """Return an extension architecture's image options, from its processor, and its template."""
     where = f"--model_path {unloaded.path}"
     architecture = architecture_of(unloaded.config)
     if version not in (None, "processor"):
@@ -224,7 +224,7 @@ def _own_settings(unloaded: UnloadedModel, version: str | None) -> tuple[ImageOp
 
 
 def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
-    """The image options in our own exports; for other llava-hf folders, those of their class and processor."""
+    """Return the image options in this project's exports; for llava-hf folders, those of their class and processor."""
     config = model.config
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:
@@ -233,7 +233,7 @@ def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
             if not _fits(options, config.vision_config):
                 raise ValueError("its sizes are not the tower's")
             return options
-        except ValueError as error:  # pydantic's is one
+        except ValueError as error:  # pydantic's error is one
             raise ConfigError(
                 f"{path}: llava_ds_pictures in its config.json is not what an export writes ({error}): export it again"
             ) from error
@@ -258,7 +258,7 @@ def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
 
 
 def _fits(options: ImageOptions, vision: PreTrainedConfig) -> bool:
-    """True if images of these options are what a tower takes."""
+    """Return True if images with these options fit the tower."""
     family = TOWERS.get(vision.model_type)
     own = side_of(getattr(vision, "image_size", None))
     is_size = options.size == own or (family is not None and family.any_size(vision))

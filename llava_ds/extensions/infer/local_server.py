@@ -1,4 +1,4 @@
-"""A server that only this machine reaches: its socket, and uvicorn around an application."""
+"""A server that only this machine can reach: its socket, and uvicorn running an application."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,13 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.infer.chat import print_note
 
 ADDRESS = "127.0.0.1"
-HEAD_S = 10.0  # for a client to send the head of its next request, and what is left of a body after its response
-REST_BYTES = 256 << 20  # of such a rest that is read and dropped; closing on unread bytes would take the response away
+HEAD_S = 10.0  # for a client to send the head of its next request, and the rest of a body after its response
+REST_BYTES = 256 << 20  # limit for reading and dropping that rest; closing on unread bytes would lose the response
 
 
 @contextlib.contextmanager
 def listening(port: int) -> Iterator[socket.socket]:
-    """Listen on a port of ADDRESS; port 0: any free one. Raises ConfigError where it is taken."""
+    """Listen on a port of ADDRESS; port 0: any free one. Raises ConfigError if it is taken."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -26,9 +26,9 @@ def listening(port: int) -> Iterator[socket.socket]:
 
 
 def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, ending_s: int = 1):
-    """A uvicorn.Server, which prints the line once it listens; run(sockets=[...]) returns after SIGINT or SIGTERM.
+    """Return a uvicorn.Server that prints the line once it listens; run(sockets=[...]) returns after SIGINT or SIGTERM.
 
-    on_exit: called at the signal, within the signal's handler; ending_s: seconds that open requests have from then on.
+    on_exit: called within the signal handler; ending_s: seconds that open requests have from then on.
     """
     import uvicorn
 
@@ -38,7 +38,7 @@ def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, endi
             print_note(f"{line}  (Ctrl-C ends)")
 
         def handle_exit(self, sig: int, frame: object) -> None:
-            # uvicorn's own raises the signal once more at the end, which would end the process in the middle of ours.
+            # uvicorn's handler raises the signal again at the end, which would end the process in the middle of ours.
             self.force_exit, self.should_exit = self.should_exit, True
             on_exit()
 
@@ -47,11 +47,10 @@ def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, endi
 
 
 def _impatient() -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1, which closes connections whose request does not come.
+    """Return uvicorn's HTTP/1.1 protocol, changed to close connections whose request does not arrive.
 
-    uvicorn 0.54 has a time limit for a connection that is idle between two requests alone: a new one that sends
-    nothing, or a part of a head, and one that goes on with the body of a request that was answered, would stay for
-    ever.
+    uvicorn 0.54 limits only the idle time between two requests. It would keep forever a new connection that sends
+    nothing or part of a head, and one that keeps sending the body of an answered request.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

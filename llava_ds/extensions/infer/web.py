@@ -18,8 +18,8 @@ from llava_ds.extensions.infer.load import LoadedModel
 from llava_ds.extensions.infer.local_server import ADDRESS, listening, make_server
 
 MAX_FILE_SIZE = "100mb"
-ERROR = "error"  # title of a message that is no answer
-# gradio's button to share an image on its own site, which the policy below blocks.
+ERROR = "error"  # title of an error message in the conversation
+# gradio's button to share an image on its own site; the policy below blocks it.
 STYLE = 'button[aria-label="Share"] { display: none !important }'
 
 # The browser contacts nobody else, whatever gradio's pages or the model's answers contain.
@@ -30,8 +30,8 @@ POLICY = (
 
 
 def import_gradio() -> ModuleType:
-    """Import gradio with its telemetry off. Raises ConfigError where it is not installed."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when it is imported
+    """Import gradio with its telemetry off. Raises ConfigError if it is not installed."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read at import
     try:
         import gradio
     except ImportError as error:
@@ -40,7 +40,7 @@ def import_gradio() -> ModuleType:
 
 
 def serve(loaded: LoadedModel, name: str, sampling: Sampling, port: int, quiet: bool = False) -> None:
-    """Serve the page until Ctrl-C. name: the page's title. Raises ConfigError where the port is taken."""
+    """Serve the page until Ctrl-C. name: the page's title. Raises ConfigError if the port is taken."""
     with tempfile.TemporaryDirectory(prefix="llava_ds-web-") as uploads, listening(port) as listener:
         os.environ["GRADIO_TEMP_DIR"] = uploads
         gr = import_gradio()
@@ -49,13 +49,13 @@ def serve(loaded: LoadedModel, name: str, sampling: Sampling, port: int, quiet: 
 
 
 def _application(gr: ModuleType, page, port: int):
-    """Mount the page behind checks of hosts and content. Not page.launch(), which also contacts gradio's server."""
+    """Mount the page with checks of hosts and content. Not page.launch(): that contacts gradio's server."""
     from fastapi import FastAPI
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Policy)
-    # Another name that resolves to this address is refused (DNS rebinding).
+    # Other host names that resolve to this address are refused (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[ADDRESS, "localhost"])
     return gr.mount_gradio_app(
         app,
@@ -70,13 +70,13 @@ def _application(gr: ModuleType, page, port: int):
         pwa=False,
         max_file_size=MAX_FILE_SIZE,
         css=STYLE,
-        # Fonts of the system: gradio's own would come from another machine.
+        # System fonts: gradio's own would come from another machine.
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
     )
 
 
 class _Policy:
-    """Add the content policy to every response."""
+    """Adds the content policy to every response."""
 
     def __init__(self, app) -> None:
         self.app = app
@@ -91,8 +91,8 @@ class _Policy:
 
 
 def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Sampling, quiet: bool):
-    """The page: the model's name, a conversation, and a box for questions, images and videos."""
-    turn = threading.Lock()  # the model answers one at a time
+    """Build the page: the model's name, a conversation, and a box for questions, images and videos."""
+    turn = threading.Lock()  # the model answers one question at a time
 
     def respond(message: dict, history: list[dict]) -> Iterator[object]:
         text = (message.get("text") or "").strip()
@@ -134,7 +134,7 @@ def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Samplin
 
 
 def conversation_of(history: list[dict]) -> Conversation:
-    """The turns on the page, without questions that got an error or no answer.
+    """Return the turns on the page, without questions that got an error or no answer.
 
     gradio removes tabs and common indentation from the text that it shows and sends back.
     """
@@ -155,7 +155,7 @@ def conversation_of(history: list[dict]) -> Conversation:
 
 
 def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling, quiet: bool) -> Iterator[str]:
-    """The growing text of the answer. A client that disconnects stops it."""
+    """Yield the growing text of the answer; it stops when the client disconnects."""
     pieces: queue.Queue = queue.Queue()
     stop = threading.Event()
 
@@ -185,7 +185,7 @@ def _pieces(loaded: LoadedModel, conversation: Conversation, sampling: Sampling,
 
 
 def _path(part: object) -> str | None:
-    """The file of a part of a message; None for text."""
+    """Return the file of a part of a message; None for text."""
     if not isinstance(part, dict):
         return None
     file = part.get("file") or part

@@ -1,1 +1,1 @@
-"""Liger's fused norms, rotary positions and SwiGLU in place of transformers', compared with them first."""
+"""Liger's fused norms, rotary positions and SwiGLU instead of transformers', after a comparison."""

@@ -1,4 +1,4 @@
-"""Liger's kernels in a run: refused where they can't run, and put into each language model that trains."""
+"""Liger's kernels in a run: refused if they can't run, and applied to each language model that trains."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from llava_ds.runtime.ranks import Ranks
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """They need their packages, and a GPU."""
+    """Yield a line for missing packages, or a missing GPU."""
     missing = [name for name in ("liger_kernel", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         yield f"{FLAG} needs {' and '.join(missing)}: install the extra llava_ds[liger]"
@@ -21,7 +21,7 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
 
 
 class Kernels(Wrap):
-    """Replaces forwards of the language model."""
+    """Replaces forwards in the language model."""
 
     def kernels(self, model: LlavaModel, plan: ModelPlan, resolved: ResolvedConfig, ranks: Ranks) -> list[str]:
         return use_liger(model.language_model, plan.text_config, ranks.device, resolved.dtype)

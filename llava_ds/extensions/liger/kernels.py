@@ -1,7 +1,7 @@
 """Liger's fused RMSNorm, rotary positions and SwiGLU instead of transformers' (--use_liger_kernel).
 
-Its linear cross-entropy is not used: it counts targets on the host, which waits for the device in every micro-batch,
-and output_loss.py does the same without.
+Its linear cross-entropy is not used: it counts targets on the host, and so waits for the device in every micro-batch;
+output_loss.py does the same without waiting.
 """
 
 import sys
@@ -18,17 +18,17 @@ from llava_ds.runtime.tf32 import exact_fp32
 FLAG = "--use_liger_kernel"
 ROTARY = "apply_rotary_pos_emb"  # in all families of transformers that Liger supports
 LOGITS = "the logits"
-# Largest difference from transformers' own kernels, of the largest value: both round in other places.
+# Largest difference from transformers' kernels, relative to the largest value: they round differently.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 def use_liger(
     language_model: nn.Module, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """Put Liger's kernels into a language model, and return lines that report them.
+    """Apply Liger's kernels to a language model, and return lines that report them.
 
-    First, a small random copy has to give the same logits and gradients with and without them, on that device and in
-    that precision. Raises ConfigError if it does not, or if Liger has no kernels for the family.
+    First, a small random copy has to give the same logits and gradients with and without them, on this device and in
+    this precision. Raises ConfigError if it does not, or if Liger has no kernels for the family.
     """
     with exact_fp32():
         worst, where = _largest_difference(config, device, dtype)
@@ -46,7 +46,7 @@ def use_liger(
 
 
 def replace_kernels(language_model: nn.Module) -> dict[str, int]:
-    """Replace the forwards of this instance's modules, and nothing of transformers'. Returns how many of each kind."""
+    """Replace the forwards of this instance's modules only. Returns the number of replacements per kind."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
 
     kind = language_model.config.model_type
@@ -60,7 +60,7 @@ def replace_kernels(language_model: nn.Module) -> dict[str, int]:
         _apply_liger_kernel_to_instance(language_model, cross_entropy=False, fused_linear_cross_entropy=False)
         rotary = family.get(ROTARY)
     finally:
-        family.update(before)  # or other models of the family, on a CPU perhaps, would use Liger's kernels
+        family.update(before)  # else other models of the family, perhaps on a CPU, would use Liger's kernels
     counts: dict[str, int] = {}
     for module, forward in before_forwards.items():
         if module.forward != forward:
@@ -71,7 +71,7 @@ def replace_kernels(language_model: nn.Module) -> dict[str, int]:
 
 
 def _replace_rotary(module: nn.Module, rotary) -> bool:
-    """Let an attention module use another rotary function; returns False for modules without rotary positions."""
+    """Make an attention module use another rotary function; returns False for modules without rotary positions."""
     forward = getattr(module.forward, "__func__", None)
     if not isinstance(forward, types.FunctionType) or ROTARY not in forward.__code__.co_names:
         return False
@@ -83,7 +83,7 @@ def _replace_rotary(module: nn.Module, rotary) -> bool:
 
 
 def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """The largest difference with and without Liger's kernels, relative to the largest value, and its name."""
+    """Return the largest difference with and without Liger's kernels, relative to the largest value, and its name."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn = random_copy(config)
@@ -97,7 +97,7 @@ def _largest_difference(config: PreTrainedConfig, device: torch.device, dtype: t
         nn.functional.cross_entropy(logits.float(), targets).backward()
         gradients = {f"the gradients of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
         results.append({LOGITS: logits.detach(), **gradients})
-    # Some gradients are only rounding, as of a key's bias: compare with at least a tenth of the largest.
+    # Some gradients are only rounding, like a key bias's: compare with at least a tenth of the largest.
     least = torch.stack([g.abs().max() for g in gradients.values()]).max() / 10
     differences = {
         name: ((results[1][name] - wanted).abs().max() / torch.maximum(wanted.abs().max(), least)).item()

@@ -1,1 +1,1 @@
-"""LoRA and its variants: matrices beside the layers train in place of the layers, which may be packed (QLoRA)."""
+"""LoRA and its variants: low-rank matrices train instead of the layers, whose weights may be packed (QLoRA)."""

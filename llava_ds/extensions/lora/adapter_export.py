@@ -1,5 +1,5 @@
 # T tokens, D language-model width, V vocabulary; I, O widths of a linear layer, R rank
-"""LoRA: the adapter's folder, which peft and LLaVA open, and the weights with LoRA merged into them."""
+"""LoRA: the adapter's folder, for peft and LLaVA, and the weights with LoRA merged."""
 
 import contextlib
 import json
@@ -40,8 +40,9 @@ from llava_ds.model.open.weights import Overlaid, Source
 from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks
 
-# The settings that peft has had since LLaVA's time. Later ones have their defaults when absent: an earlier peft, as
-# LLaVA's own code runs with, refuses unknown keys.
+# The settings that peft had in LLaVA's time. Newer ones are written only if they differ from the default: older
+# versions
+# of peft, as used by LLaVA's code, refuse unknown keys.
 ADAPTER_KEYS = (
     "auto_mapping", "base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "init_lora_weights",
     "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "r",
@@ -51,13 +52,15 @@ PROJECTOR = ("projector.", formats.NEWLINE)
 
 
 def layout_of(export: ExportPlan) -> lora.LoraLayout:
-    """What has LoRA in a model to be exported."""
+    """Return the LoRA layout of a model to be exported."""
     return export.model.own["lora"]
 
 
 def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:
-    """Write the adapter of a model that is being trained. Every rank takes part, only rank 0 writes, and returns the
-    sums of the tensors' bits."""
+    """Write the adapter of a model in training.
+
+    Collective; only rank 0 writes, and returns checksums of the tensors' bits.
+    """
     layout, named = layout_of(export), dict(model.named_parameters())
     adapters = {n: p for n, p in named.items() if p.requires_grad and layout.holds(n)}
     towers = {n: p for n, p in named.items() if n.startswith(formats.TOWER) and p.requires_grad and n not in adapters}
@@ -73,7 +76,7 @@ def export_adapter(export: ExportPlan, model: LlavaModel, output_dir: Path, rank
 
 
 def _before(name: str, weight: torch.Tensor, export: ExportPlan, model: LlavaModel) -> torch.Tensor:
-    """A weight beside LoRA as it was before LoRA took a part of it."""
+    """Return a weight outside the adapter as it was before LoRA was initialised with a part of it."""
     scales = {target.name: target.scale(export.args) for target in layout_of(export).targets}
     layer = name.removesuffix(".base_layer.weight")
     if layer + lora.A not in lora.start_of(model):
@@ -89,10 +92,10 @@ def write_restored_adapter(
     base: Iterable[Entry],
     output_dir: Path,
 ) -> Written:
-    """Write the adapter of a checkpoint, and return the sums of the tensors' bits.
+    """Write the adapter of a checkpoint, and return checksums of the tensors' bits.
 
-    trained: its entries; start: LoRA as it began, where it took a part of the weights; base: the model that the run
-    began with.
+    trained: its entries; start: LoRA's initial matrices, if they were a part of the weights; base: the run's initial
+    model.
     """
     by_name = {entry.name: entry for entry in base if entry.name.startswith(PROJECTOR)}
     by_name |= {entry.name: entry for entry in trained}
@@ -117,17 +120,15 @@ def write_adapter(
     beside: dict[str, torch.Tensor],
     output_dir: Path,
 ) -> Written:
-    """Write the folder of LLaVA's LoRA runs, which peft opens over the language model, too; return the sums of the
-    tensors' bits.
+    """Write the folder of LLaVA's LoRA runs, which peft also opens; returns checksums of the tensors' bits.
 
     adapter_config.json and adapter_model.safetensors: LoRA, the biases that trained with it, and --modules_to_save;
-    non_lora_trainables.bin: projector, newline, and the tower if it trained in full, with LLaVA's keys; config.json
-    with LLaVA's fields. For an extension's architecture: peft's folder over transformers' class of the whole
-    model, with parts that trained in full among its modules_to_save.
-
-    adapters, beside: the tensors of the first two files and of the third by their names in the model; start: LoRA as it
-    began, where it took a part of the weights: the adapter is written for the weights that still have it.
-    Source: LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
+    non_lora_trainables.bin: projector, newline, and the tower if it trained in full, under LLaVA's keys; config.json
+    with LLaVA's fields. For an extension's architecture: peft's folder over transformers' class of the complete model,
+    with fully trained parts in its modules_to_save.
+    adapters, beside: the tensors of the first two files and of the third, by their names in the model; start: LoRA's
+    initial matrices, if they were a part of the weights: the adapter is then written for the unchanged weights. Source:
+    LLaVA's train.py (get_peft_state_maybe_zero_3 and its non_lora twin).
     """
     layout, architecture = layout_of(export), export.model.architecture
     tensors = lora.over_unchanged_weights(adapters, start)
@@ -154,8 +155,11 @@ def write_adapter(
 
 
 def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_dir: Path) -> None:
-    """Write adapter_config.json. saved: names of modules whose weights are in the adapter's file as a whole; doubles:
-    whether LoRA's matrices have twice the rank that they trained with, at the same scale."""
+    """Write adapter_config.json.
+
+    saved: modules that the adapter's file contains in full; doubles: True if LoRA's matrices have twice the rank they
+    trained with, at the same scale.
+    """
     args = export.args
     more, bigger = (2, math.sqrt(2) if own(args).use_rslora else 2) if doubles else (1, 1)
     patterns = {
@@ -167,26 +171,25 @@ def _write_config(export: ExportPlan, saved: list[str], doubles: bool, output_di
     config = lora.peft_config(args, targets, own(args).lora_r * more, own(args).lora_alpha * bigger).to_dict()
     written = {
         **{key: config[key] for key in ADAPTER_KEYS},
-        "inference_mode": True,  # as peft writes it: who opens the folder does not train it
-        "target_modules": targets,  # peft has them in the order of a set, another in every process
+        "inference_mode": True,  # like peft: an exported adapter is not for training
+        "target_modules": targets,  # peft writes a set, in a different order in every process
         "modules_to_save": saved or None,
         **({"target_parameters": stacked} if stacked else {}),
         **{key: config[key] for key in ("use_rslora", "use_dora") if config[key]},
         **{key: value for key, value in patterns.items() if value},
     }
     if doubles:
-        written["init_lora_weights"] = True  # peft would take a part of the weights again
+        written["init_lora_weights"] = True  # otherwise peft would subtract from the weights again
     (output_dir / lora.ADAPTER_CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
 def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch, logits: torch.Tensor) -> float:
-    """Open the adapter with peft over fresh parts, and projector and tower from the file beside it, and compare its
-    logits with the trained model's.
+    """Open the adapter with peft over fresh parts, and compare its logits with the trained model's.
 
-    batch: a single sample; logits (T, V) of the trained model at its positions or the first ones, within
-    quantize.exact_products. With --bits the fresh model is quantized in the same way. Returns and raises as
-    compare_logits does. Raises NotCompared where time or memory end first.
+    Projector and tower come from the file in the adapter's folder. batch: a single sample; logits (T, V) of the trained
+    model at its positions or the first ones, computed within quantize.exact_products. With --bits the fresh model is
+    quantized in the same way. Returns and raises like compare_logits. Raises NotCompared if time or memory run out.
     """
     from peft import PeftModel
 
@@ -197,7 +200,7 @@ def compare_reloaded_adapter(output_dir: Path, export: ExportPlan, batch: Batch,
     for name, outer in eyes.modules_in_files.items():
         attach(reloaded, outer, eyes.get_submodule(name))
     with warnings.catch_warnings():
-        # peft 0.21 asks a model for is_gradient_checkpointing, which transformers 5.23 calls by another name.
+        # peft 0.21 reads a model's is_gradient_checkpointing, which transformers 5.23 renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", UNTRUE, RuntimeWarning)
         reloaded = PeftModel.from_pretrained(reloaded, output_dir).eval()
@@ -222,8 +225,11 @@ def built_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _FreshVision(nn.Module):
-    """Tower and projector as a run began with them. adapted: modules with adapters, by their names in peft's files;
-    modules_in_files: these, and all that have parameters of their own."""
+    """Tower and projector at the start of a run.
+
+    adapted: modules with adapters, by name, with their names in peft's files; modules_in_files: these, and all modules
+    with parameters.
+    """
 
     def __init__(self, export: ExportPlan) -> None:
         super().__init__()
@@ -243,13 +249,13 @@ class _FreshVision(nn.Module):
             self.modules_in_files |= self.adapted
 
     def embed(self, embedding: nn.Module, batch: Batch) -> torch.Tensor:
-        """As LlavaModel's."""
+        """Return LlavaModel's embeddings."""
         features = self.projector(self.vision_tower(batch.pixel_values, batch.tower))
         return merge_features(embedding(batch.input_ids), features, batch.placing, self.newline)[0]
 
 
 def _fresh_vision(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _FreshVision:
-    """Load tower and projector on the CPU: what is beside the adapter, and what it was trained from."""
+    """Load tower and projector on the CPU: weights from the adapter's folder, others from the initial model."""
     with no_init_weights(), built_in(dtype):
         eyes = _FreshVision(export)
     alone, beside, flag = Ranks(0, 0, 1, torch.device("cpu")), str(output_dir / NON_LORA), "--output_dir"
@@ -264,7 +270,7 @@ def _fresh_vision(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _
 
 
 def attach(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module under a dotted name, with empty modules where its parents are missing."""
+    """Attach a module under a dotted name, creating empty modules for missing parents."""
     *parents, last = name.split(".")
     for parent in parents:
         if not hasattr(root, parent):
@@ -274,9 +280,9 @@ def attach(root: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _fresh_language_model(export: ExportPlan, dtype: torch.dtype) -> nn.Module:
-    """Load the language model that the run began with, on the CPU, as transformers computes it."""
+    """Load the run's initial language model on the CPU, with transformers' attention."""
     plan, args = export.model, export.args
-    config = type(plan.text_config).from_dict(plan.text_config.to_dict())  # without the attention that training chose
+    config = type(plan.text_config).from_dict(plan.text_config.to_dict())  # without training's choice of attention
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
@@ -294,10 +300,10 @@ def merged_entries(
     layout: lora.LoraLayout,
     start: dict[str, torch.Tensor] | None = None,
 ) -> list[Entry]:
-    """The whole model without LoRA: every weight merged in float32 and rounded once.
+    """Return the complete model without LoRA: every weight merged in float32 and rounded once.
 
-    trained: a checkpoint's entries; base: the model that the run began with; start: LoRA as it began, where it took a
-    part of the weights. With --bits, LoRA is added to the dequantized weights, beside which it was trained.
+    trained: a checkpoint's entries; base: the run's initial model; start: LoRA's initial matrices, if they were a
+    part of the weights. With --bits, LoRA is added to the dequantized weights, because it was trained with them.
     """
     by_name = {entry.name: entry for entry in trained}
     plain = {lora.plain_name(name): entry for name, entry in by_name.items() if not lora.is_lora(name)}
@@ -324,7 +330,7 @@ def _merged(
     began: list[tuple[torch.Tensor, torch.Tensor, float]],
     args: ModelArguments,
 ) -> torch.Tensor:
-    """Merge entries of W, and of A, B and perhaps magnitudes, in W's precision. began: halves, as merged_weight's."""
+    """Merge entries of W, A, B and optional magnitudes, in W's precision. began: initial halves (merged_weight)."""
     base = weight.read()
     packed = own(args).bits < 16 and weight.name.startswith(formats.LANGUAGE_MODEL)
     held = quantize.quantize_and_back(base, own(args)) if packed else base

@@ -1,4 +1,4 @@
-"""The folder of an adapter to start from (--lora_weight_path)."""
+"""The folder of an initial adapter (--lora_weight_path)."""
 
 import hashlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapte
 
 
 def non_lora_file(folder: str | Path) -> str | None:
-    """An adapter's file of weights trained beside it: projector, perhaps newline and tower."""
+    """Return an adapter's file of other trained weights: projector, perhaps newline and tower. None without one."""
     if not (file := Path(folder) / NON_LORA).is_file():
         return None
     own_file(file)
@@ -17,7 +17,7 @@ def non_lora_file(folder: str | Path) -> str | None:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Hash an adapter folder: its settings, its weights, and the projector beside them."""
+    """Hash an adapter folder: its settings, its weights, and its projector."""
     files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
     listed = [(file.name, sha256(file)) for file in files if file is not None and file.is_file()]
     return hashlib.sha256(repr(listed).encode()).hexdigest()

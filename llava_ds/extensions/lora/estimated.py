@@ -1,4 +1,4 @@
-"""What LoRA adds to the estimate of memory and speed. llava_ds/extensions/planning calls these by name."""
+"""LoRA's part of the estimates of memory and speed, called by name from llava_ds/extensions/planning."""
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -10,14 +10,14 @@ from llava_ds.model.llava import LlavaModel
 
 
 def add(model: LlavaModel, architecture: Architecture | None, text: PreTrainedConfig, args: ModelArguments) -> None:
-    """Put LoRA on a model of the meta device."""
+    """Add LoRA to a model on the meta device."""
     check_lora(args)
     if own(args).lora_enable:
         add_lora(model, lora_layout(model, args, architecture, text), args, seed=0)
 
 
 def packed(model: LlavaModel, args: ModelArguments) -> tuple[set[str], int, float] | None:
-    """Names of the packed weights, the bits of each, and those of scales beside it; None without --bits."""
+    """Return the names of the packed weights, bits per weight, and bits of scales per weight; None without --bits."""
     if not own(args).packs:
         return None
     from llava_ds.extensions.lora.quantize import scale_bits
@@ -29,7 +29,7 @@ def packed(model: LlavaModel, args: ModelArguments) -> tuple[set[str], int, floa
 
 
 def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArguments) -> dict[str, int]:
-    """Widths of a layer's LoRA, by the names of TextShape."""
+    """Return the widths of a layer's LoRA, by the names of TextShape."""
     layers, flags = [layer for _, layer in lora_layers(language_model)], own(args)
     of_layer = {
         "adapter_rank": sum(layer.r[ADAPTER] * _times_per_token(layer, text) for layer in layers),
@@ -41,5 +41,5 @@ def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArgumen
 
 
 def _times_per_token(layer: nn.Module, text: PreTrainedConfig) -> int:
-    """How often LoRA of a layer computes a token: of experts, as many of them as it is routed to."""
+    """Return how often a layer's LoRA processes a token: for experts, the number of experts per token."""
     return text.num_experts_per_tok if hasattr(layer, "parameter_name") else 1

@@ -1,10 +1,10 @@
 # T tokens, k experts for each, E experts, D width of the language model, I, O widths of an expert's matrix, R rank
-"""LoRA beside the matrices of a layer's experts, which are one tensor (E, O, I), with peft's names and shapes.
+"""LoRA on the matrices of a layer's experts, stored as one tensor (E, O, I), with peft's names and shapes.
 
-peft wraps the module of the experts once for each of its tensors that gets LoRA: "experts.gate_up_proj" becomes
-"experts.base_layer.base_layer.gate_up_proj" where both have it, beside "experts.base_layer.lora_A.default.weight"
-(E * R, I) and lora_B (O, R * E) of the first, and "experts.lora_A.default.weight" of the second. Its own forward adds
-the product of A and B to all weights, and so computes a gradient as large as these. Here tokens go through A and B.
+peft wraps the experts' module once for each tensor with LoRA. If both tensors have LoRA, "experts.gate_up_proj" becomes
+"experts.base_layer.base_layer.gate_up_proj"; the first wrapper has "experts.base_layer.lora_A.default.weight" (E * R,
+I) and lora_B (O, R * E), the second "experts.lora_A.default.weight". peft's forward adds the product of A and B to all
+weights, so its gradient is as large as the weights. Here tokens go through A and B.
 """
 
 import types
@@ -17,15 +17,15 @@ from transformers.integrations.moe import _grouped_linear
 
 from llava_ds.model.open.merged_adapters import by_matrix
 
-# peft 0.21 says so of every pattern for such tensors, and obeys it.
+# peft 0.21 warns this about every pattern for such tensors, and still applies it.
 UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module"
-ALIGNED = 8  # a grouped matrix product on a GPU takes ranks of whole multiples
+ALIGNED = 8  # grouped matrix products on GPUs need ranks that are multiples of this
 
 
 def wrap_experts(experts: nn.Module, config: object, adapter: str) -> nn.Module:
-    """peft's layers around the module of a layer's experts, for those of its tensors that have LoRA.
+    """Wrap the experts' module of a layer in peft's layers, one per tensor with LoRA.
 
-    config: a peft.LoraConfig whose target_parameters names them.
+    config: a peft.LoraConfig with the tensors' names in target_parameters.
     """
     from peft import inject_adapter_in_model
 
@@ -41,15 +41,15 @@ def wrap_experts(experts: nn.Module, config: object, adapter: str) -> nn.Module:
 def _forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """(T, D), chosen experts (T, k) and their weights (T, k) to (T, D).
+    """Apply the experts: (T, D), chosen experts (T, k) and their weights (T, k), to (T, D).
 
-    Source: transformers' grouped_mm_experts_forward, which loops over experts where torch has no grouped product.
+    Source: transformers' grouped_mm_experts_forward, which loops over experts if torch has no grouped product.
     """
     experts, halves = self.get_base_layer(), _halves(self)
     chosen, order = top_k_index.flatten().sort()
     numbers = torch.arange(experts.num_experts, device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)  # (E,)
-    rows = hidden_states[order // top_k_index.shape[1]]  # (T * k, D), those of an expert beside each other
+    rows = hidden_states[order // top_k_index.shape[1]]  # (T * k, D), grouped by expert
     rows = experts._apply_gate(_linear(rows, experts.gate_up_proj, ends, *halves.get("gate_up_proj", ())))
     rows = _linear(rows, experts.down_proj, ends, *halves.get("down_proj", ()))
     rows = (rows * top_k_weights.flatten()[order, None])[order.argsort()]
@@ -64,13 +64,13 @@ def _linear(
     b: torch.Tensor | None = None,
     scale: float = 0.0,
 ) -> torch.Tensor:
-    """Rows of experts that end at ends (E,), through each one's weight, and through its LoRA where there is one."""
+    """Apply each expert's weight and optional LoRA to its rows, which end at ends (E,)."""
     found = _grouped_linear(rows, weight, ends)
     return found if a is None else found + scale * _grouped_linear(_grouped_linear(rows, a, ends), b, ends)
 
 
 def _halves(layer: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """A (E, R, I), B (E, O, R) and the scale of their product, by the tensor that they are beside."""
+    """Return A (E, R, I), B (E, O, R) and the scale of their product, by the name of the expert tensor."""
     found = {}
     while hasattr(layer, "lora_A"):
         (adapter,) = layer.lora_A

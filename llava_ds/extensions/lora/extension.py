@@ -1,4 +1,4 @@
-"""LoRA in a run: put beside the layers when weights are in, over packed ones with --bits; exported as an adapter."""
+"""The LoRA extension: added to the layers after the weights are loaded (packed with --bits); exported as an adapter."""
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -30,7 +30,7 @@ from llava_ds.runtime.ranks import Ranks
 
 
 class Lora(Wrap):
-    """Packed weights below, LoRA beside, and what trains of both."""
+    """Adds packed weights and LoRA to the model, and chooses the trained parameters."""
 
     def check(self, args: ModelArguments) -> None:
         layers.check_lora(args)
@@ -63,7 +63,7 @@ class Lora(Wrap):
 
     def assembled(self, model: LlavaModel, build: Build) -> None:
         if own(build.args).packs:
-            from llava_ds.extensions.lora.quantize import move_unpacked, quantize_layers  # with bitsandbytes
+            from llava_ds.extensions.lora.quantize import move_unpacked, quantize_layers  # imports bitsandbytes
 
             llm = model.language_model
             quantize_layers(llm, layers.linear_names(llm), own(build.args), build.dtype)
@@ -90,8 +90,10 @@ class Lora(Wrap):
 
 
 def _gather_as_one(model: LlavaModel) -> None:
-    """Let ZeRO-3 gather a layer with DoRA, which reads the weight beside it, with all of its parameters, where it is in
-    no layer that is gathered as one."""
+    """Make ZeRO-3 gather a DoRA layer with all of its parameters, unless it is inside a layer that is gathered at once.
+
+    DoRA also reads the base weight.
+    """
     leaves = tuple(layer_classes(model))
     inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules()}
     for _, layer in layers.lora_layers(model):
@@ -100,7 +102,7 @@ def _gather_as_one(model: LlavaModel) -> None:
 
 
 class Export(Adapter):
-    """The folder of LLaVA's LoRA runs, which peft opens, too; adapter_export.py has it."""
+    """The folder of LLaVA's LoRA runs, which peft also opens; see adapter_export.py."""
 
     def write(self, export: ExportPlan, model: LlavaModel, folder: Path, ranks: Ranks) -> Written:
         from llava_ds.extensions.lora.adapter_export import export_adapter
@@ -132,7 +134,7 @@ class Export(Adapter):
 
 
 def _start(export: ExportPlan, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """LoRA as it began in a checkpoint's run, where it took a part of the weights."""
+    """Return LoRA's initial matrices in a checkpoint's run, if they were a part of the weights."""
     return layers.read_start(checkpoint) if changes_base(own(export.args)) else {}
 
 

@@ -1,4 +1,4 @@
-"""The flags of LoRA, and of packed weights beside it (QLoRA)."""
+"""The flags of LoRA, and of packed weights under it (QLoRA)."""
 
 import json
 import re
@@ -18,8 +18,8 @@ _lora, _lora_free = flags_of("lora")
 
 # The names of --lora_modules, and the parts of the model.
 LORA_PARTS = {"language": "language_model", "vision": "vision_tower", "projector": "projector"}
-ALL_LINEAR = ("all-linear", "all")  # peft's word, and LLaMA-Factory's, for what leaving out --lora_target_modules means
-# Keys of the JSON's zero_optimization that compute with the bytes of gathered parameters.
+ALL_LINEAR = ("all-linear", "all")  # peft's and LLaMA-Factory's words for the default of --lora_target_modules
+# Keys of the JSON's zero_optimization that do arithmetic on gathered parameters.
 CHANGE_BYTES = (
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
@@ -30,7 +30,7 @@ OF_PACKED = ("quant_type", "double_quant")  # flags of --bits 4
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flags of LoRA, and of packed weights beside it."""
+    """The flags of LoRA, and of packed weights under it."""
 
     of_model: ClassVar = True
     other_names: ClassVar = {
@@ -115,11 +115,11 @@ class Flags(ExtensionFlags):
 
     @property
     def packs(self) -> bool:
-        """True if the language model's linear layers hold their weights packed."""
+        """True if the language model's linear layers have packed weights."""
         return self.bits < 16
 
     def features(self) -> Iterator[tuple[str, Mapping[str, str], tuple[str, ...]]]:
-        """LoRA, packed weights, and a start that takes a part of the weights."""
+        """Yield LoRA, packed weights, and an initialisation from a part of the weights."""
         untried = {"dense_mlps": "no class opens such an adapter over these experts"}
         if self.lora_enable:
             needs = {"whole_matrices": "an adapter lies beside a whole matrix", **untried}
@@ -135,7 +135,7 @@ class Flags(ExtensionFlags):
             yield f"--init_lora_weights {self.init_lora_weights}", needs, ()
 
     def projector_files(self) -> dict[str, str]:
-        """What was trained beside --lora_weight_path, which wins over what that training began with."""
+        """Return the weights that trained with --lora_weight_path; they override that training's initial weights."""
         if self.lora_weight_path is None:
             return {}
         from llava_ds.extensions.lora.adapter_folder import non_lora_file
@@ -144,7 +144,7 @@ class Flags(ExtensionFlags):
         return {} if file is None else {"--lora_weight_path": file}
 
     def identity(self) -> dict[str, object]:
-        """The content at --lora_weight_path counts, not the path."""
+        """Return the hash of --lora_weight_path's content, which is compared instead of the path."""
         if self.lora_weight_path is None:
             return {}
         from llava_ds.extensions.lora.adapter_folder import adapter_digest
@@ -152,7 +152,7 @@ class Flags(ExtensionFlags):
         return {"lora_weight_path": adapter_digest(Path(self.lora_weight_path))}
 
     def converted(self) -> "tuple[Flags, list[str]]":
-        """Names with commas between them, and what is wrong with them."""
+        """Return the flags with comma-separated names, and a line for each problem with them."""
         targets, problems = _targets(self.lora_target_modules)
         # YAML's true, and peft's; LLaVA's scripts write "" for no adapter.
         start = "true" if self.init_lora_weights == "True" else self.init_lora_weights
@@ -161,7 +161,7 @@ class Flags(ExtensionFlags):
         return replace(self, **known, init_lora_weights=start, lora_weight_path=path), problems
 
     def json_problems(self, config: dict) -> Iterator[str]:
-        """Stage 3 shards bytes that are no numbers."""
+        """Yield a line for every setting of stage 3 that does arithmetic on packed bytes."""
         zero = config["zero_optimization"]
         if not self.packs or zero.get("stage", 0) < 3:
             return
@@ -182,7 +182,7 @@ class Flags(ExtensionFlags):
             )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """What the flags say against each other, and against other flags of what trains."""
+        """Yield a line for every conflict between these flags, and with other flags that choose trained parts."""
         yield from self._problems_of_enabling(args)
         if not self.lora_enable:
             return
@@ -253,13 +253,13 @@ class Flags(ExtensionFlags):
 
     @property
     def _narrowing(self) -> str:
-        """What leaves linear layers of the language model without LoRA."""
+        """The flags that leave linear layers of the language model without LoRA, as text."""
         if "language_model" not in self.adapted_parts:
             return f"--lora_modules {self.lora_modules}, or name language in it"
         return "" if self.lora_target_modules is None else "--lora_target_modules"
 
     def notes(self, args: "Arguments") -> Iterator[str]:
-        """Flags that were given and change nothing."""
+        """Yield a line for every given flag without an effect."""
         if not self.lora_enable and "lora_enable" in args.given:
             for name in self._given(args):
                 yield f"--{name} {getattr(self, name)} has no effect: --lora_enable is False"
@@ -268,19 +268,18 @@ class Flags(ExtensionFlags):
                 yield f"--{name} {getattr(self, name)} has no effect: --bits is {self.bits}, not 4"
 
     def _given(self, args: "Arguments") -> list[str]:
-        """Names of given flags that change nothing without --lora_enable."""
+        """Return the names of given flags that need --lora_enable."""
         others = ("lora_enable", "bits", *OF_PACKED)
         return [name for name in vars(self) if name in args.given - {*others} and getattr(self, name) is not None]
 
 
 def changes_base(flags: Flags) -> bool:
-    """True if LoRA begins with a part of the weights beside it, which lose that part (--init_lora_weights)."""
+    """Return True if LoRA is initialised with a part of the weights, subtracted from them (--init_lora_weights)."""
     return flags.lora_enable and flags.init_lora_weights.startswith(("pissa", "olora"))
 
 
 def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
-    """--lora_target_modules as names separated by commas, or a regular expression as it is; and what is wrong with
-    it."""
+    """Parse --lora_target_modules: comma-separated names, or one regular expression; returns problems as well."""
     words = [value] if isinstance(value, str) else value or []
     if not any(map(is_pattern, words)):
         names = joined(words)
@@ -303,7 +302,7 @@ def _targets(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 
 
 def is_pattern(targets: str) -> bool:
-    """True if --lora_target_modules is a regular expression rather than names."""
+    """Return True if --lora_target_modules is a regular expression instead of names."""
     return re.search(r"[^\w.,\s-]", targets) is not None
 
 

@@ -1,13 +1,12 @@
 # I, O widths of a linear layer, R rank, E experts
-"""LoRA beside linear layers, through peft's layers (Hu et al. 2021, arXiv 2106.09685), and its variants.
+"""LoRA on linear layers, through peft's layers (Hu et al. 2021, arXiv 2106.09685), and its variants.
 
-The layers are put into the model in place, so its parts stay transformers' own classes: the weight of a linear layer
-"x" becomes "x.base_layer.weight", beside "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R), and
-with DoRA "x.lora_magnitude_vector.default.weight" (O,). Of experts it is put beside the tensors of all of a layer's
-matrices (expert_layers.py).
-
-Flags and files name a layer as the class does that peft opens an adapter over: LLaVA's, whose names are those of the
-language model, model.mm_projector and model.vision_tower; or the class of an architecture that an extension reads.
+The layers are replaced in place, and the model's parts stay transformers' own classes: the weight of a linear layer "x"
+becomes "x.base_layer.weight", with "x.lora_A.default.weight" (R, I) and "x.lora_B.default.weight" (O, R), and with DoRA
+"x.lora_magnitude_vector.default.weight" (O,). For experts it is added to the tensors of all of a layer's matrices
+(expert_layers.py).
+Flags and files name a layer as in the class that peft opens an adapter over: LLaVA's, with the language model's names,
+model.mm_projector and model.vision_tower; or the class of an extension's architecture.
 """
 
 import contextlib
@@ -39,19 +38,20 @@ from llava_ds.model.open.merged_adapters import (
     merged_weight,
 )
 
-START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's matrices as they began, where that was as parts of the weights
-ADAPTER = "default"  # peft's name for the only adapter there is
+START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's initial matrices, if they were parts of the weights
+ADAPTER = "default"  # peft's name for a single adapter
 A, B, MAGNITUDE = (f".lora_{part}.{ADAPTER}.weight" for part in ("A", "B", "magnitude_vector"))
 
-# Settings of an adapter that change what it computes and are not ours to train, with the values that change nothing.
+# Adapter settings that change its computation and aren't supported, with their values without an effect.
 PLAIN = {
     "use_qalora": (False, None), "lora_bias": (False, None), "trainable_token_indices": (None, []),
     "fan_in_fan_out": (False, None), "layer_replication": (None, []), "alora_invocation_tokens": (None, []),
 }  # fmt: skip
-# Linear layers of a mixture without experts in every layer whose names peft 0.21 makes those of experts, by model_type.
-# Source: its transformers_weight_conversion.py.
+# Linear layers outside experts that peft 0.21 takes for experts because of their names, by model_type: a mixture may
+# have
+# layers without experts. Source: its transformers_weight_conversion.py.
 TAKEN_FOR_EXPERTS = {"qwen3_moe": (".gate_proj", ".up_proj", ".down_proj")}
-# Those that flags set, by the flag; modules_to_save is compared by its tensors.
+# The adapter settings that flags set, by flag; modules_to_save is compared by its tensors.
 OURS = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_bias": "bias", "use_rslora": "use_rslora", "use_dora": "use_dora",
     "lora_rank_pattern": "rank_pattern", "lora_alpha_pattern": "alpha_pattern",
@@ -59,7 +59,7 @@ OURS = {
 
 
 def own(args: ModelArguments) -> Flags:
-    """The flags of LoRA."""
+    """Return the flags of LoRA."""
     return args.own["lora"]
 
 
@@ -85,7 +85,7 @@ def check_lora(args: ModelArguments) -> None:
 
 
 def linear_names(language_model: nn.Module) -> list[str]:
-    """Full names of the linear layers of a language model but its output layer: those that --bits packs.
+    """Return the full names of a language model's linear layers, except its output layer: those that --bits packs.
 
     Call it before add_lora. Source: LLaVA's find_all_linear_names, whose last names match the same layers.
     """
@@ -101,10 +101,10 @@ def linear_names(language_model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """A layer that gets LoRA: its name in the model and in peft's files, LoRA's rank, and alpha.
+    """A layer with LoRA: its name in the model and in peft's files, LoRA's rank, and alpha.
 
-    weight: the name of the weight that changes; halves: what the names of A and B begin with. Of experts, name is that
-    of a tensor of all of a layer's matrices, and is_stacked True.
+    weight: the name of the changed weight; halves: the prefix of A's and B's names. For experts, name is a tensor of
+    all of a layer's matrices, and is_stacked True.
     """
 
     name: str
@@ -125,10 +125,10 @@ class Target:
 
 @dataclass(frozen=True)
 class LoraLayout:
-    """What of a model gets LoRA, and what trains in full beside it.
+    """The layers of a model with LoRA, and the modules that train in full.
 
-    saved: names of the modules of --modules_to_save in the model; rename: a parameter's name there to its name in the
-    class that peft opens an adapter over; parts: with LoRA.
+    saved: names of the --modules_to_save modules in the model; rename: maps a parameter's name in the model to the
+    class that peft opens an adapter over; parts: the parts with LoRA.
     """
 
     targets: tuple[Target, ...]
@@ -137,15 +137,15 @@ class LoraLayout:
     parts: frozenset[str]
 
     def holds(self, name: str) -> bool:
-        """True if a trained parameter of this name is in the adapter's file: of a part with LoRA, or saved."""
+        """Return True if a trained parameter belongs to the adapter's file: in a part with LoRA, or saved."""
         return name.partition(".")[0] in self.parts or self.is_saved(name)
 
     def is_saved(self, name: str) -> bool:
-        """True for a parameter of a module of --modules_to_save."""
+        """Return True for a parameter of a module of --modules_to_save."""
         return any(name.startswith(f"{module}.") for module in self.saved)
 
     def of_module(self, name: str) -> str:
-        """A module's name in peft's files."""
+        """Return a module's name in peft's files."""
         return self.rename(f"{name}.weight").removesuffix(".weight")
 
 
@@ -154,7 +154,7 @@ def lora_layout(
 ) -> LoraLayout:
     """Choose the layers of a LlavaModel that get LoRA. Call it before add_lora.
 
-    Raises ConfigError where a name in the flags is that of no layer, a part has none, or a rank is too high.
+    Raises ConfigError if a name in the flags matches no layer, a part has no layer with LoRA, or a rank is too high.
     """
     rename = _llavas_names(args) if architecture is None else architecture.names(text_config).from_part
     layout = LoraLayout((), (), rename, own(args).adapted_parts)
@@ -170,7 +170,7 @@ def lora_layout(
         and not layout.is_saved(f"{name}.weight")
     }
     if "language_model" in layout.parts:
-        linear_names(model.language_model)  # raises where there are none
+        linear_names(model.language_model)  # raises if there are none
     outer = {name: layout.of_module(name) for name in linear}
     stacked = {name: layout.rename(name) for name in _stacked_names(model, layout)}
     wanted = _wanted(args, list(outer.values()), list(stacked.values()))
@@ -220,7 +220,7 @@ def _llavas_names(args: ModelArguments) -> Callable[[str], str]:
 
 
 def _stacked_names(model: nn.Module, layout: LoraLayout) -> list[str]:
-    """Names of the tensors of all experts of a layer, in the parts with LoRA."""
+    """Return the names of tensors of all experts of a layer, in the parts with LoRA."""
     return [
         name
         for name, parameter in model.named_parameters()
@@ -229,14 +229,14 @@ def _stacked_names(model: nn.Module, layout: LoraLayout) -> list[str]:
 
 
 def _wrap(name: str, chosen: list[str]) -> str:
-    """The name of peft's layer for a tensor of experts: the last of STACKED that gets LoRA is the outermost."""
+    """Return the name of peft's wrapper for an experts tensor: the last of STACKED with LoRA is the outermost."""
     experts, _, kind = name.rpartition(".")
     is_inner = any(f"{experts}.{other}" in chosen for other in STACKED[STACKED.index(kind) + 1 :])
     return f"{experts}.base_layer" if is_inner else experts
 
 
 def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config: PreTrainedConfig) -> None:
-    """Raise ConfigError for what peft does not have beside tensors of all experts of a layer, or takes for experts."""
+    """Raise ConfigError for options that peft lacks for expert tensors, and for layers that it takes for experts."""
     stacked = next((target.outer for target in targets if target.is_stacked), None)
     found = [
         f"{flag}: {stacked} is a tensor of all experts of a layer, {why}, or leave experts out of --lora_target_modules"
@@ -266,7 +266,7 @@ def _refuse_for_experts(args: ModelArguments, targets: list[Target], text_config
 
 
 def _wanted(args: ModelArguments, outer: list[str], stacked: list[str]) -> set[str]:
-    """Those of the layers that --lora_target_modules names, experts among them; all linear layers if it names none.
+    """Return the layers named by --lora_target_modules, including experts; without names, all linear layers.
 
     Source: peft's check_target_module_exists.
     """
@@ -295,7 +295,7 @@ def _some(outer) -> str:
 
 
 def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -> tuple[str, ...]:
-    """The modules whose names end in one of --modules_to_save's, outermost ones only."""
+    """Return the outermost modules whose names end in a name of --modules_to_save."""
     if own(args).modules_to_save is None:
         return ()
     words, found = own(args).modules_to_save.split(","), []
@@ -332,12 +332,12 @@ def _saved_modules(model: nn.Module, args: ModelArguments, layout: LoraLayout) -
 
 
 def patterns_of(text: str | None) -> dict[str, int]:
-    """The content of --lora_rank_pattern or --lora_alpha_pattern, which rules.py has checked."""
+    """Parse --lora_rank_pattern or --lora_alpha_pattern; flags.py has checked it."""
     return {} if text is None else json.loads(text)
 
 
 def _matches(pattern: str, outer: str) -> bool:
-    """Source: peft's get_pattern_key."""
+    """Match a layer's name. Source: peft's get_pattern_key."""
     return re.match(rf"(.*\.)?({pattern})$", outer) is not None
 
 
@@ -346,7 +346,7 @@ def _first(patterns: dict[str, int], outer: str, default: int) -> int:
 
 
 def peft_config(args: ModelArguments, targets: list[str], rank: int, alpha: float):
-    """A peft.LoraConfig for layers of one rank."""
+    """Return a peft.LoraConfig for layers of one rank."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -370,13 +370,12 @@ def add_lora(
     seed: int,
     start: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Put LoRA beside the layout's layers, in the model's precision, and freeze all else of the parts with LoRA.
+    """Add LoRA to the layout's layers, in the model's precision; freeze all else in the parts with LoRA.
 
-    A is drawn by the seed alone, and B zero, or both are parts of the weight beside them, which loses them
-    (--init_lora_weights). Those are kept in model.lora_start, by name, on the CPU. Outside of zero.Init, in which B
-    would not be zero: under ZeRO-3, deepspeed.initialize partitions LoRA, and one weight at a time is gathered where a
-    variant depends on it. start: of a run that is resumed, the matrices as they began, if that was as parts of the
-    weights.
+    A depends only on the seed, and B is zero, or both are parts of the weight, and are subtracted from it
+    (--init_lora_weights). Those are kept in model.lora_start, by name, on the CPU. Call it outside of zero.Init, where
+    B would not be zero: under ZeRO-3, deepspeed.initialize partitions LoRA, and one weight at a time is gathered if a
+    variant reads it. start: initial matrices of a resumed run, if they were parts of the weights.
     """
     dtype = model.language_model.get_input_embeddings().weight.dtype
     model.lora, model.lora_start = layout, {}
@@ -404,7 +403,7 @@ def add_lora(
 def _add_to_experts(
     model: nn.Module, place: str, targets: list[Target], args: ModelArguments, dtype: torch.dtype
 ) -> None:
-    """Put LoRA beside tensors of all experts of a layer, which are at a place in the model."""
+    """Add LoRA to tensors of all experts of a layer. place: the experts' module in the model."""
     parameters = {target.name.rpartition(".")[2]: target for target in targets}
     config = peft_config(args, [], own(args).lora_r, own(args).lora_alpha)
     config.target_parameters = [f"experts.{name}" for name in parameters]
@@ -421,7 +420,7 @@ def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.Abstract
     """Gather a partitioned weight for a variant that reads it; the first rank's changes are kept."""
     if not hasattr(weight, "ds_id") or not (changes_base(own(args)) or own(args).use_dora):
         return contextlib.nullcontext()
-    import deepspeed  # takes seconds, and is only needed for partitioned parameters
+    import deepspeed  # takes seconds, and is needed for partitioned parameters only
 
     return deepspeed.zero.GatheredParameters([weight], modifier_rank=0 if changes_base(own(args)) else None)
 
@@ -430,40 +429,40 @@ def _gathered(weight: nn.Parameter, args: ModelArguments) -> contextlib.Abstract
 def _with_lora(
     linear: nn.Linear, target: Target, args: ModelArguments, dtype: torch.dtype, start: dict[str, torch.Tensor] | None
 ) -> nn.Module:
-    """peft's layer around a linear one, whose weight is whole."""
+    """Wrap a linear layer, with an unpartitioned weight, in peft's layer."""
     from peft import inject_adapter_in_model
 
     splits, weight = changes_base(own(args)) and not linear.weight.is_meta, linear.weight
     before = weight.detach().clone() if splits else None
     config = peft_config(args, ["layer"], target.rank, target.alpha)
     if start is not None or weight.is_meta:
-        config.init_lora_weights = True  # what is drawn is replaced, or never computed
+        config.init_lora_weights = True  # the drawn values are replaced, or never computed
     holder = nn.Module()
     holder.layer = linear
     inject_adapter_in_model(config, holder, ADAPTER)
     added = holder.layer
     for name, parameter in added.named_parameters():
         if is_lora(f".{name}"):
-            parameter.data = parameter.data.to(dtype)  # peft keeps them in float32 beside packed weights
+            parameter.data = parameter.data.to(dtype)  # peft keeps them in float32 next to packed weights
     if splits:
         a, b = (added.get_parameter(half.removeprefix(".")) for half in (A, B))
         for half, parameter in ((A, a), (B, b)):
             if start is not None:
                 parameter.data.copy_(start[target.name + half])
-        # peft has subtracted the product in float32. What LoRA begins with may be rounded to less.
+        # peft subtracted the product in float32, but LoRA's initial matrices may have been rounded.
         weight.data = merged_weight(before, [(a, b, -target.scale(args))])
     return added
 
 
 def start_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """LoRA's matrices as they began, by name, where they began as parts of the weights; else none."""
+    """Return LoRA's initial matrices by name, if they were parts of the weights; else an empty dict."""
     return getattr(model, "lora_start", {})
 
 
 def read_start(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read LoRA's matrices as they began, by name in the model, of a run with which they took a part of the weights.
+    """Read LoRA's initial matrices, by name in the model, from a run in which they were parts of the weights.
 
-    Raises DataError where they are missing.
+    Raises DataError if they are missing.
     """
     file = checkpoint / START_FILE
     if not file.is_file():
@@ -474,13 +473,15 @@ def read_start(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def is_lora(name: str) -> bool:
-    """True for the parameters that LoRA adds."""
+    """Return True for parameters that LoRA adds."""
     return ".lora_A." in name or ".lora_B." in name or ".lora_magnitude_vector." in name
 
 
 def choose_adapters(model: nn.Module, bias: str) -> None:
-    """Train LoRA and the biases of --lora_bias (peft's values) in the parts that have it, and --modules_to_save; freeze
-    all else of the language model and of these parts."""
+    """Choose the trained parameters: LoRA, the biases of --lora_bias (peft's values), and --modules_to_save.
+
+    Freezes all other parameters of the language model and of the parts with LoRA.
+    """
     layout: LoraLayout = model.lora
     for name, parameter in model.named_parameters():
         part = name.partition(".")[0]
@@ -496,33 +497,33 @@ def choose_adapters(model: nn.Module, bias: str) -> None:
 
 
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every layer that has LoRA (peft's, with base_layer, lora_A, lora_B and scaling), by its name."""
+    """Yield every layer with LoRA (peft's, with base_layer, lora_A, lora_B and scaling), with its name."""
     for name, layer in module.named_modules():
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
             yield name, layer
 
 
 def plain_name(name: str) -> str | None:
-    """A parameter's name without LoRA ("x.base_layer.weight" is "x.weight"); None for LoRA's own."""
+    """Return a parameter's name without LoRA ("x.base_layer.weight" becomes "x.weight"); None for LoRA's own."""
     return None if is_lora(name) else name.replace(".base_layer", "")
 
 
 def to_peft(name: str) -> str:
-    """A name in the class that peft opens an adapter over to its name in peft's files, where adapters have no name."""
+    """Map a name in the class that peft opens an adapter over to its name in peft's files (no adapter name)."""
     return PEFT_PREFIX + name.removesuffix(".weight" if name.endswith(MAGNITUDE) else "").replace(f".{ADAPTER}", "")
 
 
 def from_peft(name: str) -> str:
-    """The inverse of to_peft. Some programs write the adapter's name within it."""
+    """Invert to_peft. Some programs keep the adapter's name."""
     name = name.removeprefix(PEFT_PREFIX)
     name = re.sub(r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$", MAGNITUDE, name)
     return re.sub(r"\.(lora_[AB])\.(?:default\.)?weight$", rf".\1.{ADAPTER}.weight", name)
 
 
 def over_unchanged_weights(tensors: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """LoRA's tensors by name for the weights as they were before it took a part of them: of twice the rank, and alpha.
+    """Return LoRA's tensors for weights without the initial matrices subtracted: with twice the rank and alpha.
 
-    start: LoRA as it began, empty where it took none. Source: peft's subtract_mutated_init.
+    start: the initial matrices, empty if they were not parts of the weights. Source: peft's subtract_mutated_init.
     """
     changed = dict(tensors)
     for name, before in start.items():
@@ -533,11 +534,11 @@ def over_unchanged_weights(tensors: dict[str, torch.Tensor], start: dict[str, to
     return changed
 
 
-# What --lora_weight_path names.
+# The adapter of --lora_weight_path.
 
 
 def adapter_problems(args: ModelArguments) -> list[str]:
-    """Reasons why training can't start from --lora_weight_path, without reading weights."""
+    """Return the reasons why training can't start from --lora_weight_path, without reading weights."""
     folder = Path(own(args).lora_weight_path)
     where = f"--lora_weight_path {folder}"
     if adapter_file(folder) is None:
@@ -568,9 +569,9 @@ def adapter_problems(args: ModelArguments) -> list[str]:
 
 
 def names_from_peft(model: nn.Module) -> Callable[[str], str]:
-    """A function from names in peft's files to trained parameters of a model with LoRA.
+    """Return a function from names in peft's files to trained parameters of a model with LoRA.
 
-    Before base_layer, peft wrote a layer's bias under its plain name: such names are mapped, too.
+    Before it had base_layer, peft wrote a layer's bias under its plain name: such names are mapped as well.
     """
     layout: LoraLayout = model.lora
     trained = [name for name, p in model.named_parameters() if p.requires_grad and layout.holds(name)]

@@ -1,8 +1,8 @@
 # I, O widths of a linear layer
 """Frozen weights in 4 or 8 bits, through bitsandbytes: QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
 
-The quantized layers are those with LoRA: the linear layers of the language model but its output layer. A weight is
-packed when it is read, so the whole model never exists in its own precision; under ZeRO-3 it is partitioned at once.
+The quantized layers are those with LoRA: the linear layers of the language model except its output layer. A weight is
+packed when it is read, so the complete model never exists in its own precision; under ZeRO-3 it is partitioned at once.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.lora.flags import Flags
 from llava_ds.model.packed import is_4bit, is_packed, scales_of
 
-BLOCK = 64  # weights of one scale in 4 bits
-OUTLIERS = 6.0  # activations above it are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)
+BLOCK = 64  # weights per scale in 4 bits
+OUTLIERS = 6.0  # larger activations are not multiplied in 8 bits (LLM.int8(), LLaVA's setting)
 
 
 def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, dtype: torch.dtype) -> None:
-    """Replace linear layers by bitsandbytes': biases stay, weights come with pack(). dtype: of the computation."""
+    """Replace linear layers by bitsandbytes'; biases are kept, weights are set by pack(). dtype: of the computation."""
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
     for name in names:
@@ -43,7 +43,7 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
                 quant_type=flags.quant_type,
                 device="meta",
             )
-            # bitsandbytes 0.50 would repack the weights in place for good, in the first forward outside of training.
+            # else bitsandbytes 0.50 repacks the weights in place for good, in the first forward outside of training
             layer.support_avx512bf16_for_cpu = False
         else:
             layer = Linear8bitLt(*shape, has_fp16_weights=False, threshold=OUTLIERS, device="meta")
@@ -51,26 +51,29 @@ def quantize_layers(language_model: nn.Module, names: list[str], flags: Flags, d
         layer.pack = partial(pack, layer)
         layer.register_state_dict_post_hook(_without_statistics)
         setattr(language_model.get_submodule(parent), child, layer)
-    gc.collect()  # zero.Init's weights have cycles: their partitions would stay in memory
+    gc.collect()  # zero.Init's weights have reference cycles: their partitions would stay in memory
 
 
 def scale_bits(flags: Flags) -> float:
-    """Bits of scales for a weight of --bits, with double quantization 8 for a block and 32 for 256 of them; those of 8
-    bits, one for a row, don't count."""
+    """Return the bits of scales per weight of --bits.
+
+    With double quantization a block of 4-bit weights has 8 bits, and 256 blocks 32 more. 8-bit weights have one scale
+    per row, which is not counted.
+    """
     if flags.bits != 4:
         return 0
     return (8 + 32 / 256) / BLOCK if flags.double_quant else 32 / BLOCK
 
 
 def move_unpacked(model: nn.Module, device: torch.device) -> None:
-    """Move everything but the weights that are not loaded yet to the device."""
+    """Move all tensors to the device, except weights that are not loaded yet."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta" and not hasattr(tensor, "ds_id"):
             tensor.data = tensor.data.to(device)
 
 
 def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metadata: dict) -> None:
-    """Drop the scales of frozen weights from checkpoints, which have no frozen weights."""
+    """Drop the scales of frozen weights from checkpoints, because checkpoints have no frozen weights."""
     for key in [key for key in state_dict if key.startswith((f"{prefix}weight.", f"{prefix}weight_format"))]:
         del state_dict[key]
     state_dict.pop(f"{prefix}SCB", None)
@@ -78,11 +81,11 @@ def _without_statistics(layer: nn.Module, state_dict: dict, prefix: str, _metada
 
 @torch.no_grad()
 def pack(layer: nn.Module, name: str, weight: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """Quantize a weight (O, I) on the device, put it into a layer, and return it. name: of the weight, for messages.
+    """Quantize a weight (O, I) on the device, set it as a layer's weight, and return it. name: for messages.
 
-    weight: on the CPU, in any precision. Raises ConfigError when the quantized weight differs by more than half of the
-    format's coarsest step: bitsandbytes 0.50 on CPUs with AVX-512 unpacks 4 bits wrong where a row is no whole number
-    of blocks, as in toys.
+    weight: on the CPU, in any precision. Raises ConfigError if the quantized weight differs by more than half of the
+    format's coarsest step: bitsandbytes 0.50 on CPUs with AVX-512 unpacks 4 bits wrongly if a row is not a whole
+    number of blocks, as in toy models.
     """
     empty = layer.weight
     if is_4bit(layer):
@@ -106,7 +109,7 @@ def quantize_and_back(weight: torch.Tensor, flags: Flags) -> torch.Tensor:
 
 @torch.no_grad()
 def unpacked(layer: nn.Module) -> torch.Tensor:
-    """The weight (O, I) that a layer computes with, float32 if it is packed; it has to be gathered."""
+    """Return the weight (O, I) used by a layer, float32 if it is packed; it has to be gathered."""
     weight = layer.weight
     if not is_packed(weight):
         return weight.detach()
@@ -139,9 +142,9 @@ def _check_error(layer: nn.Module, name: str, weight: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def exact_products(module: nn.Module) -> Iterator[None]:
-    """Let 8-bit layers multiply by their dequantized weights, without rounding activations to 8 bits.
+    """Make 8-bit layers multiply by their dequantized weights, without rounding activations to 8 bits.
 
-    So does a merged model, whose logits are compared. 4-bit layers always do this.
+    A merged model does the same when logits are compared. 4-bit layers always do this.
     """
     layers = [m for m in module.modules() if isinstance(m, nn.Linear) and is_packed(m.weight) and not is_4bit(m)]
     for layer in layers:

@@ -1,1 +1,1 @@
-"""The MLPs of the language model on some tokens at a time, so that their memory does not grow with a sample."""
+"""The language model's MLPs, run on a few tokens at a time, so that their memory does not grow with a sample."""

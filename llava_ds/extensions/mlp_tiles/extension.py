@@ -1,4 +1,4 @@
-"""Tiles of tokens in a run: in each language model that trains."""
+"""The mlp_tiles extension: applied to each language model that trains."""
 
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.extensions.base import Extension, Wrap

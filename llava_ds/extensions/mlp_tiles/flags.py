@@ -33,6 +33,6 @@ class Flags(ExtensionFlags):
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
-        """An eighth of the tokens at a time."""
+        """Suggest an eighth of the tokens at a time."""
         if is_one_sample and "mlp_tiles" not in args.own and "routerless_mlps" not in args.broken:
             yield f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice"

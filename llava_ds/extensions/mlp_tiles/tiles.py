@@ -1,4 +1,4 @@
-"""The MLPs of the language model on some tokens at a time: their memory does not grow with a sample's length."""
+"""The language model's MLPs, run on a few tokens at a time: their memory does not grow with a sample's length."""
 
 import functools
 
@@ -14,10 +14,10 @@ FLAG = "--mlp_tile_tokens"
 
 
 def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
-    """Let every MLP run on so many tokens at a time, and once more in backward. Returns a line that reports it.
+    """Run every MLP on num_tokens tokens at a time, recomputed in backward. Returns a line that reports it.
 
-    Only a tile's activations exist then, beside the MLP's input and result. Raises ConfigError for language models
-    whose layers have no MLP of their own, or a mixture of experts, which deals tokens out itself.
+    Only one tile's activations are in memory then, plus the MLP's input and result. Raises ConfigError for language
+    models without an MLP per layer, or with a mixture of experts, which distributes tokens itself.
     """
     layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
     mlps = [getattr(layer, "mlp", None) for layer in layers]
@@ -32,7 +32,10 @@ def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
 
 
 def _tiled(forward, num_tokens: int, drops: bool, hidden: torch.Tensor) -> torch.Tensor:
-    """forward: the MLP's own, (1, T, D) to (1, T, D); drops: True if it draws random numbers, the same in backward."""
+    """Run `forward`, an MLP's, (1, T, D) to (1, T, D), on tiles of tokens.
+
+    drops: True if it draws random numbers, which backward has to repeat.
+    """
     if not torch.is_grad_enabled() or hidden.shape[1] <= num_tokens:
         return forward(hidden)
     tiles = hidden.split(num_tokens, 1)

@@ -1,1 +1,1 @@
-"""Data in object stores and on web servers, by URLs in the place of paths."""
+"""Data in object stores and on web servers, by URLs instead of paths."""

@@ -1,4 +1,4 @@
-"""The store of URLs in the place of paths."""
+"""The extension that reads URLs instead of paths."""
 
 from types import ModuleType
 
@@ -6,7 +6,7 @@ from llava_ds.extensions.base import Extension
 
 
 def store() -> ModuleType:
-    """The module that does, which a run without URLs has no use for."""
+    """Return the module that reads URLs, imported only when needed."""
     from llava_ds.extensions.object_store import store as module
 
     return module

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 _, _store = flags_of("object_store")
 
-# The settings, which are for every process of a run, started by whichever library: a child inherits its environment.
+# Settings in the environment: every process of a run inherits them, whichever library starts it.
 FOLDER, MAX_BYTES, ALLOW_HTTP = (f"LLAVA_DS_OBJECT_{name}" for name in ("CACHE", "CACHE_BYTES", "HTTP"))
 
 
 def configure(folder: str | os.PathLike, max_bytes: int, allow_http: bool) -> None:
-    """Set the cache, and whether web servers may be read, for this process and those that it starts."""
+    """Set the cache, and whether web servers may be read, for this process and its children."""
     os.environ[FOLDER] = str(Path(folder).expanduser().absolute())
     os.environ[MAX_BYTES] = str(max_bytes)
     os.environ[ALLOW_HTTP] = "1" if allow_http else "0"
@@ -46,12 +46,12 @@ class Flags(ExtensionFlags):
     )
 
     def prepare(self, args: "Arguments") -> None:
-        """Set what reads a URL wherever one is met, also in a mixture's file."""
+        """Configure the reading of URLs, wherever they appear, including a mixture's file."""
         folder = self.object_cache_dir or args.data.cache_dir
         configure(f"{folder}/objects", int(self.object_cache_gb * 10**9), self.allow_http)
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """There is nothing to fetch without data."""
+        """Yield a line for flags given without data."""
         for name in ("allow_http", "object_cache_dir"):
             if name in args.given and args.data.data_path is None:
                 yield (

@@ -1,8 +1,8 @@
-"""A bounded cache of bytes on a disk, which any number of processes and nodes may share, and any of them may be killed.
+"""A bounded cache of bytes on a disk, shared by any number of processes and nodes, any of which may be killed.
 
-Entries are files that appear in one rename and carry a checksum. Whoever adds one first reserves its room in a ledger,
-under a lock, and removes the least recently used entries if there is none: so the folder stays within its bound, up to
-one entry a process. A kill leaves a reservation that is not used; the next eviction counts the files again.
+Entries are files with a checksum, created by a rename. A process first reserves the entry's size in a ledger, under a
+lock, and evicts the least recently used entries if there is no room: so the folder stays within its bound, plus at most
+one entry per process. A killed process leaves an unused reservation; the next eviction recounts the files.
 """
 
 import contextlib
@@ -16,26 +16,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = 4096  # file systems give out space in these
+PAGE = 4096  # file systems allocate space in pages
 CHECKSUM_BYTES = 4
-EVICTED_TO = 0.9  # of the bound, as an eviction looks at every entry
-TOUCHED_AFTER_S = 60.0  # a use is noted if the last one was longer ago
-SCRATCH_AGE_S = 3600.0  # a scratch file without writes for so long was left by a killed process
+EVICTED_TO = 0.9  # fraction of the bound; an eviction reads every entry's time
+TOUCHED_AFTER_S = 60.0  # a use is recorded if the last one is older
+SCRATCH_AGE_S = 3600.0  # a scratch file without writes for this long was left by a killed process
 LEDGER = "ledger"
 
-# Nothing else is counted or removed, whatever the folder may hold.
+# Other files in the folder are neither counted nor removed.
 _FOLDER, _ENTRY = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{8,64}|\.[0-9a-f]{16}\.tmp")
 
 
 @dataclass(frozen=True)
 class ObjectCache:
-    """Bytes by key. Keys are hexadecimal digits; the folder never has more than max_bytes, counted in pages."""
+    """Bytes by key. Keys are hexadecimal digits; the folder never exceeds max_bytes, counted in pages."""
 
     folder: Path
     max_bytes: int
 
     def get(self, key: str) -> bytes | None:
-        """The bytes of a key; None where they are not there, or damaged."""
+        """Return the bytes of a key; None if they are missing or damaged."""
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -51,7 +51,7 @@ class ObjectCache:
         return content
 
     def put(self, key: str, data: bytes) -> None:
-        """Add the bytes of a key, unless they alone are more than the bound. Raises OSError."""
+        """Add the bytes of a key, unless they alone exceed the bound. Raises OSError."""
         path, size = self._path(key), _in_pages(len(data) + CHECKSUM_BYTES)
         if size > self.max_bytes:
             return
@@ -73,7 +73,7 @@ class ObjectCache:
 
     def _reserve(self, size: int) -> None:
         with open(self.folder / LEDGER, "a+b") as ledger:
-            fcntl.flock(ledger, fcntl.LOCK_EX)  # closing the file ends it, and so does a kill
+            fcntl.flock(ledger, fcntl.LOCK_EX)  # released when the file is closed, also by a kill
             ledger.seek(0)
             text = ledger.read(32)
             used = int(text) if text.isdigit() else None  # empty at first, or cut short by a kill
@@ -84,7 +84,7 @@ class ObjectCache:
             ledger.write(b"%d" % (used + size))
 
     def _evict(self, size: int) -> int:
-        """Count all entries and remove the least recently used ones until there is room; the bytes that are left."""
+        """Remove the least recently used entries until there is room; returns the remaining bytes."""
         entries = sorted(self._entries())
         used = sum(size for _, size, _ in entries)
         if used + size <= self.max_bytes:
@@ -94,14 +94,14 @@ class ObjectCache:
             if used <= allowed:
                 break
             if path.suffix == ".tmp" and time.time() - used_at < SCRATCH_AGE_S:
-                continue  # another process writes it
+                continue  # another process is writing it
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             used -= num_bytes
         return used
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
-        """(time of the last use, bytes, path) of every entry and scratch file."""
+        """Yield (time of the last use, bytes, path) of every entry and scratch file."""
         for folder in self.folder.iterdir():
             for path in folder.iterdir() if _FOLDER.fullmatch(folder.name) else ():
                 if _ENTRY.fullmatch(path.name):

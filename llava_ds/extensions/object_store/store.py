@@ -1,8 +1,8 @@
-"""Objects of stores (s3://, gs://, ...), read in blocks through fsspec and a cache on a local disk.
+"""Objects in stores (s3://, gs://, ...), read in blocks through fsspec and a cache on a local disk.
 
-An object is known by its URL, its size and the mark that the store gives its content (an ETag, or a time). Blocks are
-cached under these, so an object that is replaced is read again, and one that isn't is fetched once. Credentials and
-endpoints are fsspec's own: environment variables, the files of its implementations, ~/.config/fsspec.
+An object is identified by its URL, its size and the store's mark of its content (an ETag, or a time). Blocks are cached
+under these: a replaced object is read again, an unchanged one is fetched once. Credentials and endpoints are fsspec's:
+environment variables, the files of its implementations, ~/.config/fsspec.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from llava_ds.files.urls import HTTP, URL, is_remote
 
 BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block
 TRIES, FIRST_WAIT_S, MOST_WAIT_S = 6, 0.5, 8.0  # some 16 s in all
-# Names of what tells the content of an object, in the infos of fsspec's implementations, the surest first.
+# Names of content marks in the infos of fsspec's implementations, the most reliable first.
 MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "Digest", "LastModified")
 MARKS += ("last_modified", "Last-Modified", "updated", "mtime", "modified", "created")
 
@@ -37,19 +37,19 @@ Result = TypeVar("Result")
 
 
 class Identity(NamedTuple):
-    """The size of an object, and a hash of the store's mark of its content."""
+    """An object's size, and a hash of the store's mark of its content."""
 
     num_bytes: int
     mark: str
 
 
 def problem_with(url: str, args: Arguments) -> str | None:
-    """The reason why a URL of a flag can't be read from, to follow it in a message."""
+    """Return why a flag's URL can't be read, as the end of a message; None if it can."""
     return url_problem(url, args.own["object_store"].allow_http)
 
 
 def url_problem(url: str, allow_http: bool) -> str | None:
-    """The reason why a URL can't be read from, to follow it in a message; None if it can, as far as its form tells."""
+    """Return why a URL can't be read, as the end of a message; None if its form is valid."""
     protocol = URL.match(url)[1].lower()
     if "::" in url:
         return " chains several file systems: name the objects themselves"
@@ -73,7 +73,7 @@ _PACKAGES |= {"az": "adlfs", "adl": "adlfs", "http": "aiohttp", "https": "aiohtt
 
 
 def identity_of(url: str) -> Identity:
-    """Ask the store for an object. Raises OSError, FileNotFoundError where there is none."""
+    """Query the store for an object. Raises OSError, FileNotFoundError if it does not exist."""
 
     def ask(fs, path: str) -> Identity:
         info = fs.info(path)
@@ -82,7 +82,7 @@ def identity_of(url: str) -> Identity:
         if not isinstance(info.get("size"), int):
             raise OSError(errno.EOPNOTSUPP, "its server doesn't tell its size", url)
         mark = next((f"{name}={info[name]}" for name in MARKS if info.get(name)), None)
-        if mark is None:  # its size alone would not tell a newer object from the one in the cache
+        if mark is None:  # its size alone would not distinguish a newer object from the cached one
             raise OSError(errno.EOPNOTSUPP, "its server tells neither an ETag nor a time of change: download it", url)
         return Identity(info["size"], hashlib.sha256(mark.encode()).hexdigest()[:32])
 
@@ -92,7 +92,7 @@ def identity_of(url: str) -> Identity:
 
 
 def known_identity(url: str) -> Identity:
-    """The identity of an object as it was last asked for, while the cache has it. Raises OSError."""
+    """Return an object's last known identity if cached, else query it. Raises OSError."""
     noted = _cache().get(_key("identity", url))
     return identity_of(url) if noted is None else Identity(*json.loads(noted))
 
@@ -118,7 +118,7 @@ class RemoteFile(SizedFile):
         return len(part)
 
     def read_at(self, count: int, start: int) -> bytes:
-        """The bytes at a place; fewer at the end."""
+        """Return the bytes at a position; fewer at the end."""
         self.seek(start)
         found = b""
         while len(found) < count and (part := self.read(count - len(found))):
@@ -139,7 +139,7 @@ class RemoteFile(SizedFile):
         return data
 
     def _fetch(self, fs, path: str, start: int, length: int) -> bytes:
-        is_whole = (start, length) == (0, self._identity.num_bytes)  # some servers give no ranges
+        is_whole = (start, length) == (0, self._identity.num_bytes)  # some servers don't support ranges
         data = fs.cat_file(path) if is_whole else fs.cat_file(path, start=start, end=start + length)
         if len(data) != length:
             raise OSError(errno.EIO, f"{len(data):,} bytes came where {length:,} were asked for", self.url)
@@ -147,7 +147,7 @@ class RemoteFile(SizedFile):
 
 
 def found_in(url: str, look: Callable[[object, str], Result]) -> Result:
-    """The result of looking into a store anew, given the file system and the path in it. Raises OSError."""
+    """Call `look` with the file system and its path, without cached listings. Raises OSError."""
 
     def fresh(fs, path: str) -> Result:
         fs.invalidate_cache()
@@ -160,12 +160,12 @@ def found_in(url: str, look: Callable[[object, str], Result]) -> Result:
 
 
 def full_url(url: str, path: str) -> str:
-    """The URL of a path in a file system that the file system of another URL gave."""
+    """Return the URL of a path that the file system of another URL returned."""
     return path if is_remote(path) else f"{URL.match(url)[0]}{path}"
 
 
 def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
-    """The result of act, which is tried again when the store fails."""
+    """Return the result of act, retried when the store fails."""
     for attempt in range(1, TRIES + 1):
         try:
             return act(*_file_system(url))
@@ -175,7 +175,7 @@ def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
             raise PermissionError(errno.EACCES, f"the store refuses it ({_one_line(error)})", url) from error
         except (ConfigError, IsADirectoryError):
             raise
-        except Exception as error:  # each store's client has errors of its own
+        except Exception as error:  # each store's client has its own errors
             if isinstance(error, OSError) and error.errno == errno.EOPNOTSUPP:
                 raise
             if attempt == TRIES:
@@ -186,12 +186,12 @@ def _tried(url: str, act: Callable[[object, str], Result]) -> Result:
 
 
 def _file_system(url: str) -> tuple[object, str]:
-    """fsspec's file system of a URL, this process's own, and the path in it. Raises ConfigError."""
+    """Return this process's fsspec file system for a URL, and the path in it. Raises ConfigError."""
     if problem := url_problem(url, os.environ.get(ALLOW_HTTP) == "1"):
         raise ConfigError(f"{url}{problem}")
     import fsspec
 
-    return fsspec.core.url_to_fs(url)  # which keeps them by process
+    return fsspec.core.url_to_fs(url)  # it caches file systems per process
 
 
 def _cache() -> ObjectCache:
@@ -200,7 +200,7 @@ def _cache() -> ObjectCache:
 
 
 def _keep(key: str, data: bytes) -> None:
-    """Put bytes into the cache; without one the run goes on, and fetches them again."""
+    """Put bytes into the cache; if that fails, the run continues and fetches them again."""
     try:
         _cache().put(key, data)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Ranks that have a stage each: some consecutive layers, between which hidden states travel."""
+"""Pipeline parallelism: each rank has a stage of consecutive layers; hidden states are sent between stages."""

@@ -1,4 +1,4 @@
-"""Pipeline parallelism in a run: what can be cut into stages, and how these are built and run."""
+"""Pipeline parallelism in a run: which models can be cut into stages, and how stages are built and run."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from llava_ds.extensions.pipeline import stage_runner, stages
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Name what does not go with stages."""
+    """Yield a line for every conflict with stages."""
     flag, config = f"--pipeline_parallel_size is {resolved.args.size_of('pp')}", resolved.config
     stage = value_at(config, "zero_optimization.stage")
     if stage in (2, 3):
@@ -35,7 +35,7 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """The reasons why a language model can't be cut into stages."""
+    """Yield the reasons why a language model can't be cut into stages."""
     size = args.size_of("pp")
     flag = f"--pipeline_parallel_size is {size}"
     if config.num_hidden_layers < size:

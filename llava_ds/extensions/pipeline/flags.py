@@ -44,18 +44,18 @@ class Flags(ExtensionFlags):
 
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
-        """The stages that DeepSpeed's section gives. Adds a line for each key that means something else."""
-        from llava_ds.extensions.pipeline.pipeline_json import stages_in  # where there is one
+        """Return the stages of DeepSpeed's section. Adds a line for each key with another meaning."""
+        from llava_ds.extensions.pipeline.pipeline_json import stages_in  # imported only if the section exists
 
         return {"pipeline_parallel_size": (stages_in(raw["pipeline"], problems), "pipeline.stages")}
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
-        """More stages, where there are some."""
+        """Suggest more stages, if there are several already."""
         if (size := args.size_of("pp")) > 1:
             yield f"--pipeline_parallel_size {2 * size}: fewer layers on each GPU"
 
     @property
     def axis(self) -> Axis:
-        """Ranks as far from each other as they can be."""
+        """The axis: its ranks are as far apart as possible."""
         return Axis("pp", "pipeline_parallel_size", self.pipeline_parallel_size, order=-1, divides_model=True)

@@ -1,22 +1,24 @@
-"""DeepSpeed's section of a pipeline in the JSON, of which the number of stages alone is taken, and not passed on:
-DeepSpeed would need an object of Megatron's beside it."""
+"""DeepSpeed's pipeline section in the JSON: only the number of stages is read, and the section is not passed on.
+
+DeepSpeed would also need a Megatron object.
+"""
 
 from llava_ds.engine.ds_config.draft import as_json, size_shown
 
 STAGES = "pipeline"
-# Its other keys, with the values that ask for nothing, and what to do about the others.
+# The other keys, with their values without an effect, and the advice for all other values.
 OTHERS = {
     "partition": (("best", "auto"), "stages are cut so that their FLOPs are even"),
     "seed_layers": ((False,), "every part has a seed of its own"),
     "activation_checkpoint_interval": ((0,), "--gradient_checkpointing says which layers are recomputed"),
-    "pipe_partitioned": ((True, False), ""),  # nothing reads them without Megatron's layers
+    "pipe_partitioned": ((True, False), ""),  # only Megatron's layers read it
     "grad_partitioned": ((True, False), ""),
     "use_reentrant": ((True, False), ""),
 }
 
 
 def stages_in(found: object, problems: list[str]) -> object:
-    """The stages that DeepSpeed's section gives. Adds a line for each key that means something else."""
+    """Return the stages of DeepSpeed's section. Adds a line for each key with another meaning."""
     if not isinstance(found, dict):
         if found is not None:
             problems.append(

@@ -1,12 +1,11 @@
 # T tokens of all samples laid end to end, D language-model width
-"""Pipeline parallelism: micro-batches go through the stages of stages.py, forward and backward in turns (1F1B).
+"""Pipeline parallelism: micro-batches pass through the stages of stages.py, alternating forward and backward (1F1B).
 
-Every stage is trained by an engine of its own, with ZeRO over the ranks that have the same stage. All ranks of a
-pipeline load the same micro-batches, so what travels between stages is hidden states and their gradients alone, of
-shapes that both sides know: no sizes are sent, and the host never waits. DeepSpeed's PipelineModule (0.19.8) sends a
-shape before each tensor, and reads it on the host; and it divides gradients by numbers of its own.
-
-Source of the order: arXiv 2104.04473, 2.2.1.
+Every stage has an engine of its own, with ZeRO over the ranks of the same stage. All ranks of a pipeline load the same
+micro-batches, so only hidden states and their gradients are sent, in shapes known to both sides: no sizes are sent, and
+the host never waits. DeepSpeed's PipelineModule (0.19.8) sends a shape before each tensor and reads it on the host; and
+it divides gradients by numbers of its own.
+Source of the schedule: arXiv 2104.04473, 2.2.1.
 """
 
 from collections import deque
@@ -35,26 +34,26 @@ from llava_ds.runtime.mesh import Mesh
 
 @dataclass(frozen=True)
 class OwnedByStages(Placement):
-    """Every parameter is on one stage of a pipeline. everything: the whole model's, in its order."""
+    """Every parameter is on one stage of a pipeline. everything: the complete model's parameters, in order."""
 
     everything: tuple[Share, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module, stages: dict[str, int], mesh: Mesh) -> "OwnedByStages":
-        """Describe a model that is still whole. stages: of its parameters, by name."""
+        """Describe a model that is still complete. stages: of its parameters, by name."""
         shares = (Share(n, tuple(p.shape), p.dtype, owner=stages[n]) for n, p in model.named_parameters())
         place = mesh.at("pp")
         return cls("pp", place.size, place.index, place.group, everything=tuple(shares))
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
-        """Yield all parameters, each with this stage's."""
+        """Yield all parameters, each with this stage's tensor or None."""
         own = dict(model.named_parameters())
         for share in self.everything:
             yield share, own.get(share.name)
 
 
 def cutting(mesh: Mesh) -> Callable:
-    """Return what leaves out the images of a micro-batch on stages that see none."""
+    """Return the function that drops a micro-batch's images on stages that don't use them."""
     return with_all if mesh.at("pp").index == 0 else without_images
 
 
@@ -64,12 +63,12 @@ def with_all(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
 
 
 def without_images(batch: Batch, options: ImageOptions) -> tuple[Batch, list[int]]:
-    """Return a micro-batch for stages that see no images: they decode none."""
+    """Return a micro-batch for stages without images: they decode none."""
     return batch, []
 
 
 class ParallelUnit:
-    """What DeepSpeed asks its "mpu" for, under Megatron's names: a pipeline's stages are its model parallelism.
+    """The "mpu" object that DeepSpeed queries, with Megatron's names: pipeline stages are its model parallelism.
 
     model: this rank's stage.
     """
@@ -77,7 +76,7 @@ class ParallelUnit:
     def __init__(self, mesh: Mesh, model: nn.Module) -> None:
         self._mesh = mesh
         for parameter in model.parameters():
-            parameter.model_parallel = True  # DeepSpeed counts others' gradients on the first stage alone
+            parameter.model_parallel = True  # else DeepSpeed counts only the first stage's gradients
 
     def get_data_parallel_group(self):
         return self._mesh.data_group
@@ -111,7 +110,7 @@ class ParallelUnit:
 
 
 def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) -> list[str]:
-    """Leave of a model without its weights what this rank's stage has."""
+    """Reduce a model without weights to this rank's stage."""
     place = mesh.at("pp")
     flops = flops_of_model(model, plan.text_config, plan.tower, args)
     counts, stages = owners(model, flops, plan.images.num_tokens, place.size)
@@ -121,25 +120,25 @@ def build(model: LlavaModel, plan: ModelPlan, args: ModelArguments, mesh: Mesh) 
 
 
 def options(model: nn.Module, mesh: Mesh) -> dict[str, object]:
-    """Return what DeepSpeed asks about stages."""
+    """Return the arguments of deepspeed.initialize for stages."""
     return {"mpu": ParallelUnit(mesh, model)}
 
 
 def started(engine, mesh: Mesh) -> None:
-    """Let all stages of each pipeline meet once, and sum the norm of the gradients over them.
+    """Run one collective per pipeline, and sum the gradient norm over its stages.
 
-    NCCL connects the ranks of a group in its first collective, and can't if this is between two of them alone.
+    NCCL connects the ranks of a group in their first collective; it can't if that is a send between two of them.
     """
     torch.distributed.all_reduce(torch.zeros(1, device=engine.device), group=mesh.at("pp").group)
     sum_norm_over_stages(engine.optimizer, mesh)
 
 
 def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
-    """Let the norm of the gradients be that of all stages of a pipeline, by one sum over them.
+    """Compute the gradient norm over all stages of a pipeline, with a single sum.
 
-    DeepSpeed 0.19.8 sums over stages once for each of a stage's parameter groups, at ZeRO-1 and at stage 0 in bf16. The
-    first stage, with tower and projector, has more groups than the others: they would wait for each other for ever. Its
-    other optimizers ask for one norm of all groups.
+    DeepSpeed 0.19.8 sums over stages once per parameter group of a stage, at ZeRO-1 and at stage 0 in bf16. The first
+    stage, with tower and projector, has more groups than others: they would deadlock. Its other optimizers compute one
+    norm of all groups.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         _sum_norm_of_zero(optimizer, mesh)
@@ -149,7 +148,7 @@ def sum_norm_over_stages(optimizer, mesh: Mesh) -> None:
         def of_all(norm_list: list) -> float:
             squares = torch.as_tensor(of_groups(norm_list), dtype=torch.float32, device=device).square()
             torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
-            return squares.sqrt().item()  # which the step reads on the host anyway
+            return squares.sqrt().item()  # the step reads it on the host anyway
 
         of_groups, of_group = unfused_optimizer.get_global_norm, unfused_optimizer.get_weight_norm
         own = {"get_weight_norm": lambda tensors, mpu: of_group(tensors), "get_global_norm": of_all}
@@ -162,7 +161,7 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
     def of_all(norm_type: int = 2) -> torch.Tensor:
         assert optimizer.model_parallel_group is mesh.at("pp").group, "ZeRO sums over other ranks than a pipeline's"
         optimizer.model_parallel_group = None  # as without stages
-        squares = of_stage(norm_type).square()  # infinite for gradients that are not finite
+        squares = of_stage(norm_type).square()  # infinite if a gradient is not finite
         optimizer.model_parallel_group = mesh.at("pp").group
         torch.distributed.all_reduce(squares, group=mesh.at("pp").group)
         return squares.sqrt()
@@ -171,7 +170,7 @@ def _sum_norm_of_zero(optimizer: DeepSpeedZeroOptimizer, mesh: Mesh) -> None:
 
 
 class Pipelined:
-    """The runner of a rank that has a stage of a pipeline. The last stage alone sees results."""
+    """The runner of a rank with a pipeline stage. Only the last stage has results."""
 
     def __init__(self, engine) -> None:
         self.engine, self.stage = engine, stage_of(engine)
@@ -179,20 +178,20 @@ class Pipelined:
     def train(
         self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
     ) -> list[Any]:
-        """As Runner.train. Stages meet in the step of the last micro-batch, which updates the weights."""
+        """Implement Runner.train. Stages synchronize in the step of the last micro-batch, which updates the weights."""
         found = forward_and_backward(self.engine, batches, forward, loss_of)
         self.engine.step()
         return found
 
     def warm_up(self, batch: Batch, forward: Forward, accumulates: bool) -> None:
-        """As Runner.warm_up, with as many micro-batches at once as a step can have on a stage."""
+        """Implement Runner.warm_up, with as many concurrent micro-batches as a stage can have."""
         micro_steps = self.engine.micro_steps
         batches = [batch] * (self.stage.size if accumulates else 1)
         forward_and_backward(self.engine, batches, forward, lambda _, loss_sum: (loss_sum * 0, None))
         self.engine.micro_steps = micro_steps
 
     def forward(self, model: Any, batch: Batch, forward: Forward) -> Any | None:
-        """As Runner.forward."""
+        """Implement Runner.forward."""
         neighbours = _Neighbours(self.stage, batch.input_ids.device)
         hidden, _ = neighbours.exchange(wants_before=_shape(batch, self.stage))
         batch = _with_hidden(batch, hidden)
@@ -202,7 +201,7 @@ class Pipelined:
         return None
 
     def agree(self, value: torch.Tensor) -> torch.Tensor:
-        """As Runner.agree: the last stage's."""
+        """Implement Runner.agree: returns the last stage's value."""
         torch.distributed.broadcast(value, group=self.stage.group, group_src=self.stage.size - 1)
         return value
 
@@ -213,18 +212,18 @@ def forward_and_backward(
     forward: Forward,
     loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]],
 ) -> list[Any]:
-    """Run forward and backward of every micro-batch of one optimizer step on this stage.
+    """Run forward and backward of every micro-batch of an optimizer step on this stage.
 
-    forward: of the engine and a micro-batch, run on the last stage; loss_of: from a micro-batch's number and what
-    forward returned, the scalar to run backward on, and what to return of it, without its graph, which would keep the
-    micro-batch's activations. Returns all of these; on other stages nothing. What is left for the caller is the
-    engine's step of the last micro-batch, which updates the weights: in it stages meet.
-    Before its first backward a stage runs as many forwards as there are stages behind it, and then one of each in turn.
+    forward: called on the last stage with the engine and a micro-batch; loss_of: from a micro-batch's number and
+    forward's result, returns the scalar for backward, and the value to keep, without its graph (that would keep
+    activations alive). Returns the kept values on the last stage, nothing on others. The caller runs the engine's
+    step of the last micro-batch, which updates the weights and synchronizes the stages.
+    Before its first backward a stage runs one forward per later stage, then it alternates.
     """
     stage = stage_of(engine)
     neighbours = _Neighbours(stage, engine.device)
     number, ahead = len(batches), min(stage.size - 1 - stage.index, len(batches))
-    waiting: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches without backward yet
+    waiting: deque[tuple[torch.Tensor | None, Any]] = deque()  # input and output of micro-batches before their backward
     found = []
 
     def forward_one(i: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
@@ -236,7 +235,7 @@ def forward_and_backward(
     def backward_one(i: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         hidden, output = waiting.popleft()
         if i > 0:
-            engine.step()  # of the micro-batch before
+            engine.step()  # of the previous micro-batch
         engine.set_gradient_accumulation_boundary(i == number - 1)
         if stage.is_last:
             loss, kept = loss_of(i, output)
@@ -271,9 +270,9 @@ def _shape(batch: Batch, stage: Stage) -> tuple[int, int, int]:
 
 
 def backward_from(output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a scalar whose backward goes on with the gradient of output that came from the next stage.
+    """Return a scalar whose backward continues with the gradient of `output` received from the next stage.
 
-    Whatever factor DeepSpeed puts on the scalar is ignored: the last stage has applied it.
+    The factor that DeepSpeed puts on the scalar is ignored: the last stage has applied it.
     """
     return _Resumed.apply(output, gradient)
 
@@ -290,7 +289,7 @@ class _Resumed(torch.autograd.Function):
 
 
 class _Neighbours:
-    """The stages before and after this one. Outside the pipeline's ends nothing is sent and nothing comes."""
+    """The previous and next stages. Nothing is sent or received beyond the pipeline's ends."""
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
         self._stage, self._device = stage, device
@@ -302,9 +301,9 @@ class _Neighbours:
         wants_before: tuple[int, ...] | None = None,
         wants_after: tuple[int, ...] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Send tensors to the stages before and after, and return what comes from them, of these shapes.
+        """Send tensors to the previous and next stages, and return the received tensors, of the given shapes.
 
-        What goes and comes at once is one operation, so that two neighbours never wait for each other.
+        Sends and receives are one operation, so that two neighbours never wait for each other.
         """
         stage, operations, found = self._stage, [], []
         for step, sent, wanted in ((-1, before, wants_before), (1, after, wants_after)):

@@ -1,9 +1,9 @@
 # T tokens of all samples laid end to end, D language-model width
-"""Stages of a pipeline: each has some consecutive layers of the language model, by the names that the whole model has.
+"""Stages of a pipeline: each has consecutive layers of the language model, with the complete model's parameter names.
 
-The first has the tower, the projector and the embeddings beside its layers, the last the final norm and the output
-layer. What a stage does not have is replaced by a module without parameters that hands its input on, so that the
-language model's own forward goes through all layers by their numbers.
+The first stage also has tower, projector and embeddings, the last one the final norm and the output layer. Modules of
+other stages are replaced by parameterless identity modules, so that the language model's own forward runs through all
+layers by number.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,15 @@ from llava_ds.batch import Batch
 from llava_ds.model.flops import SAMPLE, ModelFlops
 from llava_ds.model.open import probe
 
-HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the stage before
+HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the previous stage
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank's stage: the index-th of size. group: the ranks of one pipeline, in the order of their stages; width: D;
-    dtype: of what goes from one to the next."""
+    """A rank's stage, number `index` of `size`.
+
+    group: the ranks of one pipeline, in stage order; width: D; dtype: of the tensors sent between stages.
+    """
 
     index: int
     size: int
@@ -45,21 +47,21 @@ class Stage:
 
 
 def stage_of(engine: Any) -> Stage:
-    """The stage that an engine's model has."""
+    """Return the stage of an engine's model."""
     return engine.module.stage
 
 
 class _Elsewhere(nn.Module):
-    """Stands for a module of another stage."""
+    """Replaces a module of another stage by the identity."""
 
     def forward(self, hidden: torch.Tensor, *_, **__) -> torch.Tensor:
         return hidden
 
 
 def owners(model: nn.Module, flops: ModelFlops, num_image_tokens: int, size: int) -> tuple[list[int], dict[str, int]]:
-    """Return the layers of each stage, and the stage that has each parameter of a whole LlavaModel, by name.
+    """Return the layers of each stage, and the stage of each parameter of a complete LlavaModel, by name.
 
-    Stages are cut so that a sample with one tile, of num_image_tokens, costs them alike.
+    Stages are cut to cost the same for a sample with one tile of num_image_tokens.
     """
     num_layers = len(model.language_model.base_model.layers)
     per_image_token, supervised = SAMPLE
@@ -70,22 +72,22 @@ def owners(model: nn.Module, flops: ModelFlops, num_image_tokens: int, size: int
 
 
 def layers_of_stages(first: float, layer: float, last: float, num_layers: int, size: int) -> list[int]:
-    """How many layers each stage has, so that the costliest costs as little as possible; each has at least one.
+    """Return the number of layers per stage that minimizes the cost of the costliest stage; each has at least one.
 
-    first, last: what the first and the last have to compute beside layers; layer: one of them, in the same unit.
+    first, last: cost of the first and last stage without layers; layer: cost of a layer, in the same unit.
     """
     beside = [first, *[0.0] * (size - 2), last]
     bounds = sorted(cost + n * layer for cost in set(beside) for n in range(1, num_layers + 1))
     rooms = ([int((bound - cost) / layer + 1e-9) for cost in beside] for bound in bounds)
     counts = next(room for room in rooms if min(room) >= 1 and sum(room) >= num_layers)
-    for _ in range(sum(counts) - num_layers):  # from the costliest that has one to spare
+    for _ in range(sum(counts) - num_layers):  # from the costliest stage with more than one
         costs = [cost + n * layer if n > 1 else -1.0 for cost, n in zip(beside, counts)]
         counts[costs.index(max(costs))] -= 1
     return counts
 
 
 def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.distributed.ProcessGroup) -> None:
-    """Leave of a LlavaModel, still without its weights, what the index-th stage has.
+    """Reduce a LlavaModel without weights to stage `index`.
 
     counts: layers of each stage; group: the ranks of this rank's pipeline.
     """
@@ -113,7 +115,7 @@ def keep_stage(model: nn.Module, counts: list[int], index: int, group: torch.dis
 
 
 def _begin_from_hidden(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-    """Return the hidden states of the stage before, in place of the embeddings, and the layers' further arguments."""
+    """Return the previous stage's hidden states instead of embeddings, and the layers' other arguments."""
     return batch.extra[HIDDEN], model.layer_options(batch)
 
 
@@ -123,7 +125,7 @@ def _hand_on(hidden: torch.Tensor, *_: object) -> torch.Tensor:
 
 
 def stage_of_parameters(model: nn.Module, counts: list[int]) -> dict[str, int]:
-    """The stage that has each parameter of a whole LlavaModel, by name. counts: layers of each stage."""
+    """Return the stage of each parameter of a complete LlavaModel, by name. counts: layers of each stage."""
     trunk, output = model.language_model.base_model, model.language_model.get_output_embeddings()
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     found = {id(p): stage for layer, stage in zip(trunk.layers, stages, strict=True) for p in layer.parameters()}
@@ -132,7 +134,7 @@ def stage_of_parameters(model: nn.Module, counts: list[int]) -> dict[str, int]:
 
 
 def problem(config: PreTrainedConfig) -> str | None:
-    """Why a language model can't be cut into stages; None if it can. A small random copy of it is cut and compared."""
+    """Return why a language model can't be cut into stages, or None. Cuts and compares a small random copy."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         language_model = probe.random_copy(config)

@@ -1,1 +1,1 @@
-"""Preferences: of two answers to a prompt the better one. Direct preference optimisation, and reward models."""
+"""Preferences between two answers to a prompt: direct preference optimisation, and reward models."""

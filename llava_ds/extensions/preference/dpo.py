@@ -1,5 +1,5 @@
 # S supervised positions of a micro-batch, A answers of it, two for each pair
-"""Direct preference optimisation: of two answers to a prompt the chosen one gains probability on the rejected one."""
+"""Direct preference optimisation: the chosen answer gains probability over the rejected one."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,17 +14,17 @@ from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
-MEAN_LOSS_TYPES = ("ipo", "simpo")  # take the mean log-probability of an answer's tokens, the others their sum
+MEAN_LOSS_TYPES = ("ipo", "simpo")  # use the mean log-probability of an answer's tokens, others the sum
 
 
 @dataclass(frozen=True)
 class PairLoss:
     """The loss of pairs of answers, from their log-probabilities.
 
-    beta: how strongly the policy is held to the reference model; label_smoothing: the share of pairs that may be the
-    wrong way round; rpo_alpha: weight of the chosen answer's own loss per token; simpo_gamma: the margin of SimPO.
+    beta: strength of the pull towards the reference model; label_smoothing: fraction of pairs that may be mislabelled;
+    rpo_alpha: weight of the chosen answer's own loss per token; simpo_gamma: SimPO's margin.
     Sources: DPO (arXiv 2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425), SimPO (2405.14734), cDPO's label
-    smoothing, RPO (2404.19733); names and conventions are those of TRL.
+    smoothing, RPO (2404.19733); names and conventions are TRL's.
     """
 
     loss_type: LossType = "sigmoid"
@@ -35,12 +35,12 @@ class PairLoss:
 
     @property
     def takes_means(self) -> bool:
-        """True where an answer counts by the mean of its tokens' log-probabilities."""
+        """True if an answer counts by the mean of its tokens' log-probabilities."""
         return self.loss_type in MEAN_LOSS_TYPES
 
     @property
     def has_reference(self) -> bool:
-        """True where the loss compares with a reference model."""
+        """True if the loss compares with a reference model."""
         return self.loss_type != "simpo"
 
     def __call__(self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -76,17 +76,17 @@ class DPO(PairObjective):
     loss: PairLoss
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model on both answers of every pair, with one pass of the tower over their images."""
+        """Run the model on both answers of every pair, with one tower pass over their images."""
         rows = engine(batch, LogProbs())  # (S,)
         answers, lengths = map(self.mesh.complete, sum_by_sample(rows, batch))  # (A,) each
-        pairs = len(answers) // 2  # a rank without pairs has one sample that counts for nothing
+        pairs = len(answers) // 2  # a rank without pairs has one sample, which is ignored
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
         reference = batch.extra.get("reference")
         reference = torch.zeros_like(log_probs) if reference is None else reference.view(pairs, 2)
         losses = self.loss(log_probs, reference, lengths)  # (pairs,)
         counted = torch.ones_like(losses).detach()
         if self.mesh.part.size > 1:
-            # All ranks that share a pair log it, and nothing of one that some rank could not decode is supervised.
+            # All ranks that share a pair log it; a pair that some rank could not decode has no supervised tokens.
             is_shown = lengths.amin(1) > 0
             losses, counted = torch.where(is_shown, losses, 0.0), is_shown / self.mesh.part.size
         metrics = self._metrics(log_probs.detach(), reference, lengths)
@@ -96,7 +96,7 @@ class DPO(PairObjective):
     def _metrics(
         self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Of every pair (pairs,), by METRICS of dpo."""
+        """Return the metrics of every pair, (pairs,), by the names in METRICS["dpo"]."""
         chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
         values = (chosen, rejected, (chosen > rejected).double(), chosen - rejected, *log_probs.unbind(1))
         return dict(zip(METRICS["dpo"], values, strict=True))

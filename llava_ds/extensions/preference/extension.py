@@ -1,4 +1,4 @@
-"""Preferences in a run: their objectives, and the pass of the reference model before the first step."""
+"""The preference extension: its objectives, and the reference model's pass before the first step."""
 
 from dataclasses import fields
 
@@ -16,7 +16,7 @@ from llava_ds.train.plan import Plan, PlanDraft
 
 
 def plan_reference(draft: PlanDraft) -> FrozenPlan | None:
-    """Plan the reference model, where it is not the one that the run starts from."""
+    """Plan the reference model, if it is not the run's initial model."""
     path = draft.args.own["preference"].ref_model_name_or_path
     if path is None:
         return None
@@ -24,7 +24,7 @@ def plan_reference(draft: PlanDraft) -> FrozenPlan | None:
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
-    """DPO or Reward, in place of the plain objective."""
+    """Return DPO or Reward, instead of the plain objective."""
     own = plan.args.own["preference"]
     if plan.args.training.objective == "reward":
         loss = RewardLoss(own.center_rewards_coefficient, own.reward_loss)
@@ -34,7 +34,7 @@ def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
 
 
 class References(SessionPart):
-    """Gives all data sets the log-probabilities of the reference model, which is gone afterwards if it is another."""
+    """Adds the reference model's log-probabilities to all data sets; a separate reference model is freed afterwards."""
 
     def started(self, engine: deepspeed.DeepSpeedEngine) -> None:
         plan, ranks, mesh = self.plan, self.ranks, self.mesh

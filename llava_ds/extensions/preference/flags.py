@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 _dpo, _ = flags_of("preference", goes_with="dpo")
 _reward, _ = flags_of("preference", goes_with="reward")
 
-# Values of --loss_type that read a flag; the others all do.
+# Values of --loss_type that read a flag; flags that are not listed are read by all.
 LOSS_TYPES = {
     "label_smoothing": ("sigmoid", "simpo"),
     "simpo_gamma": ("simpo",),
     "ref_model_name_or_path": ("sigmoid", "hinge", "ipo"),
 }
 
-# Numbers beside the loss: of dpo by TRL's names; of a reward model the same where they mean the same, else those of
-# TRL's RewardTrainer.
+# Metrics besides the loss. dpo: TRL's names; reward: the same if the meaning is the same, else those of TRL's
+# RewardTrainer.
 METRICS = {
     "dpo": (
         *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
@@ -79,7 +79,7 @@ class Flags(ExtensionFlags):
     )
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Both learn pairs of answers; a reward model scores answers and gives none."""
+        """Return the traits: both objectives train on pairs; a reward model scores answers and generates none."""
         if objective not in METRICS:
             return None
         scores, needs = (
@@ -95,7 +95,7 @@ class Flags(ExtensionFlags):
         return ObjectiveTraits(one_answer=True, pairs=True, scores=scores, metrics=METRICS[objective], needs=needs)
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """Flags that another loss has no use for, and what preferences can't do without."""
+        """Yield flags that the chosen loss ignores, and missing requirements."""
         objective = args.training.objective
         for name, known in LOSS_TYPES.items():
             if name in args.given and objective == "dpo" and self.loss_type not in known:

@@ -1,4 +1,4 @@
-"""What objectives over pairs of answers share: the mean over the pairs of a step, and sums by data source."""
+"""The common part of objectives over pairs of answers: the mean over a step's pairs, and sums by data source."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from llava_ds.train.objectives.objective import MicroLoss
 class PairObjective:
     """An objective over pairs of answers, which stay together in a micro-batch; see Objective.
 
-    loss: of pairs; the loss of a step is its mean over the pairs on all ranks. num_sources: of the data; mesh: whose
-    ranks may share the tokens of a pair.
+    loss: of pairs; a step's loss is its mean over the pairs on all ranks. num_sources: of the data; mesh: its ranks may
+    share the tokens of a pair.
     """
 
     loss: Callable
@@ -35,13 +35,15 @@ class PairObjective:
         metrics: dict[str, torch.Tensor],
         counted: torch.Tensor,
     ) -> MicroLoss:
-        """The result of forward from the loss of every pair (pairs,). rows: what the engine returned; counted (pairs,)
-        float64: what each pair counts in what is logged."""
+        """Return forward's result, given the loss of every pair (pairs,).
+
+        rows: the engine's output; counted (pairs,) float64: each pair's weight in the log.
+        """
         sources = batch.sources[: 2 * len(losses) : 2]
         is_from = sources == torch.arange(self.num_sources, device=sources.device)[:, None]  # (sources, pairs)
         logged = losses.detach() * counted, counted
         by_source = torch.stack([torch.where(is_from, numbers, 0.0).sum(1) for numbers in logged])
-        # Without pairs too the model takes part in backward, with gradients of zero.
+        # Without pairs the model still takes part in backward, with zero gradients.
         return MicroLoss(losses.sum() + 0.0 * rows.sum(), by_source, metrics)
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
@@ -49,5 +51,5 @@ class PairObjective:
         return [self.grad_ranks / self.num_units(counts.clamp(min=1))] * len(window.micro_batches)
 
     def num_units(self, counts):
-        """Pairs: what the log's metrics are means over. counts: Counts, or a tensor in its order."""
+        """Return the number of pairs, the unit of the log's means. counts: Counts, or a tensor in its order."""
         return counts[0]

@@ -1,9 +1,9 @@
 # N records of the data, each with two answers
-"""Log-probabilities under the reference model: the model that preference optimisation begins with, or another.
+"""Log-probabilities under the reference model: the initial model of preference optimisation, or another one.
 
-They are computed once, before the first step and before a checkpoint is restored, and kept beside the encoded data: no
-second model is in memory when training begins, and a resumed run reads them. With LoRA the reference is the model that
-the run starts from, base and adapter: a fresh adapter adds zero, and one of --lora_weight_path counts as it is.
+They are computed once, before the first step and before a checkpoint is restored, and cached with the encoded data: no
+second model is in memory during training, and a resumed run reads the cache. With LoRA the reference is the run's
+initial model, base and adapter: a fresh adapter adds zero, and one from --lora_weight_path is included.
 """
 
 import itertools
@@ -38,15 +38,18 @@ from llava_ds.runtime.waiting import queuing, waiting
 
 VERSION = 3  # raise it when the same data and weights would give other numbers
 
-# Flags that only name folders: of these the weights, the configurations and the tokenized data count.
+# Flags that only name folders: weights, configurations and tokenized data are compared instead.
 FOLDER_FLAGS = ("model_name_or_path", "model_base", "vision_tower", "pretrain_mm_mlp_adapter", "lora_weight_path")
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "flash-attn-3")  # that compute a forward
+# Libraries that compute a forward.
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "flash-attn", "flash-attn-3")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The model that answers. model: it, or the engine that holds it; dtype: it computes in; forward: forward_digest of
-    its plan."""
+    """The reference model.
+
+    model: the model, or its engine; dtype: of its computation; forward: forward_digest of its plan.
+    """
 
     model: torch.nn.Module
     dtype: torch.dtype
@@ -56,10 +59,7 @@ class Reference:
 def add_reference(
     reference: Reference, dataset: EncodedDataset, packing: Packing, num_workers: int, ranks: Ranks, mesh: Mesh
 ) -> str:
-    """Set the reference of the dataset's answers, from the cache or computed now, and return a line about it.
-
-    All ranks call it together.
-    """
+    """Set the dataset's reference log-probabilities, cached or computed now; returns a line about it. Collective."""
     weights = weights_digest(getattr(reference.model, "module", reference.model), mesh)
     path = dataset.folder / cache_name(dataset.fingerprint, weights, reference, ranks.device)
     if all(gather(path.is_file(), ranks)):
@@ -76,18 +76,21 @@ def add_reference(
 
 
 def cache_name(data: str, weights: str, reference: Reference, device: torch.device) -> str:
-    """Name the file by all that the numbers depend on: the data's fingerprint (records, template, images), the weights'
-    digest, what the model computes by, and the arithmetic."""
+    """Return the cache's file name, a digest of everything that the numbers depend on.
+
+    These are the data's fingerprint (records, template, images), the weights' digest, the forward's digest, and the
+    arithmetic.
+    """
     tf32 = device.type == "cuda" and reference.dtype == torch.float32 and tf32_allowed()
     parts = [str(VERSION), data, weights, reference.forward, str(reference.dtype), device.type, f"TF32 {tf32}"]
     return f"reference-{digest_of(parts)}.npy"
 
 
 def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) -> str:
-    """Digest of all that a model computes by besides its weights.
+    """Return a digest of everything a model's forward depends on, except its weights.
 
     These are its configurations (rope_theta), the flags (lora_alpha, bits), the image options and the versions of the
-    libraries. A flag of the model counts even if it only says what trains: then a pass is made that need not be.
+    libraries. Flags that only choose trained parts are included: changing one causes an unnecessary pass.
     """
     configs = [plan.text_config, plan.tower.config, *([plan.architecture.config] if plan.architecture else [])]
     tower = getattr(plan.tower, "second", None)
@@ -107,7 +110,7 @@ def forward_digest(plan: ModelPlan, args: ModelArguments, images: ImageOptions) 
 
 
 def _without_places(config: object) -> object:
-    """A configuration without the folder and the version that it was written by, at any depth."""
+    """Return a configuration without its folder and version, at any depth."""
     if not isinstance(config, dict):
         return config
     return {
@@ -126,17 +129,17 @@ def log_probs(
     device: torch.device,
     mesh: Mesh,
 ) -> np.ndarray:
-    """Summed log-probabilities of both answers of every record, (N, 2) float64; NaN for those that can't be shown.
+    """Return the summed log-probabilities of both answers of every record, (N, 2) float64; NaN for broken records.
 
-    The data are laid out as one optimizer step that takes all of them. All ranks call it together.
+    The data are laid out as a single optimizer step. Collective.
     """
     model.eval()
     of_rank = packing.lay_out_all(dataset.lengths)[mesh.dp_rank]
-    found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last: 1 if computed
+    found = torch.zeros(dataset.num_records, 3, dtype=torch.float64, device=device)  # the last column: 1 if computed
     for samples, micro in zip(of_rank, micro_batches(dataset, of_rank, num_workers, device, mesh)):
         with queuing():
             sums, _ = sum_by_sample(model(micro.batch, LogProbs()), micro.batch)
-        # Ranks that share a pair have a part of its sums each.
+        # Ranks that share a pair each have a part of its sums.
         shown = list(range(len(micro.places)) if micro.numbers is None else micro.numbers)
         rows = torch.tensor([int(dataset.rows[samples[i]]) for i in micro.places], device=device)
         found[rows, :2] = sums[: len(sums) // 2 * 2].view(-1, 2)[shown]
@@ -148,17 +151,18 @@ def log_probs(
 
 
 def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
-    """A text that changes with any bit of the weights and its place, and is the same at any ZeRO stage and on any
-    number of ranks that share no matrix.
+    """Return a text that changes with any bit of the weights and with its position.
 
-    From every parameter, the scales of quantized ones, and every buffer; ZeRO-3's shards end with zeros.
+    It covers every parameter, the scales of quantized ones, and every buffer. It is the same at any ZeRO stage and on
+    any
+    number of ranks that share no matrix. ZeRO-3's shards end with zeros.
     """
     names, sums, placement = [], [], placement_of(model)
     slices = {p: share.slice for p, share in placement.held(model).items()}
     for name, tensor in itertools.chain(model.named_parameters(), _scales(model), model.named_buffers()):
         shard = getattr(tensor, "ds_tensor", None)
         is_cut = bool(slices.get(tensor))
-        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # of copies one
+        counts = shard is not None or mesh.dp_rank == mesh.part.index == 0  # count one of the copies
         counts = counts and (placement.index == 0 or is_cut)
         held = tensor.detach() if shard is None else shard
         part = placement.index * is_cut if shard is None else torch.distributed.get_rank(tensor.ds_process_group)
@@ -171,8 +175,10 @@ def weights_digest(model: torch.nn.Module, mesh: Mesh) -> str:
 
 
 def _place_sum(tensor: torch.Tensor, first: int) -> torch.Tensor:
-    """The sum of every number's bits times an odd factor of its place, which begins at first: additive over shards, and
-    another one where two numbers change places."""
+    """Sum every number's bits times an odd factor of its position, starting at `first`.
+
+    The sum is additive over shards, and changes if two numbers swap positions.
+    """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for piece in bits_of(tensor).split(SUM_NUMBERS):  # 64 bits each while it is summed
         places = torch.arange(first, first + len(piece), dtype=torch.int64, device=tensor.device)
@@ -182,14 +188,14 @@ def _place_sum(tensor: torch.Tensor, first: int) -> torch.Tensor:
 
 
 def _scales(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """The scales that turn a quantized parameter's integers back into weights."""
+    """Yield the scales that turn a quantized parameter's integers back into weights."""
     for name, module in model.named_modules():
         if is_packed(getattr(module, "weight", None)):
             yield from ((f"{name} scale {i}", scale) for i, scale in enumerate(scales_of(module)))
 
 
 def _write(values: np.ndarray, path: Path) -> None:
-    with path.open("wb") as file:  # a path without .npy at its end would get it
+    with path.open("wb") as file:  # np.save appends .npy to a path
         np.save(file, values)
 
 

@@ -1,5 +1,5 @@
 # S supervised positions of a micro-batch, A answers of it, two for each pair, K tokens of an answer at most
-"""Reward models: of two answers to a prompt the value head gives the chosen one the higher score."""
+"""Reward models: the value head gives the chosen answer a higher score than the rejected one."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,13 +16,15 @@ from llava_ds.train.objectives.objective import MicroLoss
 
 @dataclass(frozen=True)
 class RewardLoss:
-    """The loss of pairs of answers, from the value head's numbers at their tokens.
+    """The loss of pairs of answers, from the value head's outputs at their tokens.
 
-    An answer's score is the number at its last supervised token, the end marker. reward_loss "last" compares the
-    scores: -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that over tokens: the
-    k-th of one answer against the k-th of the other, from the first in which they differ to the last of the longer
-    answer. Behind the shorter answer's end DeepSpeed-Chat takes its numbers from padding; here, where there is none, it
-    stays at its score. center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero.
+    An answer's score is the output at its last supervised token, the end marker. reward_loss "last" compares the
+    scores:
+    -logsigmoid(chosen - rejected - margin). "tokens" is DeepSpeed-Chat's, the mean of that over tokens: k-th token
+    against
+    k-th token, from the first one that differs to the last of the longer answer. After the end of the shorter answer
+    DeepSpeed-Chat uses outputs at padding; here there is no padding, and the shorter answer keeps its score.
+    center_rewards_coefficient: weight of (chosen + rejected)^2, which keeps scores around zero.
     Sources: Bradley-Terry as in InstructGPT (arXiv 2203.02155), margins as in Llama 2 (2307.09288), TRL's
     RewardTrainer, DeepSpeed-Chat's reward_model.py.
     """
@@ -33,8 +35,9 @@ class RewardLoss:
     def __call__(self, scores: torch.Tensor, gaps: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair, (pairs,).
 
-        scores (pairs, 2): of the chosen and the rejected answer; gaps (pairs, K): chosen less rejected number, less the
-        margin, at every position that is compared; counted (pairs, K) bool: which of them are.
+        scores (pairs, 2): of the chosen and the rejected answer; gaps (pairs, K): chosen minus rejected output, minus
+        the
+        margin, at every position; counted (pairs, K) bool: positions that are compared.
         """
         losses = torch.where(counted, -F.logsigmoid(gaps), 0.0).sum(1) / counted.sum(1).clamp(min=1)
         if self.center_rewards_coefficient:
@@ -50,8 +53,8 @@ class Reward(PairObjective):
     probe = Values()
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model on both answers of every pair, with one pass of the tower over their images."""
-        pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample that counts for nothing
+        """Run the model on both answers of every pair, with one tower pass over their images."""
+        pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample, which is ignored
         ends = last_targets(batch)[: 2 * pairs]
         if self.loss.reward_loss == "tokens":
             rows = engine(batch, Values(batch.target_positions + 1))  # (S,)
@@ -70,9 +73,9 @@ class Reward(PairObjective):
 
 
 def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over pairs, by METRICS of a reward model.
+    """Return sums over pairs, by the names in METRICS["reward"].
 
-    scores (pairs, 2). min_reward and max_reward are of the micro-batch, once for each of its pairs.
+    scores (pairs, 2). min_reward and max_reward are the micro-batch's, times its number of pairs.
     """
     chosen, rejected = scores.unbind(1)
     none = torch.zeros((), dtype=torch.float64, device=scores.device)
@@ -83,17 +86,19 @@ def metrics_of(scores: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def aligned(rows: torch.Tensor, batch: Batch, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chosen less rejected numbers token by token (pairs, K), and which of them count (pairs, K) bool.
+    """Return chosen minus rejected outputs token by token (pairs, K), and a mask of compared positions (pairs, K) bool.
 
-    rows (S,): at every supervised token. K is S, which is at least an answer's length, so that nothing waits for the
-    device. Answers of one pair begin at the same place, behind the same prompt.
+    rows (S,): at every supervised token. K is S, at least an answer's length, so that nothing waits for the device.
+    Both
+    answers of a pair begin at the same position, after the same prompt.
     """
     if not pairs:
         return rows.view(0, 1), rows.view(0, 1).bool()
     counts = answer_lengths(batch)[: 2 * pairs]
     steps = torch.arange(len(rows), device=rows.device)  # (K,)
     firsts = (counts.cumsum(0) - counts)[:, None]
-    index = firsts + torch.minimum(steps, counts[:, None] - 1)  # (A, K): the shorter answer stays at its last token
+    # (A, K): the shorter answer keeps its last token's output.
+    index = firsts + torch.minimum(steps, counts[:, None] - 1)
     values = rows[index].view(pairs, 2, -1)
     targets = torch.where(steps < counts[:, None], batch.targets[index], -1).view(pairs, 2, -1)
     differ = targets[:, 0] != targets[:, 1]

@@ -1,1 +1,1 @@
-"""Ready vision-language models: folders of transformers' own classes, which bring tower, connector and processor."""
+"""Ready vision-language models: folders of transformers' own classes, including tower, connector and processor."""

@@ -1,4 +1,4 @@
-"""A ready model, as the core asks of a model that it doesn't compose itself (extensions/base.py, Architecture)."""
+"""The Architecture interface (extensions/architecture.py) for ready models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ from llava_ds.tokenizer import read_tokenizer
 
 
 class ReadyArchitecture(ReadyModel):
-    """A family and a configuration. Methods whose code a run may do without import it when they are called."""
+    """A family and a configuration. Methods import code that many runs don't need when they are called."""
 
     kind = "a ready model"
 
@@ -44,7 +44,7 @@ class ReadyArchitecture(ReadyModel):
                 f"{where}: the tokenizer is a slow one, without character offsets: add its tokenizer.json"
             )
         template = processor_template(path, where) or tokenizer.chat_template
-        if isinstance(template, dict):  # by names
+        if isinstance(template, dict):  # several templates, by name
             template = template.get("default")
         if not isinstance(template, str):
             raise ConfigError(
@@ -53,7 +53,7 @@ class ReadyArchitecture(ReadyModel):
             )
         tokenizer.chat_template = template
         tokenizer.name_or_path = str(path)
-        tokenizer._is_as_llava = True  # it stays as it is
+        tokenizer._is_as_llava = True  # leave it unchanged
         return tokenizer
 
     def plan_tower(self, folder: Path, tokenizer: PreTrainedTokenizerBase, where: str) -> ReadyVision:
@@ -61,11 +61,11 @@ class ReadyArchitecture(ReadyModel):
         return plan_vision(self, read_processor(folder, where), read_whole_processor(folder, where), tokenizer, where)
 
     def problems(self, args: Arguments, kind: str) -> list[str]:
-        """Return lines on flags that don't go with the model."""
+        """Return a line for every flag that conflicts with the model."""
         return ready_problems(args, kind)
 
     def sharing_problems(self, args: Arguments) -> list[str]:
-        """Return those on ranks that share parts of the model."""
+        """Return a line for every conflict with sharding the model over ranks."""
         return sharing_problems(args)
 
     def try_out(self, plan: ModelPlan, images: ImageOptions, cache_dir: str) -> str:
@@ -75,11 +75,11 @@ class ReadyArchitecture(ReadyModel):
         return check_ready(plan, images, cache_dir)
 
     def names(self, text_config: PreTrainedConfig) -> ReadyNames:
-        """Return the names of the tensors."""
+        """Return the mapping of tensor names."""
         return ReadyNames(self, text_config)
 
     def entries(self, export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-        """Return the tensors by the names of the folder that the model came from."""
+        """Return the tensors by their names in the source folder."""
         from llava_ds.extensions.ready.exported_folder import ready_entries
 
         return ready_entries(export, entries)
@@ -91,21 +91,21 @@ class ReadyArchitecture(ReadyModel):
         return write_ready(export, entries, output_dir, holes=holes)
 
     def write_changed_settings(self, export: ExportPlan, output_dir: Path) -> None:
-        """Write the processor's files where the run prepared images otherwise than the source's files say."""
+        """Write the processor's files if the run prepared images differently from the source's files."""
         from llava_ds.extensions.ready.exported_folder import write_image_sizes
 
         write_image_sizes(export, output_dir)
 
     def saved_modules(self, names: Sequence[str]) -> list[str]:
-        """Return connectors and the tower, or the tower's parts where it has a connector in it.
+        """Return connectors and the tower; the tower's parts if it contains a connector.
 
-        peft takes no list of modules, but each of them.
+        peft can't save a list of modules, only each of its entries.
         """
         found, family = {}, self.family
         for name in names:
             place = next((path for path in family.connector if name.startswith(f"{path}.")), family.vision)
             parts = name.removeprefix(f"{place}.").split(".")
-            if parts[0].isdigit():  # of a list of connectors
+            if parts[0].isdigit():  # in a list of connectors
                 place = f"{place}.{parts[0]}"
             elif place == family.vision and any(path.startswith(f"{place}.") for path in family.connector):
                 place = f"{place}.{'.'.join(parts[: 2 if parts[1].isdigit() else 1])}"

@@ -1,7 +1,7 @@
 # L tokens of a sample, P patches of all images, W windows of the tower
-"""Images at their own resolution: positions of three axes, and what a tower needs to know of the shapes of its images.
+"""Images at their own resolution: positions on three axes, and a tower's inputs that depend on image shapes.
 
-Made here, by workers, because a device would make the host wait for the lengths in them.
+Computed by workers: on a device, the host would have to wait for the lengths in them.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from llava_ds.tilings import Grid
 
 
 def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-    """(3, L) int64: positions of a sample's tokens along time, height and width.
+    """Return the positions of a sample's tokens on the axes time, height and width: (3, L) int64.
 
-    input_ids (L,), IMAGE_TOKEN_INDEX at features of the grids in reading order, of which the last may be cut. What
-    follows a grid goes on behind the longer of its sides, also where a video's moments reach further.
-    Source: transformers' Qwen2VLModel.get_rope_index.
+    input_ids (L,), with IMAGE_TOKEN_INDEX at the grids' features in reading order; the last grid may be truncated.
+    Tokens after a grid continue after its longer side, even if a video's moments reach further. Source: transformers'
+    Qwen2VLModel.get_rope_index.
     """
     at_images = (input_ids == IMAGE_TOKEN_INDEX).nonzero()[:, 0].tolist()
     parts, position, done, used = [], 0, 0, 0
@@ -44,12 +44,12 @@ def axis_positions(input_ids: torch.Tensor, grids: Sequence[Grid]) -> torch.Tens
 
 
 def tower_inputs(grids: Sequence[Grid], tiling: CellTiling | BudgetTiling) -> Inputs:
-    """Arguments of a tower of transformers' beside the patches of all images and moments of videos, cell by cell.
+    """Return a transformers tower's arguments besides the patches of all images and video moments, cell by cell.
 
-    position_ids (P, 2), row and column; cu_seqlens (images + 1,) int32 and max_seqlen, where images start, and the
-    longest, of which every moment of a video is one; with windows, window_index (cells,), cu_window_seqlens (W + 1,)
-    int32 and max_window_seqlen, of cells sorted by windows; with a learned table, interp_indices and interp_weights
-    (P, 4) into it.
+    position_ids (P, 2): row and column; cu_seqlens (images + 1,) int32 and max_seqlen: starts of images, and the
+    longest one, where every moment of a video is an image; with windows, window_index (cells,), cu_window_seqlens (W +
+    1,) int32 and max_window_seqlen, for cells sorted by windows; with a learned table, interp_indices and
+    interp_weights (P, 4).
     """
     merge = tiling.merge
     grid = torch.tensor([(one.moments, one.down * merge, one.across * merge) for one in grids])  # time, rows, columns

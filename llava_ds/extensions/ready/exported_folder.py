@@ -1,4 +1,4 @@
-"""The folder of a ready model: weights by the names that it came with, its configuration, its processor's files."""
+"""The folder of a ready model: weights under their original names, the configuration, and the processor's files."""
 
 import dataclasses
 import shutil
@@ -38,14 +38,14 @@ from llava_ds.tilings import Tiling
 
 _GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-# Which are written, or belong to an adapter.
+# Files that are rewritten, or belong to an adapter.
 NOT_COPIED = ("config.json", "adapter_config.json", *SETTINGS_FILES, *TEMPLATE_FILES)
 
 
 def ready_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """The entries by the names that they have in the folder that the model came from, and experts turned as there.
+    """Return the entries by their names in the source folder, with experts transposed as they are there.
 
-    Behind them come what never trains, and parts that no image needs, from that folder.
+    Tensors that never train, and parts that images don't use, are added from that folder.
     """
     names = ReadyNames(export.model.architecture, export.model.text_config)
     files = WeightFiles(export.source_folder)
@@ -63,22 +63,22 @@ def _read(files: WeightFiles, name: str) -> torch.Tensor:
 
 
 def _is_turned(shape: tuple[int, ...], on_disk: tuple[int, ...] | None) -> bool:
-    """True if experts (E, O, I) are (E, I, O) on disk."""
+    """Return True if experts (E, O, I) are (E, I, O) on disk."""
     return len(shape) == 3 and shape != on_disk == (shape[0], shape[2], shape[1])
 
 
 def processor_files(
     ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path
 ) -> dict[str, dict]:
-    """Contents of a ready model's processor files, by name: the source's settings, with a run's sizes of images and
-    videos and its choice of frames. All files say the same.
+    """Return the contents of a ready model's processor files, by name.
 
-    preprocessor_config.json is there for readers that know no settings inside processor_config.json.
+    They are the source's settings with the run's sizes of images and videos and its choice of frames; all files agree.
+    preprocessor_config.json is for readers that ignore the settings inside processor_config.json.
     """
     where = str(source)
     images, whole = read_processor(source, where), whole_settings(source, where)
     videos, _ = video_settings(source, where)
-    whole.pop("chat_template", None)  # which has a file of its own
+    whole.pop("chat_template", None)  # it has a file of its own
     has_videos = videos != images
     if sizes_differ(ready, options, tokenizer, source):
         images = images | _image_sizes(options.tiling, images)
@@ -94,7 +94,7 @@ def processor_files(
 
 
 def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
-    """Write the processor's files where the run prepared images otherwise than the source's files say."""
+    """Write the processor's files if the run prepared images differently from the source's files."""
     plan, options, source = export.model, export.image_options, export.source_folder
     if options.value_range is not None or sizes_differ(plan.architecture, options, plan.tokenizer, source):
         _write_processor(export, output_dir)
@@ -103,7 +103,7 @@ def write_image_sizes(export: ExportPlan, output_dir: Path) -> None:
 def sizes_differ(
     ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path
 ) -> bool:
-    """True if a run has other sizes of images and videos, or another choice of frames, than the source's files say."""
+    """Return True if a run's sizes of images and videos, or its choice of frames, differ from the source's files."""
     return _sizes(options) != _sizes_in(ready, options, tokenizer, source)
 
 
@@ -112,13 +112,13 @@ def _write_processor(export: ExportPlan, output_dir: Path) -> None:
     contents = processor_files(plan.architecture, export.image_options, plan.tokenizer, source)
     for name, content in contents.items():
         if content == read_json_if_there(source / name, str(source)):
-            shutil.copy(source / name, output_dir / name)  # as its maker wrote it
+            shutil.copy(source / name, output_dir / name)  # unchanged, byte for byte
         else:
             write_json(output_dir / name, content)
 
 
 def _image_sizes(tiling: Tiling, images: dict) -> dict:
-    """The settings for a run's bounds of images, also under their earlier names, which win over size."""
+    """Return the settings for a run's limits of image sizes, also under their older names: those override size."""
     if not isinstance(tiling, CellTiling):
         return {}
     earlier = {"min_pixels": tiling.least, "max_pixels": tiling.most}
@@ -127,19 +127,19 @@ def _image_sizes(tiling: Tiling, images: dict) -> dict:
 
 
 def _sizes(options: ReadyImageOptions) -> tuple:
-    """All that write_image_sizes writes."""
+    """Return everything that write_image_sizes writes."""
     rule = options.video
     frames = None if rule is None else (_bounds(rule.frame), options.frame_choice)
     return _bounds(options.tiling), frames
 
 
 def _bounds(tiling: Tiling | FrameCells) -> tuple[int, int] | None:
-    """Fewest and most pixels, where flags may change them."""
+    """Return the minimum and maximum number of pixels, if flags can change them."""
     return (tiling.least, tiling.most) if isinstance(tiling, (CellTiling, FrameCells)) else None
 
 
 def _sizes_in(ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrainedTokenizerBase, source: Path) -> tuple:
-    """The same as a folder says it, of the model that is exported."""
+    """Return the same values read from the source folder of the exported model."""
     where, tiling = str(source), options.tiling
     images = read_processor(source, where)
     if isinstance(tiling, CellTiling):
@@ -151,7 +151,7 @@ def _sizes_in(ready: ReadyModel, options: ReadyImageOptions, tokenizer: PreTrain
 
 
 def _video_settings(options: ReadyImageOptions, source: dict) -> dict:
-    """The video processor's settings of a run. source: of the folder that the model came from."""
+    """Return a run's video processor settings. source: those in the source folder."""
     rule, most = options.video, options.frames_upbound
     chosen = {"fps": options.video_fps, "num_frames": None, **({rule.bound: most} if most else {})}
     if options.force_sample and rule.bound != "num_frames":
@@ -162,15 +162,17 @@ def _video_settings(options: ReadyImageOptions, source: dict) -> dict:
 
 
 def _size_of(rule: VideoRule) -> dict[str, dict[str, int]]:
-    """The size of frames in a video processor's settings, where flags may change it or it may have another name."""
+    """Return the size of frames in a video processor's settings, if flags can change it or its key may differ."""
     if isinstance(rule.frame, FrameCells):
         return {"size": {"shortest_edge": rule.frame.least, "longest_edge": rule.frame.most}}
     return {"size": {"longest_edge": rule.frame.longest_edge}} if isinstance(rule.frame, SplitTiling) else {}
 
 
 def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write the folder, one tensor in memory at a time, and return the sums of their bits. holes: files of weights
-    without weights."""
+    """Write the folder, one tensor in memory at a time, and return checksums of the tensors' bits.
+
+    holes: write weight files without weights.
+    """
     source, written_entries = export.source_folder, ready_entries(export, entries)
     written = write_shards(written_entries, output_dir, export.dtype, export.max_shard_bytes, holes=holes)
     check_folder(source, str(source))
@@ -192,9 +194,9 @@ def write_ready(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
 
 
 def _write_stop(tokenizer: PreTrainedTokenizerBase, config: dict, output_dir: Path) -> None:
-    """Let transformers' generate() stop at the end of an answer, where the source's files name other ids alone.
+    """Make transformers' generate() stop at the end of an answer, if the source's files lack that id.
 
-    config: the content of config.json, which generate() takes the ids from where there is no generation_config.json.
+    config: the content of config.json; generate() reads the ids from it without a generation_config.json.
     """
     file = output_dir / "generation_config.json"
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else {}
@@ -209,7 +211,7 @@ def _write_stop(tokenizer: PreTrainedTokenizerBase, config: dict, output_dir: Pa
 
 
 def _write_template(template: str, source: Path, output_dir: Path) -> None:
-    """Write the chat template that the model was trained with: the only default one in the folder."""
+    """Write the chat template used in training, as the only default template in the folder."""
     (output_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
     for file in source.glob(f"{TEMPLATES_FOLDER}/*.jinja"):
         (output_dir / TEMPLATES_FOLDER).mkdir(exist_ok=True)
@@ -227,7 +229,7 @@ def _write_template(template: str, source: Path, output_dir: Path) -> None:
 
 
 def _write_rows(config: dict, export: ExportPlan) -> None:
-    """Set the number of rows in the content of config.json, where the run has another one than the source."""
+    """Set the number of rows in the content of config.json, if the run's differs from the source's."""
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     own, before = export.model.text_config, export.model.architecture.config.get_text_config()
     for name in ("vocab_size", "vocab_size_per_layer_input"):

@@ -12,12 +12,12 @@ from llava_ds.model.open.weights import Source
 
 
 class Folders:
-    """Folders that transformers' AutoModelForImageTextToText opens, of the families that are known here."""
+    """Folders of the supported families that transformers' AutoModelForImageTextToText opens."""
 
     model_types = tuple(READY)
 
     def read(self, path: str, config: dict, where: str) -> ModelFolder:
-        """Read a folder, whose own processor says how images and conversations are written."""
+        """Read a folder; its own processor defines the format of images and conversations."""
         kind = config["model_type"]
         if kind in NOT_YET:
             raise ConfigError(
@@ -42,7 +42,7 @@ class Folders:
         )
 
     def missing(self, config: dict) -> list[str]:
-        """Return parts that aren't there, for which transformers would take its defaults."""
+        """Return the missing parts; transformers would replace them by its defaults."""
         text = () if family_of(config["model_type"]).is_flat and "hidden_size" in config else ("text_config",)
         return [name for name in (*text, "vision_config") if not isinstance(config.get(name), dict)]
 

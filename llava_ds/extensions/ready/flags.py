@@ -1,4 +1,4 @@
-"""Ready models have no flags of their own: a model's folder asks for them."""
+"""Ready models have no flags of their own: the extension is loaded for a model's folder."""
 
 from dataclasses import dataclass
 

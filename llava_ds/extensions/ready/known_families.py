@@ -1,7 +1,7 @@
-"""The families of ready vision-language models that can be trained, and the way to one in a folder.
+"""The families of ready vision-language models that can be trained, and how to find a folder's family.
 
-To add a family: write its file in families/, whose FAMILY says what family.py lists, and put it into READY.
-Its tiles are in ready_tilings.py, its videos are a VideoRule (ready_videos.py). Then add its small model to
+To add a family: write its file in families/, with a FAMILY as described in family.py, and add it to READY. Its tiles
+are in ready_tilings.py, its videos are a VideoRule (ready_videos.py). Then add its small model to
 tests/extensions/ready/ready_models.py and a row to docs/ready.md.
 """
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 if TYPE_CHECKING:
     from llava_ds.extensions.ready.family import ReadyFamily
 
-READY = {  # model_type in config.json: the file in families/, and its family's name there
+READY = {  # model_type in config.json: the file in families/, and the family's name in it
     "idefics3": ("idefics3", "FAMILY"),
     "smolvlm": ("idefics3", "FAMILY"),
     "internvl": ("internvl", "FAMILY"),
@@ -26,7 +26,7 @@ READY = {  # model_type in config.json: the file in families/, and its family's 
     "qwen3_5": ("qwen3_5", "FAMILY"),
 }
 
-# Ready models of transformers' that people fine-tune, and the reason why not with this program.
+# transformers' ready models that people fine-tune, and the reason why this project can't.
 NOT_YET = {
     **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),
     "gemma3n": "its layers have several streams of hidden states",
@@ -38,7 +38,7 @@ NOT_YET = {
 
 
 def family_of(model_type: str) -> "ReadyFamily | None":
-    """The family of a ready model, whose file is imported; None for another kind of model."""
+    """Import and return the family of a ready model; None for another kind of model."""
     if model_type not in READY:
         return None
     file, name = READY[model_type]
@@ -46,7 +46,6 @@ def family_of(model_type: str) -> "ReadyFamily | None":
 
 
 def register_text_models(family: "ReadyFamily") -> None:
-    """Let transformers build the language models of a ready family alone where it has no class for them, or none that
-    keeps samples apart."""
+    """Register a family's language models that transformers has no class for, or none that keeps samples apart."""
     for model in family.text_models:
         AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)

@@ -1,5 +1,5 @@
 # N tiles of S x S pixels, B prompts, T tokens, D width of the language model
-"""Arguments of transformers' class of a ready model, for batches of this program."""
+"""Arguments of transformers' class of a ready model, for this project's batches."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from llava_ds.model.llava import merge_features
 
 
 def embed(family: ReadyFamily, model: PreTrainedModel, batch: Batch, pixels: torch.Tensor) -> torch.Tensor:
-    """Return a batch's embeddings (1, T, D), merged as training does. pixels (N, 3, S, S), normalised."""
+    """Return a batch's embeddings (1, T, D), merged as in training. pixels (N, 3, S, S), normalised."""
     embeds = model.get_input_embeddings()(batch.input_ids)
     features = family.features(model.get_submodule(family.vision), pixels, batch.tower)
     connected = family.connect(model.get_submodule(*family.connector), model.config, features)
@@ -33,7 +33,7 @@ def first_inputs(
     pixels: torch.Tensor,
     num_positions: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the arguments for the first positions of a sample, images by transformers' own merge where it can."""
+    """Return the arguments for a sample's first positions; transformers merges the images itself if it can."""
     ids = batch.input_ids.clone()
     ids[0, batch.placing.positions] = model.config.image_token_id
     if layouts and layouts[0].cells is not None:
@@ -43,8 +43,8 @@ def first_inputs(
     is_image = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, batch.placing.positions, True)
     if num_positions == ids.shape[1] and len(batch.placing.positions) == sum(one.num_tokens for one in layouts):
         return {"input_ids": ids, **family.outer_inputs(model.config, pixels, (), is_image)}
-    inputs = {"inputs_embeds": embed(family, model, batch, pixels)}  # the last image may be cut
-    if family.has_image_blocks(model.config):  # whose tokens see all of it
+    inputs = {"inputs_embeds": embed(family, model, batch, pixels)}  # the last image may be truncated
+    if family.has_image_blocks(model.config):  # an image's tokens attend to all of it
         text = (~is_image[0, num_positions:]).nonzero()[:1, 0].tolist()
         num_positions = num_positions + text[0] if text else ids.shape[1]
         inputs["token_type_ids"] = is_image.long()
@@ -59,7 +59,7 @@ def _first_whole_images(
     pixels: torch.Tensor,
     num_positions: int,
 ) -> dict[str, torch.Tensor]:
-    """The same of a sample whose images have any shape, up to the end of the image that the last position is in."""
+    """Return the arguments for a sample with images of any shape, up to the end of the last position's image."""
     places = batch.placing.positions.tolist()
     ends = list(itertools.accumulate(layout.num_tokens for layout in layouts))
     starts = [0, *ends[:-1]]
@@ -102,8 +102,11 @@ def _prompts_of_whole_images(
     pixels: torch.Tensor,
     layouts: list[MediaLayout],
 ) -> dict[str, torch.Tensor]:
-    """The same of images in any shape: training's ids, pixels and, where they have three axes, positions (4, B, T),
-    text's first. transformers merges the features, which its layers may need once more."""
+    """Return the arguments for prompts with images of any shape.
+
+    These are training's ids and pixels and, with three axes, positions (4, B, T) with the text's first. transformers
+    merges the features, because its layers may need them again.
+    """
     config, device = model.config, batch.input_ids.device
     ids = batch.input_ids[0].index_copy(0, batch.placing.positions, media_ids(config, layouts).to(device))
     ids, mask = padded_left(ids, samples)  # (B, T)

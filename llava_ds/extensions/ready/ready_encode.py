@@ -1,4 +1,4 @@
-"""Encoding of conversations as a ready model's own processor writes them."""
+"""Encoding of conversations in the format of a ready model's own processor."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from llava_ds.tokenizer import framing_ids
 class ReadyEncoder(Encoder):
     """Encodes conversations to the ids of a ready model's processor, and labels by character offsets.
 
-    In place of an image or video comes the text of its layout, in which a token stands for so many features.
+    An image or video is replaced by its layout's text, in which one token stands for several features.
     """
 
     writes_parts: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class ReadyEncoder(Encoder):
         self.image_ids = tuple(self.backend.token_to_id(token) for token in dict.fromkeys(tokens))
 
     def _template(self, has_videos: bool) -> str | None:
-        """The chat template of a conversation, None for the tokenizer's own."""
+        """Return the chat template of a conversation; None for the tokenizer's own."""
         return self.video.template if has_videos and self.video is not None else None
 
     def _render(self, conversation: Transcript, features: Sequence[ImageText]) -> list[Segment]:
@@ -59,7 +59,7 @@ class ReadyEncoder(Encoder):
         return render_parts_prompt(conversation, self.tokenizer, _kinds(features), source)
 
     def _pieces(self, segments: Sequence[Segment], features: Sequence[ImageText]) -> tuple[list[Piece], list[Span]]:
-        """The text with every image's or video's own text in its place, and its supervised spans."""
+        """Return the text with every image and video replaced by its layout's text, and the supervised spans."""
         spans, parts, end, left = [], [], 0, iter([mark.text for mark in features])
         for text, supervised, _, *rest in self._chosen(segments):
             text = self.in_place.sub(lambda found: next(left, found[0]), text)
@@ -98,5 +98,5 @@ class ReadyEncoder(Encoder):
 
 
 def _kinds(features: Sequence[ImageText]) -> list[str]:
-    """What every mark stands for, as a chat template knows it."""
+    """Return the kind of every mark, as named in a chat template."""
     return ["video" if mark.is_video else "image" for mark in features]

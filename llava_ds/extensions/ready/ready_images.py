@@ -1,4 +1,4 @@
-"""Image options of ready models, whose own processors decide what becomes of images and videos."""
+"""Image options of ready models: their own processors define how images and videos are prepared."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class ReadyImageOptions(TiledImageOptions):
     """Image options of a ready model.
 
-    has_image_blocks: the tokens of an image see each other; blocks_need_windows: only in layers with a window; boxes,
-    video: how boxes and points are written, and what videos become, which data without any don't depend on; no_videos:
-    why there are none.
+    has_image_blocks: the tokens of an image attend to each other; blocks_need_windows: only in layers with a window;
+    boxes: format of boxes and points; video: preparation of videos (both are left out of the fingerprint of data
+    without any); no_videos: why there is no video support.
     """
 
     has_image_blocks: bool = False
@@ -35,16 +35,16 @@ class ReadyImageOptions(TiledImageOptions):
 
     @property
     def no_video_reason(self) -> str:
-        """Whose videos can't be read, and why."""
+        """Why this model can't read videos."""
         return f"this ready model can't be read, as {self.no_videos}"
 
     @property
     def size_reason(self) -> str:
-        """Why one image or video can't have a size of its own."""
+        """Why a single image or video can't have its own size."""
         return "its processor alone decides sizes"
 
     def asking(self, kind: Literal["image", "frames", "video"], size: AskedSize) -> ImageOptions | None:
-        """Return the options with cells for a size that a record asks; None for tiles of one size."""
+        """Return the options with cells for a size requested by a record; None for fixed-size tiles."""
         if kind == "image" and isinstance(self.tiling, CellTiling):
             return replace(self, tiling=replace(self.tiling, asked=size))
         if kind != "image" and self.video is not None and isinstance(self.video.frame, FrameCells):
@@ -52,14 +52,13 @@ class ReadyImageOptions(TiledImageOptions):
         return None
 
     def encoder(self) -> "type[ReadyEncoder]":
-        """Return the class that encodes conversations as the processor writes them."""
+        """Return the class that encodes conversations in the processor's format."""
         from llava_ds.extensions.ready.ready_encode import ReadyEncoder
 
         return ReadyEncoder
 
     def position_ids(self, input_ids: "torch.Tensor", layouts: Sequence[MediaLayout]) -> "torch.Tensor | None":
-        """Return (3, T): positions along time, height and width, of a model whose images are cells with a window or a
-        table; None for others."""
+        """Return positions on the axes time, height and width (3, T), for Qwen-VL's cells; None for other models."""
         if not isinstance(self.tiling, CellTiling):
             return None
         from llava_ds.extensions.ready import axes
@@ -67,7 +66,7 @@ class ReadyImageOptions(TiledImageOptions):
         return axes.axis_positions(input_ids, [grid for layout in layouts for grid in layout.grids])
 
     def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
-        """Return the arguments of a tower that takes whole images."""
+        """Return the arguments of a tower that takes complete images."""
         if not self.tiling.takes_whole_images:
             return {}
         from llava_ds.extensions.ready import axes
@@ -75,7 +74,7 @@ class ReadyImageOptions(TiledImageOptions):
         return axes.tower_inputs([grid for layout in layouts for grid in layout.grids] or [Grid(1, 1)], self.tiling)
 
     def trunk_inputs(self, is_image: "torch.Tensor", cu_seqlens: "torch.Tensor") -> dict[str, object]:
-        """Return the blocks of image positions that see each other."""
+        """Return the blocks of image positions that attend to each other."""
         from llava_ds.batch import ImageBlocks
 
         blocks = ImageBlocks.of(is_image, cu_seqlens) if self.has_image_blocks else None

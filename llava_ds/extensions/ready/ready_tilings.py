@@ -1,4 +1,4 @@
-"""Tiles of ready models' image processors: sizes, order, and the text in an image's place. No pixels, no files."""
+"""Tilings of ready models' image processors: sizes, order, and the text that replaces an image. No pixels, no files."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from typing import ClassVar
 from llava_ds.constants import DataError
 from llava_ds.tilings import AskedSize, Cut, Size
 
-MAX_SIDE = 4096  # pixels of the longer side of an image of Idefics3's or SmolVLM's processor
-MAX_SHAPE = 200  # times that an image of Qwen-VL's processor may be longer than it is wide
+MAX_SIDE = 4096  # pixels of the longer side of an image in Idefics3's or SmolVLM's processor
+MAX_SHAPE = 200  # maximum ratio of the sides of an image in Qwen-VL's processor
 
 
 class Tiles:
-    """Tiles that are images of their own to the tower."""
+    """Tiles that the tower encodes as separate images."""
 
     takes_whole_images: ClassVar[bool] = False
 
@@ -24,18 +24,18 @@ class Tiles:
 
 
 class Cells(Tiles):
-    """Cells of an image, which the tower sees as a whole."""
+    """Cells of an image that the tower encodes as a whole."""
 
     takes_whole_images: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class SplitTiling(Tiles):
-    """Tiles of Idefics3 and SmolVLM: the image scaled to a longest edge, stretched to whole tiles, then an overview.
+    """Tiles of Idefics3 and SmolVLM: the image scaled to a longest edge, then stretched to whole tiles; an overview.
 
-    side: of a tile in pixels; longest_edge: in pixels; splits: False to stretch every image to one tile; the rest are
-    tokens: image_token for a feature, around for the marks beside tiles, overview before the last tile.
-    Source: transformers' Idefics3ImageProcessor and Idefics3Processor.
+    side: of a tile in pixels; longest_edge: in pixels; splits: False to stretch every image to one tile; tokens:
+    image_token for a feature, around for marks around tiles, overview before the last tile. Source: transformers'
+    Idefics3ImageProcessor and Idefics3Processor.
     """
 
     side: int
@@ -46,7 +46,7 @@ class SplitTiling(Tiles):
     overview: str = "<global-img>"
 
     def cut(self, size: Size) -> Cut:
-        """The tiles of an image."""
+        """Return the tiles of an image."""
         scaled = _below(_to_longest(size, self.longest_edge), MAX_SIDE)
         if not self.splits:
             return Cut((scaled, (self.side, self.side)), (1, 1))
@@ -61,7 +61,7 @@ class SplitTiling(Tiles):
         return Cut((scaled, whole), (across, down), 2 if (across, down) != (1, 1) else None)
 
     def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all features of a tile."""
+        """Return the text that replaces the image; one image_token stands for all features of a tile."""
         last = f"{self.around}{self.overview}{self.image_token}{self.around}"
         if cut.overview_from is None:
             return last
@@ -74,10 +74,10 @@ class SplitTiling(Tiles):
 
 @dataclass(frozen=True)
 class CanvasTiling(Tiles):
-    """Tiles of InternVL: the image stretched to the grid of the most similar shape, and an overview of several.
+    """Tiles of InternVL: the image is stretched to the grid closest in shape; several tiles get an overview.
 
-    side: of a tile in pixels; least, most: tiles of a grid; splits: False to stretch every image to one tile; the rest
-    are tokens: image_token for a feature, start and end around an image.
+    side: of a tile in pixels; least, most: tiles of a grid; splits: False to stretch every image to one tile; tokens:
+    image_token for a feature, start and end around an image.
     Source: transformers' GotOcr2ImageProcessor and InternVLProcessor.
     """
 
@@ -90,17 +90,17 @@ class CanvasTiling(Tiles):
     end: str
 
     def cut(self, size: Size) -> Cut:
-        """The tiles of an image."""
+        """Return the tiles of an image."""
         across, down = self._grid(size) if self.splits and self.most > 1 else (1, 1)
         overview = 0 if (across, down) != (1, 1) else None
         return Cut(((across * self.side, down * self.side),), (across, down), overview)
 
     def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all features of a tile."""
+        """Return the text that replaces the image; one image_token stands for all features of a tile."""
         return f"{self.start}{self.image_token * cut.num_tiles}{self.end}"
 
     def _grid(self, size: Size) -> tuple[int, int]:
-        """The grid nearest to the image's shape; of equally near ones the largest that it fills by more than half."""
+        """Return the grid closest to the image's shape; of equal ones the largest that it more than half fills."""
         shape, pixels = size[0] / size[1], size[0] * size[1]
         best, smallest = (1, 1), math.inf
         for grid in _grids(self.least, self.most):
@@ -113,10 +113,10 @@ class CanvasTiling(Tiles):
 
 @dataclass(frozen=True)
 class SquareTiling(Tiles):
-    """The one tile of Gemma 3: the image stretched to a square. Two line breaks are before its features and behind.
+    """The tile of Gemma 3: the image is stretched to a square. Two line breaks precede and follow its features.
 
-    side: of the tile in pixels; the rest are tokens: image_token for a feature, start and end around an image, of which
-    the chat template writes the first alone.
+    side: of the tile in pixels; tokens: image_token for a feature, start and end around an image; the chat template
+    writes only the start token.
     Source: transformers' Gemma3Processor, without pan and scan.
     """
 
@@ -131,16 +131,16 @@ class SquareTiling(Tiles):
         return self.start
 
     def cut(self, size: Size) -> Cut:
-        """The tile of an image."""
+        """Return the tile of an image."""
         return Cut(((self.side, self.side),), (1, 1))
 
     def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all of its features."""
+        """Return the text that replaces the image; one image_token stands for all of its features."""
         return f"\n\n{self.start}{self.image_token}{self.end}\n\n"
 
 
 def cut_as_asked(asked: AskedSize, size: Size, side: int, most: float, num_frames: int | None = None) -> Cut:
-    """The cells of an image, or of each of num_frames frames, of an asked size. most: of its pixels."""
+    """Return the cells of an image, or of each of num_frames frames, at a requested size. most: pixels."""
     if asked.resized is not None:
         return _cut_between(asked.resized, side, _LEAST_CELLS * side**2, _MOST_CELLS * side**2)
     cells = _LEAST_CELLS if num_frames is None else _LEAST_FRAME_CELLS
@@ -160,14 +160,16 @@ def cut_as_asked(asked: AskedSize, size: Size, side: int, most: float, num_frame
     return _cut_between(size, side, least, most)
 
 
-# Cells of an image, of a frame and of a video where nobody says their bounds.
+# Default limits on the cells of an image, of a frame and of a video.
 _LEAST_CELLS, _MOST_CELLS, _LEAST_FRAME_CELLS, _MOST_FRAME_CELLS = 4, 16384, 128, 768
 _MOST_VIDEO_CELLS = 0.9 * 128_000
 
 
 def _cut_between(size: Size, side: int, least: float, most: float) -> Cut:
-    """The cells of an image of least to most pixels. Source: qwen-vl-utils' smart_resize, which differs from
-    transformers' for images of less than half a cell."""
+    """Return the cells of an image with `least` to `most` pixels.
+
+    Source: qwen-vl-utils' smart_resize, which differs from transformers' for images of less than half a cell.
+    """
     _refuse_narrow(size)
     across, down = (max(1, round(length / side)) for length in size)
     if across * down * side**2 > most:
@@ -181,12 +183,12 @@ def _cut_between(size: Size, side: int, least: float, most: float) -> Cut:
 
 @dataclass(frozen=True)
 class CellTiling(Cells):
-    """Cells of Qwen-VL: the image at about its own size, a multiple of a cell's side, each cell one feature.
+    """Cells of Qwen-VL: the image at about its own size, in multiples of a cell's side; each cell is one feature.
 
-    Its cells are this program's tiles. side: of a cell in pixels; merge: patches along it; least, most: pixels of an
-    image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
+    Its cells are this project's tiles. side: of a cell in pixels; merge: patches along a cell; least, most: pixels of
+    an image; image_token: for all features of an image; window: cells along an attention window of the tower; table:
     positions along its learned table; both None for towers without. Positions in the language model have three axes.
-    asked: a size in the place of these bounds.
+    asked: a size that replaces these limits.
     Source: transformers' smart_resize and Qwen2VLProcessor.
     """
 
@@ -200,26 +202,25 @@ class CellTiling(Cells):
     asked: AskedSize | None = field(default=None, repr=False)
 
     def cut(self, size: Size) -> Cut:
-        """The cells of an image. Raises DataError for one whose shape the processor refuses."""
+        """Return the cells of an image. Raises DataError for a shape that the processor refuses."""
         if self.asked is not None:
             return cut_as_asked(self.asked, size, self.side, self.most)
         _refuse_narrow(size)
         return _cut_to_cells(size, self.side, self.least, self.most)
 
     def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all of its features."""
+        """Return the text that replaces the image; one image_token stands for all of its features."""
         return self.image_token
 
 
 @dataclass(frozen=True)
 class FrameCells:
-    """Cells of a frame of Qwen-VL's videos, of as many pixels as the number of frames allows.
+    """Cells of a frame of Qwen-VL's videos; the number of frames limits its pixels.
 
-    side: of a cell in pixels; moment: frames that a cell has beside each other in time; least, most: pixels of a frame,
-    or, if in_all, of all frames together; cap: features of a frame that most is bounded by further, as the processor
-    does with cap_pixels_per_frame; image_token: for all features, start and end around it; asked: a size in the place
-    of these bounds.
-    Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
+    side: of a cell in pixels; moment: consecutive frames per cell; least, most: pixels of a frame or, if in_all, of all
+    frames together; cap: features of a frame if in_all, else of a video, that limit `most` further
+    (cap_pixels_per_frame); image_token: for all features, start and end around it; asked: a size that replaces these
+    limits. Source: transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor.
     """
 
     side: int
@@ -234,7 +235,7 @@ class FrameCells:
     asked: AskedSize | None = field(default=None, repr=False)
 
     def cut(self, size: Size, num_frames: int) -> Cut:
-        """The cells of each frame of a video. Raises DataError for one that the processor refuses."""
+        """Return the cells of each frame of a video. Raises DataError for one that the processor refuses."""
         side = self.side
         if self.asked is not None and not (self.in_all and num_frames < self.moment):
             num_frames = math.ceil(num_frames / self.moment) * self.moment
@@ -264,16 +265,16 @@ class FrameCells:
         return max(min(self.most, int(capped * 0.9) * self.moment // num_frames), floor)
 
     def text(self, cut: Cut) -> str:
-        """The text in the place of a moment, or of all, with one image_token for all of its features."""
+        """Return the text of a moment, or of all; one image_token stands for all of its features."""
         return f"{self.start}{self.image_token}{self.end}"
 
 
 @dataclass(frozen=True)
 class BudgetTiling(Cells):
-    """Cells of Gemma 4: the image in about its own shape, as large as so many cells allow, each one feature.
+    """Cells of Gemma 4: the image in about its own shape, as large as the number of cells allows; a cell is a feature.
 
-    side: of a cell in pixels; merge: patches along it; most: cells of an image; the rest are tokens: image_token for
-    all features of an image, start and end around it.
+    side: of a cell in pixels; merge: patches along a cell; most: cells of an image; tokens: image_token for all
+    features of an image, start and end around it.
     Source: transformers' get_aspect_ratio_preserving_size and Gemma4Processor.
     """
 
@@ -284,13 +285,13 @@ class BudgetTiling(Cells):
     start: str
     end: str
 
-    window: ClassVar[None] = None  # all patches of an image see each other
+    window: ClassVar[None] = None  # all patches of an image attend to each other
     table: ClassVar[None] = None  # positions are whole numbers
 
     def cut(self, size: Size) -> Cut:
-        """The cells of an image."""
+        """Return the cells of an image."""
         (width, height), patch = size, self.side // self.merge
-        # In patches, as transformers counts them: other roundings would give other sizes.
+        # In patches, like transformers: rounding differently would give other sizes.
         scale = math.sqrt(self.most * self.merge**2 * patch**2 / (width * height))
         across, down = (math.floor(scale * length / self.side) for length in size)
         if down == 0:
@@ -300,7 +301,7 @@ class BudgetTiling(Cells):
         return Cut(((across * self.side, down * self.side),), (across, down))
 
     def text(self, cut: Cut) -> str:
-        """The text in the image's place, with one image_token for all of its features."""
+        """Return the text that replaces the image; one image_token stands for all of its features."""
         return f"{self.start}{self.image_token}{self.end}"
 
 
@@ -313,8 +314,10 @@ def _refuse_narrow(size: Size) -> None:
 
 
 def _cut_to_cells(size: Size, side: int, least: int, most: int, frames: int = 1, rounded: int = 1) -> Cut:
-    """The cells of an image, or of each of so many frames of least to most pixels together. rounded: their number, as
-    the bounds are compared with."""
+    """Return the cells of an image, or of each of `frames` frames with `least` to `most` pixels in total.
+
+    rounded: the number of frames used when comparing with the limits.
+    """
     width, height = size
     across, down = round(width / side), round(height / side)
     if rounded * across * down * side**2 > most:
@@ -328,7 +331,7 @@ def _cut_to_cells(size: Size, side: int, least: int, most: int, frames: int = 1,
 
 @cache
 def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Grids of least to most tiles, the smallest first."""
+    """Return the grids of least to most tiles, the smallest first."""
     sides = _from_one(most)
     return tuple(
         sorted(
@@ -343,7 +346,7 @@ def _from_one(count: int) -> range:
 
 
 def _to_longest(size: Size, edge: int) -> Size:
-    """The size with its longer side at edge pixels; the shorter one is even, or 1."""
+    """Return the size with its longer side at `edge` pixels; the shorter one is even, or 1."""
     width, height = size
     if width >= height:
         short = int(edge / (width / height))
@@ -353,7 +356,7 @@ def _to_longest(size: Size, edge: int) -> Size:
 
 
 def _below(size: Size, most: int) -> Size:
-    """The size scaled down to at most so many pixels a side."""
+    """Return the size scaled down to at most `most` pixels per side."""
     width, height = size
     if max(size) <= most:
         return size

@@ -1,4 +1,4 @@
-"""What ready models' processors make of videos: tiles, times and text. No pixels, no files."""
+"""Preparation of videos by ready models' processors: tiles, times and text. No pixels, no files."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,16 +19,15 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 @dataclass(frozen=True)
 class VideoRule:
-    """A ready model's videos: what its processor makes of frames, and writes in a video's place.
+    """A ready model's videos: the preparation of frames, and the text that replaces a video.
 
-    token: what the chat template writes for a video; frame: the tiles of a frame, and the text in its place; moment:
-    frames that share these; stamp: before the text of every moment, with its {number}, and its time in {seconds} and as
-    a {timestamp}, or None if one text is for all moments; between: moments; intro: before all, with {frame_count}, in
-    words, and {video_duration}; outro: behind all; tokens_per_second: positions in the language model for a
-    second of video, None where it is one for every moment; template: the chat template of conversations with videos,
-    None for the tokenizer's; processor: transformers' class; bound: the name that its settings have for most_frames;
-    fps, most_frames, num_frames: frames of a second, most of a video, and of every video, that they say to choose, None
-    where they don't.
+    token: written by the chat template for a video; frame: the tiles of a frame, and their text; moment: frames that
+    share tiles and text; stamp: text before every moment, with {number}, {seconds} and {timestamp}, or None if one text
+    stands for all moments; between: text between moments; intro: text at the beginning, with {frame_count}, in words,
+    and {video_duration}; outro: text at the end; tokens_per_second: positions in the language model per second of
+    video, None for one per moment; template: the chat template of conversations with videos, None for the tokenizer's;
+    processor: transformers' class; bound: name of most_frames in its settings; fps, most_frames, num_frames: frames per
+    second, the maximum per video, and the exact number per video, from its settings, or None.
     """
 
     token: str
@@ -47,12 +46,14 @@ class VideoRule:
     num_frames: int | None = field(default=None, repr=False, compare=False)
 
     def cut(self, size: Size, num_frames: int) -> Cut:
-        """The tiles of each frame of a video. Raises DataError for one that the processor refuses."""
+        """Return the tiles of each frame of a video. Raises DataError for one that the processor refuses."""
         return self.frame.cut(size, num_frames) if isinstance(self.frame, FrameCells) else self.frame.cut(size)
 
     def timing(self, cut: Cut, indices: list[int], footage: Footage, span: int) -> Timing:
-        """Return moments and text of a video. indices: of the frames used; span: those of the video between the first
-        and the last that may be used."""
+        """Return moments and text of a video.
+
+        indices: the frames used; span: number of the video's frames from the first usable one to the last.
+        """
         moments, interval = math.ceil(len(indices) / self.moment), 1.0
         seconds = self.moment / (len(indices) / span * footage.rate)
         if self.tokens_per_second is not None:
@@ -61,7 +62,7 @@ class VideoRule:
         return Timing(moments, seconds, interval, text, self.frame.image_token)
 
     def text(self, cut: Cut, times: list[float], duration: float) -> str:
-        """The text in a video's place. times: of its moments; duration: of the video; in seconds."""
+        """Return the text that replaces a video. times: of its moments; duration: of the video; in seconds."""
         shown = self.frame.text(cut)
         if self.stamp is None:
             return shown
@@ -75,7 +76,7 @@ class VideoRule:
 
 
 def in_words(number: int) -> str:
-    """A number below a million in English words, as SmolVLM's processor takes them from num2words, which few have."""
+    """Spell a number below a million in English, like SmolVLM's processor, without its rare package num2words."""
     if number < 20:
         return _SMALL[number]
     if number < 100:
@@ -88,9 +89,9 @@ def in_words(number: int) -> str:
 
 
 def moment_times(indices: list[int], rate: float, step: int) -> list[float]:
-    """Seconds from a video's start to each of its moments of `step` frames: the middle between the first and the last
-    of them. Of too few the last one counts again. rate: frames of a second.
+    """Return the time of each moment of `step` frames: the mean of its first and last frame, in seconds from the start.
 
+    An incomplete last moment repeats the last frame. rate: frames per second.
     Source: transformers' Qwen3VLProcessor.
     """
     indices = indices + [indices[-1]] * (-len(indices) % step)

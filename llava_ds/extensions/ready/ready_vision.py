@@ -1,5 +1,5 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
-"""A ready model's vision model and connector, in the places of tower and projector."""
+"""A ready model's vision model and connector, as tower and projector."""
 
 import copy
 import dataclasses
@@ -20,16 +20,16 @@ from llava_ds.extensions.ready.ready_videos import VideoRule
 from llava_ds.geometry import PIXEL_FLAGS, ImageSpec
 from llava_ds.tilings import Tiling
 
-VALUE_RANGE = "llava_ds_image_value_range"  # of --image_value_range, among an export's settings for images
+VALUE_RANGE = "llava_ds_image_value_range"  # key of --image_value_range in an export's image settings
 
 
 @dataclass(frozen=True)
 class ReadyVision:
-    """A ready model's vision model and connector before they are built; stands in the place of a TowerPlan.
+    """The plan of a ready model's vision model and connector, used as a TowerPlan.
 
-    images: size and patch_size as of TowerPlan's, in features of the language model; tiles: their number and order;
-    resample: Pillow's number of the filter; video: what videos become, or None, and no_videos why; value_range: that of
-    --image_value_range in the run that exported the folder.
+    images: size and patch_size as in a TowerPlan, in features of the language model; tiles: their number and order;
+    resample: Pillow's number of the filter; video: preparation of videos, or None, and no_videos the reason;
+    value_range: --image_value_range of the run that exported the folder.
     """
 
     architecture: ReadyModel
@@ -49,7 +49,7 @@ class ReadyVision:
 
     @property
     def width(self) -> int:
-        """C, numbers in a feature of the vision model."""
+        """C, width of the vision model's features."""
         return self.architecture.family.tower_widths(self.config)[0]
 
     @property
@@ -64,7 +64,7 @@ class ReadyVision:
 
     @property
     def num_layers(self) -> int:
-        """Layers that run: all."""
+        """Number of layers that run: all."""
         return self.config.num_hidden_layers
 
     @property
@@ -79,12 +79,12 @@ class ReadyVision:
 
     @property
     def cells(self) -> CellTiling | BudgetTiling | None:
-        """The cells of a vision model that takes whole images in any shape; None for others."""
+        """The cells of a vision model that takes complete images in any shape; None for others."""
         return self.tiles.tiling if self.tiles.tiling.takes_whole_images else None
 
     @property
     def has_image_blocks(self) -> bool:
-        """True if the tokens of an image see each other in the language model."""
+        """True if the tokens of an image attend to each other in the language model."""
         return self.architecture.family.has_image_blocks(self.architecture.config)
 
     @property
@@ -94,20 +94,20 @@ class ReadyVision:
 
     @property
     def windowed_layers(self) -> int:
-        """Layers whose attention sees a window of an image."""
+        """Number of layers whose attention is limited to a window of an image."""
         return self.tiles.windowed_layers
 
     @property
     def patches_per_feature(self) -> int:
-        """Patches that one feature of the language model is made of."""
+        """Number of patches per feature of the language model."""
         return self.tiles.patches // self.tiles.features
 
     def runs(self, name: str) -> bool:
-        """True for parameters of layers that run: all."""
+        """Return True for parameters of layers that run: all."""
         return True
 
     def image_options(self, args: Arguments) -> ReadyImageOptions:
-        """Image preprocessing, by the model's own processor."""
+        """Return the image preprocessing of the model's own processor."""
         images, data = self.images, args.data
         return ReadyImageOptions(
             images.size,
@@ -126,20 +126,20 @@ class ReadyVision:
         )
 
     def build(self, mean: torch.Tensor, std: torch.Tensor) -> "ReadyTower":
-        """The vision model, uninitialised."""
+        """Build the vision model, uninitialised."""
         return ReadyTower(self, mean, std)
 
     def build_projector(self, args: ModelArguments, hidden_size: int) -> "Connector":
-        """The connector, uninitialised."""
+        """Build the connector, uninitialised."""
         return Connector(self.architecture)
 
     def patch_embedding(self, tower: nn.Module) -> nn.Module:
-        """The first layer of a vision model."""
+        """Return the first layer of a vision model."""
         return self.architecture.family.patch_embedding(tower)
 
 
 def _within(tiling: Tiling, data: DataArguments) -> Tiling:
-    """A tiling within --min_pixels and --max_pixels. Raises ConfigError for bounds that it can't have."""
+    """Return a tiling limited by --min_pixels and --max_pixels. Raises ConfigError for impossible limits."""
     given = {name: value for name in PIXEL_FLAGS if (value := getattr(data, name)) is not None}
     flags = ", ".join(f"--{name} {value}" for name, value in given.items())
     if given and not isinstance(tiling, CellTiling):
@@ -157,7 +157,7 @@ def _within(tiling: Tiling, data: DataArguments) -> Tiling:
 
 
 def frames_options(rule: VideoRule | None, args: Arguments) -> dict[str, object]:
-    """Options of choosing a video's frames: those of flags that are given, else what the model's files say."""
+    """Return the options of choosing a video's frames: given flags, else the settings in the model's files."""
     names = ("video_fps", "frames_upbound", "force_sample")
     found = {name: getattr(args.data, name) for name in names}
     if rule is not None:
@@ -169,7 +169,7 @@ def frames_options(rule: VideoRule | None, args: Arguments) -> dict[str, object]
 
 
 def _video_within(rule: VideoRule | None, data: DataArguments) -> VideoRule | None:
-    """A model's videos within --video_min_pixels and --video_max_pixels. Raises ConfigError as _within does."""
+    """Return a VideoRule limited by --video_min_pixels and --video_max_pixels. Raises ConfigError like _within."""
     given = data.video_min_pixels, data.video_max_pixels
     if given == (None, None):
         return rule
@@ -218,7 +218,7 @@ def plan_vision(
 def plan_videos(
     ready: ReadyModel, tiling: Tiling, images: dict, processor: dict, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[VideoRule | None, str]:
-    """What a model's videos become by its processors' settings, as plan_vision takes them; or None, and why."""
+    """Return the VideoRule of a model's processor settings (arguments as in plan_vision); or None and the reason."""
     settings = processor.get("video_processor") or {}
     try:
         return ready.family.videos(ready.config, tiling, images, settings, tokenizer), ""
@@ -227,10 +227,10 @@ def plan_videos(
 
 
 class ReadyTower(nn.Module):
-    """A ready model's vision model, on uint8 tiles."""
+    """A ready model's vision model, applied to uint8 tiles."""
 
     def __init__(self, plan: ReadyVision, mean: torch.Tensor, std: torch.Tensor) -> None:
-        """mean and std: as VisionTower takes them."""
+        """mean and std: as in VisionTower."""
         super().__init__()
         self.plan = plan
         self.tower = plan.architecture.family.build_tower(copy.deepcopy(plan.config))
@@ -238,7 +238,7 @@ class ReadyTower(nn.Module):
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
 
     def forward(self, pixel_values: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
-        """(N, 3, S, S) uint8, and Batch.tower, to (N, patches, C)."""
+        """Encode (N, 3, S, S) uint8, with Batch.tower, to (N, patches, C)."""
         family = self.plan.architecture.family
         pixels = (pixel_values.float() / 255 - self.mean) / self.std
         if family.casts_pixels:
@@ -246,18 +246,18 @@ class ReadyTower(nn.Module):
         return family.features(self.tower, pixels, tower_inputs)
 
     def deeper_options(self, positions: torch.Tensor, deeper: list[torch.Tensor]) -> dict[str, object]:
-        """Arguments of a language model that adds further features (M, D) at positions (M,) behind its first layers."""
+        """Return arguments of a language model that adds features (M, D) at positions (M,) after its first layers."""
         return {"visual_pos_masks": positions, "deepstack_visual_embeds": deeper}
 
     def prompt_mask(
         self, config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The mask of prompts (B, L) that their language model takes, with 0 at padding. is_image (B, L) bool."""
+        """Return the language model's mask of prompts (B, L), 0 at padding. is_image (B, L) bool."""
         return self.plan.architecture.family.prompt_mask(config, embeds, mask, is_image)
 
 
 class Connector(nn.Module):
-    """What is between a ready model's vision model and its language model."""
+    """The connector between a ready model's vision model and its language model."""
 
     def __init__(self, ready: ReadyModel) -> None:
         super().__init__()
@@ -265,5 +265,5 @@ class Connector(nn.Module):
         self.connector = ready.family.build_connector(copy.deepcopy(ready.config))
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(N, patches, C) to (N, P, D)."""
+        """Project (N, patches, C) to (N, P, D)."""
         return self.ready.family.connect(self.connector, self.ready.config, features)

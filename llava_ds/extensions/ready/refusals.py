@@ -1,9 +1,9 @@
-"""Flags that ready models have no use for, and what they can't be trained with yet."""
+"""Flags that ready models refuse, and features that they don't support yet."""
 
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.properties import Feature, clashes, features
 
-# Flags of LLaVA's own composition and templates, which a ready model's files decide.
+# Flags of LLaVA's own composition and templates; a ready model's files decide these.
 COMPOSING_FLAGS = (
     "vision_tower", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "s2", "s2_scales",
     "mm_native_resolution",
@@ -13,7 +13,7 @@ COMPOSING_FLAGS = (
 
 
 def ready_problems(args: Arguments, kind: str) -> list[str]:
-    """Lines about flags that a ready model has no use for, and about what it can't be trained with yet."""
+    """Return a line for every flag that a ready model ignores, and for every feature without support yet."""
     given = [name for name in COMPOSING_FLAGS if name in args.given and name != "version"]
     given += ["version"] * ("version" in args.given and args.model.version != "processor")
     training, problems = args.training, []
@@ -29,7 +29,7 @@ def ready_problems(args: Arguments, kind: str) -> list[str]:
 
 
 def sharing_problems(args: Arguments) -> list[str]:
-    """Lines about what takes away that every rank has the whole model as its folder has it."""
+    """Return a line for every feature that shards or packs the model."""
     whole = ("whole_matrices", "whole_layers", "whole_sample", "routerless_mlps", "plain_weights")
     needs = dict.fromkeys(whole, "others are not tried with it")
     return clashes([*features(args), Feature("a ready model", needs, ("composed",))])

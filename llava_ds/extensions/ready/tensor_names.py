@@ -1,8 +1,8 @@
-"""The folder of a ready model: its parts and the names of their tensors, as they are on disk and in memory.
+"""The folder of a ready model: its parts, and its tensors' names on disk and in memory.
 
-On disk, names are those of transformers' class or those of an earlier version, which it converts when it opens the
-folder. Here, a ready model has this package's parts: vision_tower.tower.*, projector.connector.* and the language model
-under its own names.
+Names on disk are those of transformers' class, or those of an earlier version, which it converts at loading. In this
+project, a ready model has the parts vision_tower.tower.*, projector.connector.* and the language model under its own
+names.
 """
 
 import copy
@@ -24,18 +24,18 @@ from llava_ds.model.families.language import config_of, trunk_name
 from llava_ds.model.loading import persistent_buffers
 from llava_ds.model.open.weights import WeightFiles, tensor_names
 
-TOWER, CONNECTOR = "tower.", "connector."  # names of tensors in their parts begin with this
+TOWER, CONNECTOR = "tower.", "connector."  # prefixes of tensor names in these parts
 
 
 class ReadyNames:
-    """Names of a ready model's tensors, from a part's name to transformers' in memory, and from any to the part's."""
+    """Names of a ready model's tensors: maps a part's names to transformers' in memory, names on disk to the part's."""
 
     def __init__(self, ready: ReadyModel, text_config: PreTrainedConfig) -> None:
         family = ready.family
         register_text_models(family)
         self._prefixes = {
             **{f"{path}.": ("projector", f"{CONNECTOR}{inner}") for path, inner in family.connector.items()},
-            f"{family.vision}.": ("vision_tower", TOWER),  # which may have the connector in it
+            f"{family.vision}.": ("vision_tower", TOWER),  # it may contain the connector
             f"{family.trunk}.": ("language_model", f"{trunk_name(text_config)}."),
             "lm_head.": ("language_model", "lm_head."),
         }
@@ -44,34 +44,34 @@ class ReadyNames:
         self._beside = family.beside
 
     def is_beside(self, in_memory: str) -> bool:
-        """True for tensors of parts that no image needs."""
+        """Return True for tensors of parts that images don't use."""
         return in_memory.startswith(self._beside)
 
     def is_unchanged(self, on_disk: str) -> bool:
-        """True for tensors of transformers' class that never train: buffers, and parts that no image needs."""
+        """Return True for tensors of transformers' class that never train: buffers, and parts that images don't use."""
         in_memory = self.to_memory(on_disk)
         return in_memory is not None and (in_memory in self.buffers or self.is_beside(in_memory))
 
     def to_memory(self, on_disk: str) -> str | None:
-        """A name on disk to transformers' in memory; None for tensors that the model doesn't have."""
+        """Map a name on disk to transformers' name in memory; None for tensors that the model lacks."""
         return self._known.get(on_disk)
 
     def part_of(self, in_memory: str) -> tuple[str, str] | None:
-        """The part of a name in memory, and the name in it."""
+        """Return the part of a name in memory, and the name within that part."""
         for prefix, (part, inner) in self._prefixes.items():
             if in_memory.startswith(prefix):
                 return part, inner + in_memory.removeprefix(prefix)
         return None
 
     def from_part(self, name: str) -> str:
-        """A name of the whole model here ("vision_tower.tower.x") to transformers' in memory."""
+        """Map this project's name in the complete model ("vision_tower.tower.x") to transformers' name in memory."""
         for prefix, (part, inner) in self._prefixes.items():
             if name.startswith(f"{part}.{inner}"):
                 return prefix + name.removeprefix(f"{part}.{inner}")
         raise KeyError(name)
 
     def renames(self) -> dict[str, Callable[[str], str | None]]:
-        """For each part, a function from names on disk to the part's."""
+        """Return for each part a function from names on disk to the part's names."""
         found: dict[str, dict[str, str]] = {"vision_tower": {}, "projector": {}, "language_model": {}}
         for on_disk, in_memory in self._known.items():
             if (place := self.part_of(in_memory)) is not None:
@@ -80,8 +80,11 @@ class ReadyNames:
 
 
 class _OuterNames(NamedTuple):
-    """Names of a whole model in memory, those by any name on disk, its two ends, whether its class ties these, and
-    those of its buffers among the first."""
+    """Names of a complete model.
+
+    in_memory: all; known: names in memory by every possible name on disk; ends: its embedding and output layer;
+    is_tied: True if its class ties them; buffers: the buffers among in_memory.
+    """
 
     in_memory: tuple[str, ...]
     known: dict[str, str]
@@ -92,7 +95,7 @@ class _OuterNames(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _outer_names(model_type: str, config_json: str) -> _OuterNames:
-    """Ask transformers' class, built without weights. It takes a second for a large model."""
+    """Read the names from transformers' class, built without weights. Takes a second for a large model."""
     config = config_of({**json.loads(config_json), "model_type": model_type}, "a ready model")
     with torch.device("meta"), no_init_weights():
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -111,7 +114,7 @@ def _outer_names(model_type: str, config_json: str) -> _OuterNames:
 
 @cache
 def _ends_differ(path: str, embedding: str, output: str) -> bool:
-    """True if a folder's embedding and output layer, by their names on disk, hold other numbers."""
+    """Return True if a folder's embedding and output layer, by their names on disk, have different numbers."""
     files = WeightFiles(path, {embedding: embedding, output: output}.get)
     found = dict(files.read((embedding, output)))
     return not torch.equal(found[embedding], found[output])
@@ -120,9 +123,9 @@ def _ends_differ(path: str, embedding: str, output: str) -> bool:
 def read_ready(
     family: ReadyFamily, path: str, config: dict, missing: list[str], where: str
 ) -> tuple[ReadyModel, PreTrainedConfig, ReadyNames]:
-    """A ready model's family and configuration, that of its language model, and its tensors' names.
+    """Return a ready model with its configuration, its language model's configuration, and its tensors' names.
 
-    config: the content of config.json. Raises ConfigError where a part is missing, or of a kind that has no class.
+    config: the content of config.json. Raises ConfigError if a part is missing, or has no class.
     """
     register_text_models(family)
     if missing:
@@ -134,7 +137,7 @@ def read_ready(
     ready = ReadyModel(family, whole)
     with library_errors(where, "config.json is not what transformers expects"):
         names = ReadyNames(ready, text)
-    if names.is_tied:  # as transformers ties, which leaves apart what is in the files twice and differs
+    if names.is_tied:  # like transformers: weights that are stored twice and differ stay untied
         on_disk = {names.to_memory(name): name for name in tensor_names(path)}
         ends = [on_disk.get(end) for end in names.ends]
         names.is_tied = None in ends or not _ends_differ(path, *ends)
@@ -148,7 +151,7 @@ def read_ready(
 
 
 def names_in_folder(names: ReadyNames, on_disk: Iterable[str]) -> dict[str, str]:
-    """The names in a folder by those of the whole model here; of two spellings of a tensor the first."""
+    """Map this project's names in the complete model to the names in a folder; of two spellings the first."""
     found: dict[str, str] = {}
     for name in on_disk:
         in_memory = names.to_memory(name)
@@ -159,7 +162,7 @@ def names_in_folder(names: ReadyNames, on_disk: Iterable[str]) -> dict[str, str]
 
 
 def language_model_rename(rename: Callable[[str], str | None], is_tied: bool) -> Callable[[str], str | None]:
-    """The language model's function of names, without the output layer where it is the embedding."""
+    """Return the language model's renaming function, without the output layer if it is tied to the embedding."""
     return partial(_but_output, rename) if is_tied else rename
 
 

@@ -1,1 +1,1 @@
-"""A regular comparison of the weights that ranks hold copies of."""
+"""A regular comparison of the ranks' copies of the weights."""

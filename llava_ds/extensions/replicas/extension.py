@@ -1,4 +1,4 @@
-"""The comparison of copies in a run: after every so many steps, once the step was judged."""
+"""The comparison of copies in a run: every few steps, when the step is judged."""
 
 from llava_ds.extensions.base import Extension, Hook, Phase, StepEnd
 from llava_ds.extensions.replicas.replicas import check_replicas

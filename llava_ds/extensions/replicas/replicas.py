@@ -1,4 +1,4 @@
-"""A check that the copies of a parameter stay the same on all ranks, bit for bit."""
+"""A check that all ranks' copies of a parameter are equal, bit for bit."""
 
 from collections import Counter, defaultdict
 
@@ -14,11 +14,11 @@ MOST_NAMED = 4  # parameters
 
 
 def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) -> None:
-    """Raise DataError on every rank if ranks hold copies of a parameter that differ; looks every so many steps.
+    """Raise DataError on every rank if copies of a parameter differ. Collective.
 
-    At ZeRO 0 to 2 that is every parameter. At 3 it is the small ones that stay gathered, whose copies are made again
-    from their shards after every step. every: steps; 0 never looks. All ranks call it together. Reads every weight
-    once, and waits for the device.
+    At ZeRO 0 to 2 every parameter is compared. At ZeRO-3 only the small ones that stay gathered are; their copies are
+    rebuilt from shards after every step. every: number of steps between checks; 0: never. Reads every weight once, and
+    waits for the device.
     """
     if every == 0 or step % every or ranks.world_size == 1:
         return
@@ -39,7 +39,7 @@ def check_replicas(model: torch.nn.Module, step: int, every: int, ranks: Ranks) 
 
 
 def _odd_ones(everyone: list[dict[tuple[str, Slice], int]]) -> dict[int, list[str]]:
-    """Names of the parameters whose sums differ from most others' with the same slice, by rank."""
+    """Return the parameters whose sums differ from most other ranks' with the same slice, by rank."""
     counts: dict[tuple[str, Slice], Counter[int]] = defaultdict(Counter)
     for sums in everyone:
         for part, value in sums.items():
@@ -50,8 +50,10 @@ def _odd_ones(everyone: list[dict[tuple[str, Slice], int]]) -> dict[int, list[st
 
 
 def replica_sums(model: torch.nn.Module) -> dict[tuple[str, Slice], int]:
-    """The sum of the bits of every parameter that this rank holds but for ZeRO, read as whole numbers, by its name in
-    the whole model and its slice."""
+    """Return the sum of every parameter's bits, read as whole numbers, by its name in the complete model and its slice.
+
+    Covers the parameters that this rank holds in full, apart from ZeRO-3's shards.
+    """
     shares = placement_of(model).held(model).items()
     held = {(share.name, share.slice): p for p, share in shares if p.numel() and not _is_partitioned(p)}
     if not held:
@@ -62,5 +64,5 @@ def replica_sums(model: torch.nn.Module) -> dict[tuple[str, Slice], int]:
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
-    """True if ZeRO-3 holds it in shards; those below its persistence threshold are gathered after every step."""
+    """Return True if ZeRO-3 holds it in shards; below its persistence threshold, it is gathered after every step."""
     return hasattr(parameter, "ds_id") and not parameter.ds_persist

@@ -1,1 +1,1 @@
-"""Reinforcement learning: the model draws answers, and rewards judge them. GRPO, and PPO with a critic."""
+"""Reinforcement learning: the model generates answers, and rewards judge them. GRPO, and PPO with a critic."""

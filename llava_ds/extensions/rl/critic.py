@@ -1,4 +1,4 @@
-"""PPO's critic beside the actor: one engine and one optimizer have both, so a checkpoint holds both."""
+"""PPO's critic: a child of the actor, in the same engine and optimizer, so that one checkpoint holds both."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ FLAG = "--critic_model_name_or_path"
 
 
 def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> FrozenPlan:
-    """Plan the model that the critic begins with: the actor's own where no flag names another.
+    """Plan the critic's initial model: the actor's, unless a flag names another.
 
-    actor, images: of the model that answers. Raises ConfigError for a folder that reads other tokens or images.
+    actor, images: of the answering model. Raises ConfigError for a folder with other tokens or images.
     """
     path, plan = args.own["rl"].critic_model_name_or_path, FrozenPlan(actor, args.model, images)
     if path is not None:
@@ -28,10 +28,9 @@ def plan_critic(args: Arguments, actor: ModelPlan, images: ImageOptions) -> Froz
 
 
 def add_critic(model: LlavaModel, plan: FrozenPlan, resolved: ResolvedConfig, args: Arguments, ranks: Ranks) -> None:
-    """Build the critic and make it the actor's child. All ranks call it together.
+    """Build the critic and make it the actor's child. Collective.
 
-    Its parts train that train of the actor, and its value head; its output layer, which no value comes through, does
-    not.
+    It trains the same parts as the actor, and its value head; its output layer, unused for values, does not train.
     """
     print_first("the critic:")
     critic = build_model(plan.model, plan.args, resolved.config, resolved.dtype, args.training.seed, ranks)

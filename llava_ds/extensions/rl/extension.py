@@ -1,4 +1,4 @@
-"""Reinforcement learning in a run: the models and rewards that judge, the objectives, and what draws the answers."""
+"""The reinforcement-learning extension: judging models and rewards, objectives, and the generation of answers."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from llava_ds.train.plan import Plan, PlanDraft
 
 
 class Judges(NamedTuple):
-    """Judges of answers. rewards: of --reward_funcs, and of the reward model; critic: with PPO."""
+    """Judges of answers. rewards: of --reward_funcs and the reward model; critic: for PPO."""
 
     rewards: tuple[Reward, ...]
     reward_model: FrozenPlan | None
@@ -25,7 +25,7 @@ class Judges(NamedTuple):
 
 
 def plan_judges(draft: PlanDraft) -> Judges:
-    """Open the rewards, and plan the models beside the one that trains."""
+    """Open the rewards, and plan the models that judge answers."""
     args, flags = draft.args, draft.args.own["rl"]
     path, of_actor = flags.reward_model_name_or_path, (draft.model, draft.images)
     opening = partial(open_rewards, flags.reward_funcs, flags.reward_weights, path is not None)
@@ -37,7 +37,7 @@ def plan_judges(draft: PlanDraft) -> Judges:
 
 
 def objective(plan: Plan, mesh: Mesh, plain: Objective) -> Objective:
-    """GRPO or PPO, in place of the plain objective."""
+    """Return GRPO or PPO, instead of the plain objective."""
     own = plan.args.own["rl"]
     if plan.args.training.objective == "ppo":
         loss = ActorCriticLoss(own.cliprange, own.cliprange_value, own.vf_coef, own.temperature)

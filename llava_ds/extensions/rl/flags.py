@@ -156,7 +156,7 @@ class Flags(ExtensionFlags):
     zeros: ClassVar = {"max_resample_times": "--dynamic_sample False tries no other prompt"}
 
     def traits(self, objective: str) -> ObjectiveTraits | None:
-        """Both draw their answers."""
+        """Return the traits: both objectives generate their answers."""
         if objective not in ("grpo", "ppo"):
             return None
         needs = {
@@ -169,7 +169,7 @@ class Flags(ExtensionFlags):
         return ObjectiveTraits(one_answer=True, draws=True, second_model=objective == "ppo", needs=needs)
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """What drawn answers can't do without, or can't be combined with."""
+        """Yield missing and conflicting flags."""
         data, training = args.data, args.training
         if self.reward_funcs is None and self.reward_model_name_or_path is None:
             yield (
@@ -195,7 +195,7 @@ class Flags(ExtensionFlags):
                 yield f"{flag} can't be used with --objective {training.objective}: leave it out"
 
     def _vllm(self, args: "Arguments") -> Iterator[str]:
-        """What --vllm_server can't serve."""
+        """Yield the flags that --vllm_server can't support."""
         if not _LOOPBACK.fullmatch(self.vllm_server):
             yield (
                 f"--vllm_server {self.vllm_server}: it reads weights from this machine's disk, give its address here, "

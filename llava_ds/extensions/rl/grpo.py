@@ -1,5 +1,5 @@
 # S supervised positions of a micro-batch, A answers in it, P prompts, G answers to each
-"""Group relative policy optimisation: answers that are better than the others to their prompt gain probability."""
+"""Group relative policy optimisation: an answer better than the others to its prompt gains probability."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -13,13 +13,14 @@ from llava_ds.train.objectives.objective import MicroLoss
 
 
 class Drawn(NamedTuple):
-    """Numbers of a micro-batch of answers that a model gave to prompts: Batch.extra["drawn"].
+    """The numbers of a micro-batch of generated answers: Batch.extra["drawn"].
 
-    scores (A,) float64: the advantage of each answer, with PPO its reward; weights (S,) float64, of each token's loss
-    in the loss of the step; shares (S,) float64, of each token in a mean over the tokens that train, times the prompts
-    of the step; sampled (S,) float64, the log-probabilities when the answers were drawn; old (S,) float64, those of the
-    model before the first of several iterations, None if there is one; frozen (S,) float64, those of the reference
-    model, None without one.
+    scores (A,) float64: each answer's advantage, for PPO its reward; weights (S,) float64: each token's weight in the
+    step's loss; shares (S,) float64: each token's weight in a mean over the trained tokens, times the step's prompts;
+    sampled (S,) float64: log-probabilities at generation; old (S,) float64: log-probabilities before the first of
+    several
+    iterations, None with one iteration; frozen (S,) float64: log-probabilities under the reference model, None without
+    one.
     """
 
     scores: torch.Tensor
@@ -32,12 +33,14 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of every token. epsilon, epsilon_high: how far the ratio of the new to the old probability counts;
-    importance_sampling_level: whether a token has a ratio, or an answer (the geometric mean of its tokens'); beta:
-    weight of the distance from the reference model; corrects_kl: whether the distance is multiplied by the ratio, which
-    makes its gradient unbiased; temperature: that the answers were drawn at. Sources: GRPO (arXiv 2402.03300), DAPO
-    (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), the correction (2512.02556, 3.1); names and conventions are
-    those of TRL.
+    """The loss of every token.
+
+    epsilon, epsilon_high: clipping range of the ratio of new to old probability; importance_sampling_level: one ratio
+    per
+    token, or per answer (the geometric mean of its tokens'); beta: weight of the distance from the reference model;
+    corrects_kl: multiply the distance by the ratio, which makes its gradient unbiased; temperature: of the generation.
+    Sources: GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO (2507.18071), the correction
+    (2512.02556, 3.1); names and conventions are TRL's.
     """
 
     epsilon: float = 0.2
@@ -50,7 +53,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class GRPO:
-    """Clipped policy gradient over drawn answers; see PolicyLoss. Their weights make it the loss of the step."""
+    """Clipped policy gradient over generated answers; see PolicyLoss. Token weights make it the step's loss."""
 
     loss: PolicyLoss
     num_sources: int
@@ -59,7 +62,7 @@ class GRPO:
     probe = SUMMED
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model on the answers of every prompt, with one pass of the tower over its images."""
+        """Run the model on the answers of every prompt, with one tower pass over its images."""
         losses, metrics = self._losses(engine, batch)
         drawn: Drawn = batch.extra["drawn"]
         weighted = losses * drawn.weights
@@ -72,7 +75,7 @@ class GRPO:
         )
 
     def _losses(self, engine, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of every token (S,), and metrics of every token, (S,) each."""
+        """Return the loss (S,) and metrics (S,) of every token."""
         rows = engine(batch, LogProbs(self.loss.temperature))  # (S,)
         loss, drawn = self.loss, batch.extra["drawn"]
         old = rows.detach() if drawn.old is None else drawn.old
@@ -94,20 +97,20 @@ class GRPO:
         return losses, numbers
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
-        """Return the factor of each micro-batch: the weights of its tokens are those of the whole step."""
+        """Return the factor of each micro-batch: its tokens are already weighted for the whole step."""
         return [torch.full_like(counts[0], self.grad_ranks)] * len(window.micro_batches)
 
     def num_units(self, counts):
-        """Prompts: what the log's metrics are means over. counts: Counts, or a tensor in its order."""
+        """Return the number of prompts, the unit of the log's means. counts: Counts, or a tensor in its order."""
         return counts[0]
 
 
 def clipped_losses(
     ratio: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The losses of tokens, (S,), by the ratios of their new to their old probabilities.
+    """Return the tokens' losses (S,) from the ratios of new to old probability, and two masks of clipped ratios.
 
-    Beside them, which of the ratios don't count: too low with a negative advantage, too high with a positive one.
+    Clipped are ratios that are too low with a negative advantage, or too high with a positive one.
     Source: PPO (arXiv 1707.06347), equation 7.
     """
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
@@ -116,9 +119,9 @@ def clipped_losses(
 
 
 def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"], spread: float) -> torch.Tensor:
-    """The advantage of each answer over the others to its prompt, (P, G), from the rewards (P, G) float64.
+    """Return each answer's advantage over the others to its prompt, (P, G), from rewards (P, G) float64.
 
-    scale: divide by the standard deviation of the group, by `spread`, that of the step, or by nothing.
+    scale: divide by the group's standard deviation, by `spread` (the step's), or by nothing.
     """
     centred = rewards - rewards.mean(1, keepdim=True)
     if scale == "none":

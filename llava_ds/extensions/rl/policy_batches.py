@@ -1,8 +1,8 @@
 # P prompts of a rank in a step, G answers to each, A distinct answers that train, S their tokens
-"""From the rewards of drawn answers to micro-batches: advantages, the weight of every token, and packs.
+"""From the rewards of generated answers to micro-batches: advantages, the weight of every token, and packs.
 
-Equal answers to a prompt with one advantage are computed once, and weigh as often as they were given. Answers without
-an advantage, of groups whose rewards are all equal, are left out unless a reference model holds them.
+Equal answers to a prompt with the same advantage are computed once, weighted by their number. Answers of groups with
+equal rewards have no advantage; they are left out unless a reference model is used.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from llava_ds.train.sampling import Answer
 
 @dataclass(frozen=True)
 class AskedPrompt:
-    """A sample up to its last answer. text: the question, as its reward sees it; reference: that answer."""
+    """A sample up to its last answer. text: the question, as rewards see it; reference: the record's answer."""
 
     index: int
     id: str
@@ -48,7 +48,7 @@ class Group:
 
 @dataclass(frozen=True)
 class TrainedAnswer:
-    """An answer that trains, with its prompt, and how often it was given with this score (Drawn.scores)."""
+    """A trained answer with its prompt; times: how often it was generated with this score (Drawn.scores)."""
 
     prompt: AskedPrompt
     answer: Answer
@@ -57,12 +57,12 @@ class TrainedAnswer:
 
     @property
     def sample(self) -> LoadedSample:
-        """Prompt and answer, of which the answer is supervised. Those to one prompt share its images."""
+        """Prompt and supervised answer. Answers to one prompt share its images."""
         return with_answer(self.prompt.sample, self.answer.ids)
 
 
 def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
-    """A prompt followed by the ids of an answer, which is supervised."""
+    """Append an answer's ids, supervised, to a prompt."""
     ids = torch.tensor(answer)
     labels = torch.cat([torch.full_like(asked.input_ids, IGNORE_INDEX), ids])
     return LoadedSample(torch.cat([asked.input_ids, ids]), labels, asked.media, asked.source)
@@ -70,8 +70,10 @@ def with_answer(asked: LoadedSample, answer: Sequence[int]) -> LoadedSample:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Numbers of a step over all ranks. tokens: of the answers whose loss counts, also those without an advantage;
-    spread: the standard deviation of all rewards."""
+    """Numbers of a step over all ranks.
+
+    tokens: of the answers whose loss counts, with or without an advantage; spread: standard deviation of all rewards.
+    """
 
     prompts: float
     answers: float
@@ -80,7 +82,7 @@ class StepTotals:
 
 
 def totals_of(groups: list[Group], mesh: Mesh, device: torch.device, only_ended: bool = False) -> StepTotals:
-    """Count the answers of a step, and the tokens of all, or of those that ended. All ranks call it together."""
+    """Count the answers of a step, and the tokens of all or only of finished answers. Collective."""
     answers = [answer for group in groups for answer in group.answers]
     rewards = np.concatenate([np.zeros(0), *(group.rewards for group in groups)])
     tokens = sum(len(answer.ids) for answer in answers if answer.ended or not only_ended)
@@ -91,13 +93,13 @@ def totals_of(groups: list[Group], mesh: Mesh, device: torch.device, only_ended:
 
 
 def trained_answers(groups: list[Group], totals: StepTotals, flags: Flags) -> list[list[TrainedAnswer]]:
-    """The distinct answers of each group that train."""
+    """Return the distinct trained answers of each group."""
     found = []
     for group in groups:
         rewards = torch.from_numpy(group.rewards)[None]
         advantages = advantages_of(rewards, flags.scale_rewards, totals.spread)[0].tolist()
         if has_no_signal(group):
-            advantages = [0.0] * len(advantages)  # not what rounding of the mean leaves
+            advantages = [0.0] * len(advantages)  # not the rounding error of the mean
         found.append(
             [
                 one
@@ -109,20 +111,20 @@ def trained_answers(groups: list[Group], totals: StepTotals, flags: Flags) -> li
 
 
 def distinct_answers(group: Group, scores: list[float]) -> list[TrainedAnswer]:
-    """The answers of a group, equal ones with one score once."""
+    """Return the answers of a group, each distinct (answer, score) once."""
     times = Counter(zip(group.answers, scores))
     return [TrainedAnswer(group.prompt, answer, score, number) for (answer, score), number in times.items()]
 
 
 def has_no_signal(group: Group) -> bool:
-    """True where all answers have one reward."""
+    """Return True if all answers have the same reward."""
     return bool((group.rewards == group.rewards[0]).all())
 
 
 def pack(units: list[list[TrainedAnswer]], packing: Packing) -> list[list[TrainedAnswer]]:
-    """Lay this rank's answers out in micro-batches. Those to one prompt stay together, or in as few as have room.
+    """Pack this rank's answers into micro-batches. A prompt's answers stay together, or in as few packs as possible.
 
-    With a bound of tokens by it, else so many prompts a micro-batch.
+    Packs are limited by tokens if a limit is set, else by the number of prompts.
     """
     most = packing.tokens_per_micro_batch
     if most is None:
@@ -149,9 +151,9 @@ def pack(units: list[list[TrainedAnswer]], packing: Packing) -> list[list[Traine
 def policy_batch(
     answers: list[TrainedAnswer], totals: StepTotals, trained_tokens: float, flags: Flags, options: ImageOptions
 ) -> MicroBatch:
-    """Collate answers to a micro-batch, with the weight of every token in the loss of the step.
+    """Collate answers into a micro-batch, with every token's weight in the step's loss.
 
-    trained_tokens: of all ranks, each as often as its answer was given.
+    trained_tokens: over all ranks, each answer counted as often as it was generated.
     """
     samples = [one.sample for one in answers]
     plain = collate(samples, options)
@@ -178,7 +180,7 @@ def policy_batch(
 
 
 def metrics_of(groups: list[Group], names: list[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Sums over prompts, each a mean over its answers, by TRL's names."""
+    """Return sums over prompts, each a mean over its answers, by TRL's names."""
 
     def total(values) -> torch.Tensor:
         return torch.tensor(float(sum(values)), dtype=torch.float64, device=device)
@@ -191,13 +193,13 @@ def metrics_of(groups: list[Group], names: list[str], device: torch.device) -> d
         "frac_reward_zero_std": total(has_no_signal(group) for group in groups),
         "completions/mean_length": total(np.mean(each) for each in lengths),
         "completions/clipped_ratio": total(np.mean([not one.ended for one in group.answers]) for group in groups),
-        # Of the tokens of each group, as the others are of its answers.
+        # A mean over a group's tokens; the others are means over its answers.
         "entropy": total(sum(a.entropy for a in g.answers) / sum(each) for g, each in zip(groups, lengths)),
         **{name: total(values) for name, values in means.items()},
     }
 
 
 def sums_of_ranks(numbers: list[float], mesh: Mesh, device: torch.device) -> list[float]:
-    """Sum numbers over the ranks. All ranks call it together."""
+    """Sum numbers over the ranks. Collective."""
     with waiting("sums over the answers of a step"):
         return sum_over(mesh.data_group, torch.tensor(numbers, dtype=torch.float64, device=device)).tolist()

@@ -1,5 +1,5 @@
 # S supervised positions of a micro-batch, A answers in it, L tokens of its longest answer
-"""Proximal policy optimisation: a critic tells of every token how much better it was than expected."""
+"""Proximal policy optimisation: a critic estimates how much better each token was than expected."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +14,11 @@ from llava_ds.model.value_head import Values
 
 
 class Valued(NamedTuple):
-    """The critic's numbers of a micro-batch of answers: Batch.extra["valued"]. Drawn.old is never None with them.
+    """The critic's numbers of a micro-batch: Batch.extra["valued"]. Drawn.old is never None with them.
 
-    values (S,) float64: the critic's before the step's updates, each before its token; returns (S,) float64: what it
-    should have said; advantages (S,) float64.
+    values (S,) float64: before the step's updates, at the position before each token; returns (S,) float64: the
+    critic's
+    targets; advantages (S,) float64.
     """
 
     values: torch.Tensor
@@ -27,10 +28,13 @@ class Valued(NamedTuple):
 
 @dataclass(frozen=True)
 class ActorCriticLoss:
-    """The loss of every token. cliprange: how far the ratio of the new to the old probability counts; cliprange_value:
-    how far a value may move from the old one and still count; vf_coef: weight of the critic's loss; temperature: that
-    the answers were drawn at. Sources: PPO (arXiv 1707.06347); names and conventions are those of TRL's PPOTrainer and
-    of DeepSpeed-Chat.
+    """The loss of every token.
+
+    cliprange: clipping range of the ratio of new to old probability; cliprange_value: clipping range of a value around
+    the
+    old one; vf_coef: weight of the critic's loss; temperature: of the generation. Sources: PPO (arXiv 1707.06347);
+    names
+    and conventions are those of TRL's PPOTrainer and of DeepSpeed-Chat.
     """
 
     cliprange: float = 0.2
@@ -50,13 +54,13 @@ class ActorCritic(LogProbs):
 
 @dataclass(frozen=True)
 class PPO(GRPO):
-    """Clipped policy gradient over drawn answers, with a critic that trains beside the actor; see ActorCriticLoss."""
+    """Clipped policy gradient over generated answers, with a critic that trains as well; see ActorCriticLoss."""
 
     loss: ActorCriticLoss
     probe = ActorCritic()
 
     def _losses(self, engine, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of every token (S,), and metrics of every token, (S,) each, by TRL's names."""
+        """Return the loss (S,) and metrics (S,) of every token, by TRL's names."""
         rows, values = engine(batch, ActorCritic(self.loss.temperature))  # (S,) each
         drawn, valued = batch.extra["drawn"], batch.extra["valued"]
         log_ratio, reach = rows - drawn.old, self.loss.cliprange
@@ -74,7 +78,7 @@ class PPO(GRPO):
         return actor + self.loss.vf_coef * critic, metrics
 
     def _value_losses(self, values: torch.Tensor, old: Valued) -> tuple[torch.Tensor, torch.Tensor]:
-        """The critic's loss of every token (S,), and where a value moved so far that it has no gradient."""
+        """Return the critic's loss of every token (S,), and a mask of clipped values, which have no gradient."""
         reach = self.loss.cliprange_value
         clipped = old.values + (values - old.values).clamp(-reach, reach)
         plain, bounded = (values - old.returns) ** 2, (clipped - old.returns) ** 2
@@ -82,9 +86,9 @@ class PPO(GRPO):
 
 
 def token_rewards(batch: Batch, kl_ctl: float) -> torch.Tensor:
-    """The reward of every token, (S,): less probable under the reference model costs, and the last has the score.
+    """Return the reward of every token, (S,): a KL penalty per token, plus the score at the answer's last token.
 
-    Drawn.old has to be there, and Drawn.frozen where kl_ctl is not 0.
+    Drawn.old is required, and Drawn.frozen unless kl_ctl is 0.
     """
     drawn: Drawn = batch.extra["drawn"]
     rewards = torch.zeros_like(drawn.old) if kl_ctl == 0 else -kl_ctl * (drawn.old - drawn.frozen)
@@ -97,9 +101,10 @@ def token_rewards(batch: Batch, kl_ctl: float) -> torch.Tensor:
 def advantages_over(
     values: torch.Tensor, rewards: torch.Tensor, samples: torch.Tensor, gamma: float, lam: float
 ) -> torch.Tensor:
-    """Generalised advantages of tokens, (S,); values, rewards (S,) float64; samples (S,), ascending: their answers.
+    """Return the tokens' generalised advantages, (S,).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}; behind an answer's end both are 0.
+    values, rewards (S,) float64; samples (S,): each token's answer, ascending.
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}; V and A are 0 after an answer's end.
     Source: arXiv 1506.02438.
     """
     if not len(samples):
@@ -118,14 +123,14 @@ def advantages_over(
 
 
 def with_advantages(batch: Batch, values: torch.Tensor, kl_ctl: float, gamma: float, lam: float) -> Batch:
-    """Add returns and advantages, which are not yet whitened, by the critic's values (S,)."""
+    """Add returns and advantages, not yet whitened, computed from the critic's values (S,)."""
     rewards = token_rewards(batch, kl_ctl)
     advantages = advantages_over(values.double(), rewards, batch.target_samples, gamma, lam)
     return batch.with_extra(valued=Valued(values.double(), advantages + values.double(), advantages))
 
 
 def whitened(batch: Batch, mean: float, variance: float) -> Batch:
-    """Set the mean of the advantages to 0 and their variance to 1, by those over all tokens of the step."""
+    """Whiten the advantages, given their mean and variance over all tokens of the step."""
     valued: Valued = batch.extra["valued"]
     white = (valued.advantages - mean) * (variance + 1e-8) ** -0.5
     return batch.with_extra(valued=valued._replace(advantages=white))

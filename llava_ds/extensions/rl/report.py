@@ -1,4 +1,4 @@
-"""The answers that a run drew to train on, with their images and rewards."""
+"""The report's section on generated answers, with their images and rewards."""
 
 from pathlib import Path
 
@@ -12,19 +12,21 @@ MOST_STEPS, MOST_ANSWERS = 8, 6
 
 
 class Report(ReportPart):
-    """The answers that the run drew."""
+    """The report's section on generated answers."""
 
     def __init__(self, run: RunFiles) -> None:
         self.blocks = run.blocks_of("rollouts.jsonl", rewarded_answers)
 
     def sections(self) -> dict[str, list[Block]]:
-        """Cards of the prompts."""
+        """Return the cards of the prompts."""
         return {"Rewarded answers": self.blocks}
 
 
 def rewarded_answers(rows: list[dict], output_dir: Path) -> list[Block]:
-    """Cards of the answers to one prompt of some steps. rows: of rollouts.jsonl; relative paths of images are below
-    output_dir."""
+    """Build cards of the answers to one prompt, for some steps.
+
+    rows: of rollouts.jsonl; relative image paths are below output_dir.
+    """
     shown = spread(rows, MOST_STEPS)
     blocks: list[Block] = [{"kind": "cards", "cards": [_card(row, output_dir) for row in shown]}]
     if more := len(rows) - len(shown):
@@ -48,7 +50,7 @@ def _card(row: dict, output_dir: Path) -> dict[str, object]:
 
 
 def _line(answer: dict) -> tuple[str, object]:
-    """The reward of an answer and how often it was drawn, and the answer."""
+    """Return an answer's label, its reward and count, and its text."""
     reward, times = answer.get("reward"), answer.get("times")
     label = f"{reward:.2f}" if is_number(reward) else "?"
     return f"{label} × {times}" if is_number(times) and times > 1 else label, str(answer.get("text", ""))

@@ -10,10 +10,10 @@ from llava_ds.data.collate import LoadedSample
 from llava_ds.engine.frozen import Scorer
 from llava_ds.files.python_function import function_of_file
 
-MODEL_REWARD = "reward_model"  # in the log
+MODEL_REWARD = "reward_model"  # its name in the log
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUMBER_WORDS = {word: i for i, word in enumerate(_WORDS)}
-LONG_SHARE = 0.8  # of the longest answer: what is longer loses, up to 1 at the longest
+LONG_SHARE = 0.8  # fraction of the longest answer: longer answers lose reward, 1 at the longest
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
@@ -25,8 +25,12 @@ _BOX = re.compile(rf"[\[(]{_COORDINATE},{_COORDINATE},{_COORDINATE},{_COORDINATE
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer as its reward sees it. reference: the record's answer; tokens: the answer's, of at most max_tokens;
-    sample: prompt and answer as tokens, with the images."""
+    """An answer as rewards see it.
+
+    reference: the record's answer; tokens: the answer's, of at most max_tokens; sample: prompt and answer as tokens,
+    with
+    the images.
+    """
 
     prompt: str
     text: str
@@ -38,35 +42,35 @@ class Completion:
 
 
 def exact(one: Completion) -> float:
-    """1 where the answer is the reference, but for case, spaces and a full stop at the end."""
+    """Return 1 if the answer is the reference, ignoring case, spaces and a final full stop."""
     return float(_plain(final_answer(one.text)) == _plain(final_answer(one.reference)))
 
 
 def numeric(one: Completion) -> float:
-    """1 where the last number of the answer is that of the reference, in digits or as a word up to ten."""
+    """Return 1 if the last numbers of answer and reference are equal, in digits or as words up to ten."""
     found, wanted = (last_number(final_answer(text)) for text in (one.text, one.reference))
     return float(found is not None and wanted is not None and math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9))
 
 
 def choice(one: Completion) -> float:
-    """1 where the answer names the option of the reference: its first capital letter that stands alone."""
+    """Return 1 if the answer names the reference's option: its first capital letter that is a word by itself."""
     found, wanted = (_LETTER.search(final_answer(text)) for text in (one.text, one.reference))
     return float(found is not None and wanted is not None and found[1] == wanted[1])
 
 
 def iou(one: Completion) -> float:
-    """The overlap of the answer's first box [x1, y1, x2, y2] with the reference's: their intersection over union."""
+    """Return the intersection over union of the first boxes [x1, y1, x2, y2] of answer and reference."""
     found, wanted = (first_box(final_answer(text)) for text in (one.text, one.reference))
     return 0.0 if found is None or wanted is None else overlap(found, wanted)
 
 
 def format(one: Completion) -> float:
-    """1 for an answer that is <think>...</think> and then <answer>...</answer>, and nothing else."""
+    """Return 1 for an answer that is exactly <think>...</think> and then <answer>...</answer>."""
     return float(_FORMAT.fullmatch(one.text) is not None)
 
 
 def length(one: Completion) -> float:
-    """0 for answers up to LONG_SHARE of the longest, falling to -1 there. Source: DAPO (arXiv 2503.14476), 3.4."""
+    """Return 0 up to LONG_SHARE of the maximum length, falling to -1 there. Source: DAPO (arXiv 2503.14476), 3.4."""
     free = LONG_SHARE * one.max_tokens
     return -max(0.0, one.tokens - free) / max(1e-9, one.max_tokens - free)
 
@@ -78,8 +82,10 @@ REWARDS: dict[str, Callable[[Completion], float]] = {
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward with its weight in the sum. of_all: rewards of some answers; None for a reward model's until it is
-    built."""
+    """A reward with its weight in the sum.
+
+    of_all: computes the rewards of several answers; None for a reward model that is not built yet.
+    """
 
     name: str
     weight: float
@@ -87,10 +93,9 @@ class Reward:
 
 
 def open_rewards(names: str | None, weights: str | None, has_model: bool = False) -> tuple[Reward, ...]:
-    """Open the rewards of --reward_funcs, names or file.py:function separated by commas, with --reward_weights.
+    """Open the rewards of --reward_funcs (names or file.py:function, comma-separated) with --reward_weights.
 
-    has_model: a reward model's comes last. Raises ConfigError for those that don't exist, and for weights that don't
-    fit.
+    has_model: append a reward model's. Raises ConfigError for unknown rewards, and for weights that don't match.
     """
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if (names is not None and not wanted) or len(set(wanted)) < len(wanted):
@@ -115,7 +120,7 @@ def open_rewards(names: str | None, weights: str | None, has_model: bool = False
 
 
 def model_rewards(judge: Scorer, answers: Sequence[Completion]) -> list[float]:
-    """The score of each answer by a reward model. Equal answers to a prompt are computed once."""
+    """Return a reward model's score of each answer. Equal answers to a prompt are computed once."""
     keys = [(tuple(one.sample.input_ids.tolist()), *(id(tiles) for tiles, _ in one.sample.media)) for one in answers]
     distinct = dict(zip(keys, (one.sample for one in answers)))
     scores = dict(zip(distinct, judge.scores(list(distinct.values()))))
@@ -140,13 +145,13 @@ def _of_file(name: str) -> Callable[[Sequence[Completion]], list[float]]:
 
 
 def final_answer(text: str) -> str:
-    """The text within the last <answer>...</answer>, or all of it without."""
+    """Return the text within the last <answer>...</answer>, or all of it without one."""
     found = _ANSWER.findall(text)
     return (found[-1] if found else text).strip()
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text; of words, the last one that is a number up to ten."""
+    """Return the last number in a text; without digits, the last word that is a number up to ten."""
     if digits := _NUMBER.findall(text):
         return float(digits[-1].replace(",", "").rstrip("%"))
     words = [NUMBER_WORDS[word] for word in re.findall(r"[a-z]+", text.lower()) if word in NUMBER_WORDS]
@@ -154,7 +159,7 @@ def last_number(text: str) -> float | None:
 
 
 def first_box(text: str) -> tuple[float, ...] | None:
-    """The first four numbers in brackets, as (x1, y1, x2, y2) with the smaller ones first."""
+    """Return the first four numbers in brackets as (x1, y1, x2, y2), the smaller coordinates first."""
     found = _BOX.search(text)
     if found is None:
         return None
@@ -163,7 +168,7 @@ def first_box(text: str) -> tuple[float, ...] | None:
 
 
 def overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """Intersection over union of two boxes."""
+    """Return the intersection over union of two boxes."""
     sides = [max(0.0, min(a[i + 2], b[i + 2]) - max(a[i], b[i])) for i in (0, 1)]
     common = sides[0] * sides[1]
     union = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b)) - common

@@ -1,4 +1,4 @@
-"""Steps of reinforcement learning: prompts, answers that the model draws, their rewards, and batches to train on."""
+"""Steps of reinforcement learning: prompts, generated answers, their rewards, and the batches to train on."""
 
 import time
 from collections import Counter
@@ -51,18 +51,18 @@ from llava_ds.train.start import Start
 
 @dataclass(frozen=True)
 class PolicyWindow(Window):
-    """A step of answers. num_prompts: of this rank, also those whose answers don't train."""
+    """The generated answers of a step. num_prompts: of this rank, including prompts whose answers don't train."""
 
     num_prompts: int = 0
 
     @property
     def counts(self) -> Counts:
-        """The counts of what trains, with all prompts as samples."""
+        """The counts of the trained answers, with all prompts as samples."""
         return super().counts._replace(samples=self.num_prompts)
 
 
 class Rollouts(SessionPart):
-    """Draws the answers of each step from the weights as they are, and makes its batches of them."""
+    """Generates the answers of each step with the current weights, and builds the step's batches."""
 
     def __init__(self, plan: Plan, started: Start) -> None:
         super().__init__(plan, started)
@@ -70,7 +70,7 @@ class Rollouts(SessionPart):
         self.updates = self._flags.num_iterations
 
     def built(self, model: LlavaModel) -> None:
-        """Make the twin that answers are drawn with, and the models that judge them; then the actor gets its critic."""
+        """Create the model copy for generation and the judging models; then add the actor's critic."""
         plan, ranks, flags, own = self.plan, self.ranks, self._flags, self.plan.own["rl"]
         self._twin = twin_of(model)
         url, folder = flags.vllm_server, plan.output_dir / "vllm"
@@ -95,12 +95,12 @@ class Rollouts(SessionPart):
             add_critic(model, own.critic, plan.resolved, plan.args, ranks)
 
     def _log(self, done: int) -> RowLog | None:
-        """The log of answers on rank 0, without the steps that will come again."""
+        """Open the log of answers on rank 0, without the steps that will be repeated."""
         path = self.plan.output_dir / "rollouts.jsonl"
         return RowLog(path, [row for row in rows_of(path) if row["step"] <= done]) if self.ranks.is_first else None
 
     def windows(self, engine: DeepSpeedEngine, done: int, plain: Iterator[Window]) -> Iterator[PolicyWindow]:
-        """This rank's window of answers of every step that is left. All ranks run through it together."""
+        """Yield this rank's window of answers for every remaining step. Collective."""
         steps, log = self.plan.steps, self._log(done)
         for step, layout in enumerate(steps.after(done), done + 1):
             started = time.perf_counter()
@@ -123,7 +123,7 @@ class Rollouts(SessionPart):
             )
 
     def _prompts(self, samples: list[int]) -> tuple[list[AskedPrompt], list[BrokenSample]]:
-        """The prompts of these samples, and those that can't be shown."""
+        """Return the prompts of these samples, and the broken samples."""
         found, broken = [], []
         for index in samples:
             item = self.plan.steps.dataset[index]
@@ -148,10 +148,11 @@ class Rollouts(SessionPart):
         return AskedPrompt(index, str(row["id"]), prompt, text, reference)
 
     def _groups(self, step: int, prompts: list[AskedPrompt]) -> tuple[list[Group], dict[str, torch.Tensor]]:
-        """Draw answers to each prompt, and reward them; with --dynamic_sample those to another prompt, too, where a
-        group has no signal. Returns also how many prompts others stand for. All ranks call it together.
+        """Generate answers to each prompt, and reward them. Collective. Returns also the number of replaced prompts.
 
-        Which others follows from --seed, the step and the prompt alone.
+        With --dynamic_sample, a group without a signal is replaced by answers to another prompt. The choice depends on
+        --seed,
+        the step and the prompt alone.
         """
         flags, places = self._flags, list(range(len(prompts)))
         groups = self._answered((step, 0), prompts, prompts)
@@ -169,20 +170,22 @@ class Rollouts(SessionPart):
         return groups, {"frac_resampled": torch.tensor(float(replaced), dtype=torch.float64, device=self.ranks.device)}
 
     def _another(self, turn: tuple[int, int], prompt: AskedPrompt) -> AskedPrompt | None:
-        """A prompt in place of this one; None if it can't be shown, which its own step will report."""
+        """Choose another prompt; None if it is broken, which its own step will report."""
         dataset = self.plan.steps.dataset
         rng = np.random.default_rng([self.plan.args.training.seed, *turn, prompt.index])
         found, _ = self._prompts([int(rng.integers(len(dataset)))])
         return found[0] if found else None
 
     def _answered(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[Group]:
-        """Answers to each prompt, with rewards. turn: step and attempt; slots: the prompts of the step that these stand
-        for. All ranks call it together."""
+        """Generate and reward answers to each prompt. Collective.
+
+        turn: step and attempt; slots: the prompts of the step that these prompts replace, or the same.
+        """
         answers = self._draw(turn, slots, prompts)
         return on_every_rank(self.ranks, lambda: self._score(prompts, answers))
 
     def _draw(self, turn: tuple[int, int], slots: list[AskedPrompt], prompts: list[AskedPrompt]) -> list[list[Answer]]:
-        """Draw the answers to each prompt, some prompts at a time."""
+        """Generate the answers to each prompt, a few prompts at a time."""
         found, (step, attempt) = [], turn
         seeds = [(self.plan.args.training.seed, step, slot.index, attempt) for slot in slots]
         if self._server is not None:
@@ -222,7 +225,7 @@ class Rollouts(SessionPart):
         ]
 
     def _shown(self, step: int, group: Group) -> dict[str, object]:
-        """A row of rollouts.jsonl: the distinct answers to a prompt, the most rewarded first."""
+        """Return a row of rollouts.jsonl: the distinct answers to a prompt, the highest reward first."""
         times = Counter(zip(group.answers, group.rewards.tolist()))
         decode, asked = self.plan.model.tokenizer.decode, group.prompt
         answers = [
@@ -233,13 +236,14 @@ class Rollouts(SessionPart):
         return {"step": step, **shown, "answers": answers}
 
     def _images_of(self, asked: AskedPrompt) -> list[str | dict[str, object]]:
-        """Where the images of a prompt lie."""
+        """Return the paths of a prompt's images."""
         return self.plan.steps.dataset.images_of(asked.index)[: len(asked.sample.media)]
 
     def _batches(self, engine, groups: list[Group]) -> tuple[list[MicroBatch], dict[str, torch.Tensor]]:
-        """As many micro-batches on every rank, on the device, and the numbers of the step, as sums over prompts.
+        """Build the micro-batches on the device, equally many on every rank, and the step's metrics as sums over
+        prompts.
 
-        Without answers that train micro-batches are empty.
+        Without trained answers, micro-batches are empty.
         """
         flags, mesh = self._flags, self.mesh
         totals = totals_of(groups, mesh, engine.device, flags.mask_truncated_completions)
@@ -266,8 +270,7 @@ class Rollouts(SessionPart):
 
     @torch.no_grad()
     def _with_log_probs(self, engine, batch: Batch) -> tuple[Batch, torch.Tensor | None]:
-        """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), if there is
-        one."""
+        """Add the log-probabilities that the loss compares with. Returns also the critic's values (S,), or None."""
         values, drawn = None, batch.extra["drawn"]
         if self._has_critic or self.updates > 1:
             engine.eval()
@@ -283,7 +286,7 @@ class Rollouts(SessionPart):
         return batch.with_extra(drawn=drawn), values
 
     def _precision(self) -> torch.autocast:
-        """The engine's own, which it enters by itself."""
+        """Return the engine's autocast context; the engine enters it by itself."""
         resolved = self.plan.resolved
         enabled = resolved.config.get("torch_autocast", {}).get("enabled", False)
         return torch.autocast(self.ranks.device.type, resolved.compute_dtype, enabled=enabled)

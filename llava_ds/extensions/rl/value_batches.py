@@ -1,5 +1,5 @@
 # P prompts of a rank in a step, S tokens of a micro-batch's answers
-"""The critic's part of a step: advantages and returns of every token, whitened over all ranks, and their numbers."""
+"""The critic's part of a step: every token's advantage and return, whitened over all ranks, and metrics."""
 
 import numpy as np
 import torch
@@ -13,23 +13,23 @@ from llava_ds.runtime.waiting import waiting
 
 
 def rewarded_answers(groups: list[Group], clip: float) -> list[list[TrainedAnswer]]:
-    """The distinct answers of each group with their rewards, of which none counts as more than `clip` either way."""
+    """Return the distinct answers of each group with their rewards, clipped to [-clip, clip]."""
     return [distinct_answers(group, np.clip(group.rewards, -clip, clip).tolist()) for group in groups]
 
 
 def value_batches(
     batches: list[Batch], values: list[torch.Tensor], totals: StepTotals, flags: Flags, mesh: Mesh
 ) -> tuple[list[Batch], dict[str, torch.Tensor]]:
-    """Add advantages and returns to this rank's micro-batches of a step, by the critic's values (S,) of each.
+    """Add advantages and returns to this rank's micro-batches, from the critic's values (S,) of each. Collective.
 
-    Returns also the step's numbers, as sums over prompts, by TRL's names. All ranks call it together.
+    Returns also the step's metrics, as sums over prompts, by TRL's names.
     """
     rules = flags.kl_ctl, flags.gamma, flags.lam
     found = [with_advantages(batch, own, *rules) for batch, own in zip(batches, values)]
     each = _joined(found, flags.kl_ctl)
     variances, means = moments([each["advantages"], each["returns"], each["errors"]], each["weights"], totals, mesh)
     explained = 0.0 if variances[1] == 0 else 1 - variances[2] / variances[1]
-    # Of answers, where shares are of tokens: a sum over an answer counts as often as it has tokens.
+    # Means over answers, while shares are for means over tokens: a sum over an answer counts once per token.
     per_answer = each["shares"] * (totals.tokens / max(1.0, totals.answers))
     metrics = {
         "objective/kl": (each["kl"] * per_answer).sum(),
@@ -37,14 +37,14 @@ def value_batches(
         "objective/non_score_reward": (-flags.kl_ctl * each["kl"] * per_answer).sum(),
         "objective/rlhf_reward": (each["rewards"] * per_answer).sum(),
         "val/mean": (each["values"] * each["shares"]).sum(),
-        # By this rank's prompts, counted by tokens: over all ranks they are the step's.
+        # By this rank's prompts, counted by tokens: summed over ranks they are the step's.
         "val/explained_variance": explained * each["shares"].sum(),
     }
     return [whitened(batch, means[0], variances[0]) for batch in found], metrics
 
 
 def _joined(batches: list[Batch], kl_ctl: float) -> dict[str, torch.Tensor]:
-    """Numbers of every token of all micro-batches, (tokens,) each."""
+    """Concatenate the numbers of every token of all micro-batches, (tokens,) each."""
     drawn, valued = ([batch.extra[name] for batch in batches] for name in ("drawn", "valued"))
     found = {name: torch.cat([getattr(each, name) for each in drawn]) for name in ("old", "weights", "shares")}
     found |= {name: torch.cat([getattr(each, name) for each in valued]) for name in Valued._fields}
@@ -57,7 +57,7 @@ def _joined(batches: list[Batch], kl_ctl: float) -> dict[str, torch.Tensor]:
 def moments(
     numbers: list[torch.Tensor], weights: torch.Tensor, totals: StepTotals, mesh: Mesh
 ) -> tuple[list[float], list[float]]:
-    """Variances and means of numbers of tokens over all ranks. weights: of the tokens, which sum to 1."""
+    """Return variances and means of per-token numbers over all ranks. weights: of the tokens, with sum 1."""
     with waiting("the critic's values"):
         own = [float((each * weights).sum()) for each in numbers]
     means = sums_of_ranks(own, mesh, weights.device)

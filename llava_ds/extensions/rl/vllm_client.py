@@ -1,4 +1,4 @@
-"""Answers drawn by vLLM in a process of its own (run/vllm_server.py), by weights that are pushed before every step."""
+"""Generation by vLLM in a separate process (run/vllm_server.py); the weights are sent to it before every step."""
 
 import base64
 import io
@@ -23,7 +23,7 @@ TIMEOUT_S = 3600.0  # for a rank's answers of a step
 
 
 class VllmServer:
-    """The server at an address. folder: where weights are written, which the server reads; export: their form."""
+    """A vLLM server. folder: weights are written here for it to read; export: their format."""
 
     def __init__(self, url: str, folder: Path, export: ExportPlan, ranks: Ranks) -> None:
         if export.form != "hf":
@@ -31,7 +31,7 @@ class VllmServer:
         self._url, self._folder, self._export, self._ranks = url.rstrip("/"), folder, export, ranks
 
     def push(self, engine) -> None:
-        """Let the server draw by the weights as they are now. All ranks call it together."""
+        """Send the current weights to the server. Collective."""
         if self._ranks.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
         write_model(engine, self._export, self._ranks, self._folder)
@@ -40,10 +40,10 @@ class VllmServer:
     def draw(
         self, prompts: list[LoadedSample], places: list[list], seeds: list[tuple[int, ...]], rules: DrawRules
     ) -> list[list[Answer]]:
-        """Draw num_answers to every prompt. places: of each prompt's images, as EncodedDataset.images_of gives them;
-        seeds: of each prompt. A rank may call it alone.
+        """Generate num_answers for every prompt. A rank may call it alone.
 
-        Raises DataError where the server gives no answers, or is asked about a video.
+        places: paths of each prompt's images, from EncodedDataset.images_of; seeds: one per prompt.
+        Raises DataError if the server fails, or if a prompt has a video.
         """
         image_token = read_json(self._folder / "config.json", dict)["image_token_index"]
         sampling = {"temperature": rules.temperature, "top_p": rules.top_p, "stop_token_ids": list(rules.ends)}
@@ -60,7 +60,7 @@ class VllmServer:
         return [[_answer(one) for one in answers] for answers in found["answers"]]
 
     def _png(self, place: str | dict[str, object]) -> str:
-        """An image's file, upright and in RGB, in base64."""
+        """Return an image as a base64 PNG, upright and in RGB."""
         ref, stream = FileRef(**place) if isinstance(place, dict) else place, io.BytesIO()
         load_image(ref, value_range=self._export.image_options.value_range).save(stream, "PNG")
         return base64.b64encode(stream.getvalue()).decode()
@@ -82,7 +82,7 @@ class VllmServer:
 
 
 def with_one_token_an_image(sample: LoadedSample, image_token: int) -> list[int]:
-    """The ids of a sample with one token in the place of each image's features."""
+    """Return the ids of a sample with one token per image instead of its features."""
     ids, found, i = sample.input_ids.tolist(), [], 0
     layouts = iter(layout for _, layout in sample.media)
     while i < len(ids):
@@ -93,6 +93,6 @@ def with_one_token_an_image(sample: LoadedSample, image_token: int) -> list[int]
 
 
 def _answer(found: dict) -> Answer:
-    """vLLM gives no entropies: the surprise of what was drawn has their mean."""
+    """Convert vLLM's answer. It has no entropies: negative log-probabilities of the tokens have the same mean."""
     log_probs = tuple(found["log_probs"])
     return Answer(tuple(found["ids"]), log_probs, -sum(log_probs), found["ended"])

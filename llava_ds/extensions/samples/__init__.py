@@ -1,1 +1,1 @@
-"""Sample answers: a few questions that are answered while the run trains, and shown beside their images."""
+"""Sample answers: a few questions are answered while the run trains, and shown with their images."""

@@ -1,4 +1,4 @@
-"""Sample answers in a run: given at regular steps, printed, and written to samples.jsonl."""
+"""Sample answers in a run: generated at regular steps, printed, and written to samples.jsonl."""
 
 import time
 
@@ -59,7 +59,7 @@ class SampleAnswers(Measure):
 
 
 class Ask(Hook):
-    """Makes the answers a part of evaluations."""
+    """Adds the answers to evaluations."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)

@@ -1,4 +1,4 @@
-"""The sample questions of a run, with their images and how the answers changed."""
+"""The report's section on sample questions, with their images and how the answers changed."""
 
 import itertools
 import re
@@ -16,18 +16,18 @@ MOST_QUESTIONS, MOST_ANSWERS = 24, 12
 
 
 class Report(ReportPart):
-    """The answers to the sample questions."""
+    """The report's section on sample questions."""
 
     def __init__(self, run: RunFiles) -> None:
         self.blocks = run.blocks_of("samples.jsonl", sampled_answers)
 
     def sections(self) -> dict[str, list[Block]]:
-        """Cards of the questions."""
+        """Return the cards of the questions."""
         return {"Answers while training": self.blocks}
 
 
 def sampled_answers(rows: list[dict], output_dir: Path) -> list[Block]:
-    """Cards of questions. rows: of samples.jsonl; relative paths of images are below output_dir."""
+    """Build cards of the questions. rows: of samples.jsonl; relative image paths are below output_dir."""
     questions: dict[str, list[dict]] = {}
     for row in rows:
         questions.setdefault(str(row.get("id")), []).append(row)
@@ -50,7 +50,7 @@ def _card(asked: list[dict], output_dir: Path) -> dict[str, object]:
     places = last.get("images") if isinstance(last.get("images"), list) else []
     reference = last.get("reference")
     question = str(last.get("question", "")).replace(IMAGE_TOKEN, "").strip()  # the image is shown
-    question = re.sub(r"^USER:\s*|\s*ASSISTANT:$", "", question)  # LLaVA's words for who speaks
+    question = re.sub(r"^USER:\s*|\s*ASSISTANT:$", "", question)  # LLaVA's speaker labels
     *earlier, final = [_answer_line(*stretch, reference) for stretch in spread(_stretches(asked), MOST_ANSWERS)]
     return {
         "images": [shown_image(place, output_dir) for place in places],
@@ -63,14 +63,14 @@ def _card(asked: list[dict], output_dir: Path) -> dict[str, object]:
 
 
 def _answer_line(first: int, last: int, answer: str, reference: object) -> tuple[str, object]:
-    """The steps at which an answer was given, and the answer, marked if it is the reference."""
+    """Return the steps at which an answer was given, and the answer, marked if it is the reference."""
     same = reference is not None and answer.strip() == str(reference).strip()
     steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
     return steps, styled(answer, "same") if same else answer
 
 
 def _stretches(asked: list[dict]) -> list[tuple[int, int, str]]:
-    """Join equal neighbours: (first step, last step, answer)."""
+    """Join equal consecutive answers: (first step, last step, answer)."""
     found = []
     for answer, same in itertools.groupby(asked, key=lambda row: str(row.get("answer", ""))):
         steps = [row["step"] for row in same]

@@ -1,5 +1,5 @@
 # B questions, V vocabulary
-"""Questions of a model in training, which are what samples are up to their first answer, and greedy answers to them."""
+"""Questions from samples (everything up to their first answer), and greedy answers by a model in training."""
 
 import dataclasses
 import itertools
@@ -23,8 +23,10 @@ from llava_ds.runtime.waiting import queuing, waiting
 
 @dataclass(frozen=True)
 class SampleQuestion:
-    """The part of a sample up to its first answer, and that answer's text; index: of the sample in its data set;
-    images: where they lie, for a person to look at (EncodedDataset.images_of)."""
+    """The part of a sample up to its first answer, and that answer's text.
+
+    index: of the sample in its data set; images: their paths, for a person to look at (EncodedDataset.images_of).
+    """
 
     index: int
     id: str
@@ -37,9 +39,9 @@ class SampleQuestion:
 def prompts_of(
     dataset: EncodedDataset, number: int, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> list[SampleQuestion]:
-    """Take the first samples of a data set that have an answer and whose images can be shown, at most `number`.
+    """Take the first samples of a data set with an answer and readable images, at most `number`.
 
-    Those with images come first: they tell more about a model that sees.
+    Samples with images come first: they say more about a model that sees.
     """
     found: list[SampleQuestion] = []
     for index in itertools.chain(dataset.positions(images=True), dataset.positions(images=False)):
@@ -73,7 +75,7 @@ def prompts_of(
 
 
 def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
-    """Return the images of a sample whose places all lie before a position."""
+    """Return the images of a sample whose positions are all before a position."""
     room, shown = int((sample.input_ids[:position] == IMAGE_TOKEN_INDEX).sum()), []
     for tiles, layout in sample.media:
         room -= layout.num_tokens
@@ -85,8 +87,11 @@ def _shown_before(sample: LoadedSample, position: int) -> list[tuple]:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Greedy decoding. images: the layout of images; max_length: the length at which training cuts samples, beyond
-    which a language model may have no positions."""
+    """Greedy decoding.
+
+    images: the layout of images; max_length: where training truncates samples, because a language model may have no
+    further positions.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     template: str
@@ -97,10 +102,10 @@ class Decoding:
 
 @torch.no_grad()
 def answers(runner: Runner, prompts: list[SampleQuestion], decoding: Decoding, ranks: Ranks) -> list[str]:
-    """Return the greedy answer to each prompt, by the engine as it trains, at any ZeRO stage.
+    """Return the greedy answer to each prompt, computed by the training engine at any ZeRO stage. Collective.
 
-    All ranks call it together and compute all of it, for at ZeRO-3 no rank can compute alone. The whole sequence is
-    computed again for every token, which a few short answers can afford: no cache has to fit the language model.
+    All ranks compute all answers, because at ZeRO-3 no rank can compute alone. Every token recomputes the complete
+    sequence, acceptable for a few short answers: no cache has to fit the language model.
     """
     engine = runner.engine
     engine.eval()

@@ -1,1 +1,1 @@
-"""Ranks that share the tokens of every micro-batch, and compute attention for some heads each (DeepSpeed-Ulysses)."""
+"""Sequence parallelism (Ulysses): ranks share the tokens of every micro-batch, and each computes some heads."""

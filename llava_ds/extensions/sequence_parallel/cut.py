@@ -1,5 +1,5 @@
 # T tokens of a pack, s ranks that share them, t = T / s of them on a rank, N tiles of P features each
-"""A rank's part of a micro-batch, with only the images that lie in it."""
+"""A rank's part of a micro-batch, with the images in it only."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,7 +13,7 @@ SHARED = "tokens_shared"  # in Batch.trunk: True for a part of a pack
 
 
 def fill(batch: Batch, ranks: int) -> Batch:
-    """Round the number of tokens up to a multiple of the ranks, by one more sample without supervised tokens."""
+    """Pad the number of tokens to a multiple of the ranks, with one more sample without supervised tokens."""
     missing = -batch.input_ids.shape[1] % ranks
     if not missing:
         return batch
@@ -29,11 +29,11 @@ def fill(batch: Batch, ranks: int) -> Batch:
 
 
 def cut(whole: Batch, options: ImageOptions, rank: int, ranks: int) -> tuple[Batch, list[int]]:
-    """The tokens of the rank-th of so many ranks, and the numbers of the tiles that its image positions need.
+    """Return the tokens of one of `ranks` ranks, and the numbers of the tiles that its image positions need.
 
-    The batch is filled up to a multiple of the ranks. cu_seqlens, max_seqlen and all that is by sample remain the whole
-    batch's; positions count from the rank's first token. pixel_values is not set: it has to be these tiles, in their
-    order, or the blank one. A tile whose features lie on both sides of a cut is needed on both.
+    The batch is padded to a multiple of the ranks. cu_seqlens, max_seqlen and all per-sample fields remain the complete
+    batch's; positions count from the rank's first token. pixel_values is not set: the caller sets it to these tiles, in
+    order, or to the blank one. A tile with features on both sides of a cut is needed on both.
     """
     whole = fill(whole, ranks)
     length = whole.input_ids.shape[1] // ranks
@@ -63,7 +63,7 @@ def cut(whole: Batch, options: ImageOptions, rank: int, ranks: int) -> tuple[Bat
 
 
 class _Placed(NamedTuple):
-    """tiles: the needed ones, ascending; the others as in Placing, over the needed tiles and pooled features."""
+    """Placing for the needed tiles. tiles: their numbers, ascending; other fields as in Placing, renumbered."""
 
     tiles: torch.Tensor
     rows: torch.Tensor
@@ -72,14 +72,17 @@ class _Placed(NamedTuple):
 
 
 def _placed(whole: Batch, rows: torch.Tensor, patches: int) -> _Placed:
-    """Renumber what some rows of a batch's feature table need. rows: as in Placing.features."""
+    """Renumber the tiles and pooled features needed by some rows of a batch's feature table.
+
+    rows: as in Placing.features.
+    """
     first_pooled = len(whole.pixel_values) * patches
     is_pooled = rows >= first_pooled
     pooled, pooled_at = torch.unique(rows[is_pooled] - first_pooled, return_inverse=True)
     index, weight = whole.placing.pool_index[pooled], whole.placing.pool_weight[pooled]
     used = weight != 0
     tiles = torch.unique(torch.cat([rows[~is_pooled] // patches, index[used] // patches]))
-    count = max(1, len(tiles))  # without any there is the blank one
+    count = max(1, len(tiles))  # without any tile, the blank one is used
 
     def moved(features: torch.Tensor) -> torch.Tensor:
         return torch.searchsorted(tiles, features // patches) * patches + features % patches

@@ -1,9 +1,9 @@
 # s ranks that share a pack's tokens, T tokens of the pack, t = T / s of them on a rank, H query heads, K key heads,
 # E head width
-"""The exchange around attention under sequence parallelism: a rank has some tokens, and for attention some heads.
+"""The exchange around attention under sequence parallelism: from all heads of some tokens to some heads of all tokens.
 
-Each rank computes everything but attention for its own tokens, and attention for its own heads over all tokens of the
-pack, as DeepSpeed-Ulysses does (arXiv 2309.14509). Gradients go the same ways back.
+Each rank computes everything except attention for its own tokens, and attention for its own heads over all tokens of
+the pack, like DeepSpeed-Ulysses (arXiv 2309.14509). Gradients are exchanged in reverse.
 """
 
 import torch
@@ -12,12 +12,12 @@ Group = torch.distributed.ProcessGroup
 
 
 class _AllToAll(torch.autograd.Function):
-    """Of (s, ...) send the i-th part to rank i, and return the parts that came, in order of the ranks."""
+    """Send part i of (s, ...) to rank i; returns the received parts, in rank order."""
 
     @staticmethod
     def forward(ctx, parts: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        # A transposed tensor would keep its strides in empty_like, and heads would be scrambled.
+        # empty_like would keep the strides of a transposed tensor, and scramble heads.
         parts = parts.contiguous()
         received = torch.empty_like(parts)
         torch.distributed.all_to_all_single(received, parts, group=group)
@@ -32,16 +32,16 @@ class _AllToAll(torch.autograd.Function):
 def to_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From all heads of this rank's tokens to this rank's heads of all tokens.
+    """Exchange all heads of this rank's tokens for this rank's heads of all tokens.
 
-    query (1, H, t, E) to (1, H / s, T, E); key and value (1, K, t, E) to (1, K / s, T, E), or to (1, 1, T, E) for fewer
-    key heads than ranks, of which several then have the same one. See heads_problem for the numbers that go.
+    query (1, H, t, E) becomes (1, H / s, T, E); key and value (1, K, t, E) become (1, K / s, T, E), or (1, 1, T, E)
+    with fewer key heads than ranks; several ranks then have the same one. See heads_problem for the supported numbers.
     """
     ranks = torch.distributed.get_world_size(group)
     if key.shape[1] < ranks:
         key, value = (x.repeat_interleave(ranks // x.shape[1], 1) for x in (key, value))
     parts = [x[0].unflatten(0, (ranks, -1)) for x in (query, key, value)]  # (s, heads / s, t, E)
-    if query.shape[-1] == value.shape[-1]:  # one collective in the place of three
+    if query.shape[-1] == value.shape[-1]:  # one collective instead of three
         found = _AllToAll.apply(torch.cat(parts, 1), group).split([part.shape[1] for part in parts], 1)
     else:
         found = [_AllToAll.apply(part, group) for part in parts]
@@ -50,14 +50,14 @@ def to_heads(
 
 @torch.compiler.disable
 def to_tokens(out: torch.Tensor, group: Group) -> torch.Tensor:
-    """From this rank's heads of all tokens (1, T, H / s, E) to all heads of this rank's tokens (1, t, H, E)."""
+    """Exchange this rank's heads of all tokens (1, T, H / s, E) for all heads of this rank's tokens (1, t, H, E)."""
     ranks = torch.distributed.get_world_size(group)
     found = _AllToAll.apply(out[0].unflatten(0, (ranks, -1)), group)  # (s, t, H / s, E)
     return found.transpose(0, 1).flatten(1, 2)[None]
 
 
 def heads_problem(num_heads: int, num_key_heads: int, ranks: int) -> str | None:
-    """The reason why heads can't be shared out over so many ranks; None if they can."""
+    """Return the reason why heads can't be divided over the ranks; None if they can."""
 
     def goes(number: int) -> bool:
         return num_heads % number == 0 and (num_key_heads % number == 0 or number % num_key_heads == 0)

@@ -17,26 +17,26 @@ AXIS = "sp"
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """Heads have to be shared out, of a rank where others share its matrices."""
+    """Yield a line if heads can't be divided over the ranks, after tensor parallelism has divided them."""
     heads, cut_by = config.num_attention_heads, args.size_of("tp")
     key_heads, size = getattr(config, "num_key_value_heads", None) or heads, args.size_of(AXIS)
     flag = f"--sequence_parallel_size is {size}"
     if problem := heads_problem(heads, key_heads, size):
         yield f"{flag}: the language model's {problem}"
     elif heads % cut_by or key_heads % cut_by:
-        return  # the other axis says so
+        return  # tensor parallelism reports this
     elif problem := heads_problem(heads // cut_by, key_heads // cut_by, size):
         yield f"{flag}, and {cut_by} ranks share its matrices: of a rank's heads, {problem}"
 
 
 def cutting(mesh: Mesh) -> partial:
-    """Return what cuts a rank's part out of a micro-batch."""
+    """Return the function that cuts a rank's part out of a micro-batch."""
     place = mesh.at(AXIS)
     return partial(cut, rank=place.index, ranks=place.size)
 
 
 def adapt(model: LlavaModel, mesh: Mesh) -> None:
-    """Let a model take such parts."""
+    """Make a model accept such parts."""
     share_tokens(model, mesh.at(AXIS).group)
 
 

@@ -16,8 +16,11 @@ _sequence, _ = flags_of("sequence_parallel")
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flag of sequence parallelism. DeepSpeed is not told: it would sum no gradients without an object of
-    Megatron's, and with it divide them by other numbers at each stage (0.19.8)."""
+    """The flag of sequence parallelism.
+
+    It is not passed to DeepSpeed (0.19.8): without a Megatron object DeepSpeed would not sum gradients, and with one it
+    would divide them differently at each ZeRO stage.
+    """
 
     needs: ClassVar = {"dense_mlps": "it is not tried with these experts"}
     breaks: ClassVar = ("whole_sample",)
@@ -42,11 +45,11 @@ class Flags(ExtensionFlags):
 
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
-        """More ranks for each sample, where a micro-batch can't be cut between samples."""
+        """Suggest more ranks per sample, if a micro-batch can't be split between samples."""
         if is_one_sample and "routerless_mlps" not in args.broken:
             yield f"--sequence_parallel_size {2 * args.size_of('sp')}, on several GPUs: more of them share each sample"
 
     @property
     def axis(self) -> Axis:
-        """Neighbouring ranks, within those of a data axis."""
+        """The axis: adjacent ranks, within the data axis."""
         return Axis("sp", "sequence_parallel_size", self.sequence_parallel_size, order=1, divides_model=False)

@@ -1,5 +1,5 @@
 # H query heads, K key heads, t tokens of a rank, E head width
-"""Sequence parallelism in the language model: attention over a pack of which each rank has some tokens."""
+"""Sequence parallelism in the language model: attention over a pack whose tokens are divided over ranks."""
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ NAME = "llava_ds_shared"
 
 
 def share_tokens(model: LlavaModel, group: torch.distributed.ProcessGroup) -> None:
-    """Let a model take the parts of packs that the ranks of a group have, beside whole packs.
+    """Make a model accept parts of packs, divided over a group's ranks, as well as complete packs.
 
-    Its last layer is computed at all positions: a rank has the keys of a part only, without the exchange.
+    Its last layer is computed at all positions: without the exchange, a rank has only its own tokens' keys.
     """
     model.short_last_layer = False
     AttentionInterface.register(NAME, shared_attention)
@@ -35,7 +35,7 @@ def shared_attention(
     *args: object,
     **options: object,
 ) -> tuple[torch.Tensor, None]:
-    """varlen_attention, of a part over the tokens of all ranks of the module's group, each of which has t of them.
+    """Compute varlen_attention for this rank's t tokens over the tokens of all ranks in the module's group.
 
     query (1, H, t, E); key and value (1, K, t, E); all other arguments are the pack's. Returns (1, t, H, E), and None
     for the weights. The signature is dictated by transformers' AttentionInterface.

@@ -1,1 +1,1 @@
-"""Spikes of the loss: found, written down, and with --on_loss_spike rewind undone."""
+"""Spikes of the loss: detected, recorded, and undone with --on_loss_spike rewind."""

@@ -1,4 +1,4 @@
-"""Spikes of the loss in a run: met when the log is read, as regularly as it is read without other reasons to."""
+"""Loss spikes in a run: acted on only at the regular reads of the log."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from llava_ds.train.session import Session
 
 
 class Spikes(Hook):
-    """Judges losses that were logged. A run may go back to its last checkpoint by it, or end."""
+    """Judges logged losses. A spike may return the run to its last checkpoint, or end it."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -22,7 +22,7 @@ class Spikes(Hook):
 
     def after_step(self, end: StepEnd) -> None:
         self.spikes.add(end.read)
-        # Not wherever the log was read: where a run goes back may not depend on who looks at it when.
+        # Not at every read of the log: the step to return to must not depend on extra reads.
         read_at = end.step - steps_behind(self.session.plan.args, self.session.ranks)
         regular = end.finished or read_at % self.training.logging_steps == 0
         if self.spikes.found and (regular or self.session.saves_at(end.step, end.last)):
@@ -34,10 +34,10 @@ class Spikes(Hook):
 
     def close(self) -> None:
         if self.session.ranks.is_first:
-            self.spikes.log.write([])  # what waits for room on the disk
+            self.spikes.log.write([])  # rows still waiting for disk space
 
     def _meet(self, step: int) -> None:
-        """Report a spike, and go back to the last checkpoint if asked to: the samples since then are passed over."""
+        """Report a spike, and return to the last checkpoint if requested: the samples since then are skipped."""
         session, went_back = self.session, None
         if self.spikes.rewinds:
             session.watchdog.set_phase("save", step)
@@ -53,7 +53,7 @@ class Spikes(Hook):
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """DeepSpeed 0.19.8 continues with a rate of 0, and without the states that never left memory."""
+    """Yield a line for NVMe: DeepSpeed 0.19.8 would continue at rate 0, without the states that stayed in memory."""
     if resolved.args.rewinds and offload_device(resolved.config, "offload_optimizer") == "nvme":
         yield (
             "--on_loss_spike rewind can't go back: DeepSpeed does not bring an optimizer back that lies on NVMe. Give "

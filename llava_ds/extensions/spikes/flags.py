@@ -1,4 +1,4 @@
-"""The flags of spikes of the loss."""
+"""The flags of loss spikes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _spikes, _ = flags_of("spikes")
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flags of spikes of the loss."""
+    """The flags of loss spikes."""
 
     on_loss_spike: Literal["continue", "rewind"] = _spikes(
         "continue",
@@ -36,11 +36,11 @@ class Flags(ExtensionFlags):
 
     @property
     def rewinds(self) -> bool:
-        """True if a spike takes the run back to its last checkpoint."""
+        """True if a spike returns the run to its last checkpoint."""
         return self.on_loss_spike == "rewind"
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """A run goes back to a checkpoint with the whole training state, and with samples that are known."""
+        """Yield a line for every conflict: rewinding needs complete checkpoints, and samples known in advance."""
         training = args.training
         if not self.rewinds:
             return

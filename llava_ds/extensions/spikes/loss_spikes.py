@@ -1,4 +1,4 @@
-"""loss_spikes.jsonl: every step whose loss lay far above those before it, with the samples that it was made of."""
+"""loss_spikes.jsonl: every step with a loss far above the previous ones, with its samples."""
 
 import math
 import statistics
@@ -12,23 +12,23 @@ from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
 FILE = "loss_spikes.jsonl"
-LEAST_DEVIATION = 0.01  # of the mean: where losses hardly differ, their smallest differences are no spikes
-MOST_REWINDS = 3  # to the same checkpoint, until the run ends
+LEAST_DEVIATION = 0.01  # fraction of the mean: if losses hardly differ, tiny differences are not spikes
+MOST_REWINDS = 3  # to the same checkpoint, then the run ends
 
 
 class LossSpikes:
-    """Judges every loss by those of the --loss_spike_window steps before it.
+    """Judges every loss by the previous --loss_spike_window steps.
 
-    A spike is more than --loss_spike_sigma standard deviations above their mean. Spikes and losses that are not finite
-    are left out of both, and nothing is judged before half a window is known. A resumed run judges as one that was
-    never stopped, because everything that decides lies in the run's files.
+    A spike is more than --loss_spike_sigma standard deviations above their mean. Spikes and non-finite losses are
+    excluded from both, and judging starts with half a window. A resumed run judges like an uninterrupted one, because
+    all inputs are in the run's files.
     Source: the rule of OLMo-core's SkipStepOptimizer, applied to the loss.
     """
 
     def __init__(self, output_dir: Path, plan: StepPlan, flags: Flags, resume_step: int, ranks: Ranks) -> None:
         self.path, self.sigma, self.ranks = output_dir / FILE, flags.loss_spike_sigma, ranks
         self.rewinds = flags.rewinds
-        self.found: list[dict] = []  # spikes that are not settled yet, the same on every rank
+        self.found: list[dict] = []  # spikes not settled yet, the same on every rank
         self._plan = plan
         window = flags.loss_spike_window
 
@@ -52,7 +52,7 @@ class LossSpikes:
             if math.isfinite(result.loss) and len(known) * 2 >= max(self._losses.maxlen, 4):
                 mean = statistics.fmean(known)
                 deviation = LEAST_DEVIATION * abs(mean)
-                if result.loss > mean + self.sigma * deviation:  # else there is nothing to measure, which takes long
+                if result.loss > mean + self.sigma * deviation:  # skip the slow deviation otherwise
                     deviation = max(statistics.pstdev(known, mean), deviation)
                 if result.loss > mean + self.sigma * deviation:
                     spike = {"step": result.step, "loss": result.loss, "mean": mean, "deviation": deviation}
@@ -60,7 +60,7 @@ class LossSpikes:
             self._losses.append(result.loss if spike is None else None)
 
     def settle(self, rewound_to: str | None) -> None:
-        """Record the spikes that were found. rewound_to: the checkpoint that the run went back to, if it did."""
+        """Record the detected spikes. rewound_to: the checkpoint that the run returned to, None if it didn't."""
         for row in self.found:
             of_ranks = self._plan.step(row["step"]).of_ranks
             samples = [sample for rank in of_ranks for micro_batch in rank for sample in micro_batch]
@@ -84,7 +84,7 @@ class LossSpikes:
         )
 
     def describe(self) -> str:
-        """Describe the spikes that were found, in a few words."""
+        """Describe the detected spikes in a few words."""
         first = self.found[0]
         more = f" and {len(self.found) - 1} more" if len(self.found) > 1 else ""
         return (

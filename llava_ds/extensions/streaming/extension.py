@@ -1,4 +1,4 @@
-"""A run that trains while its data are encoded: how they are opened, and the books that it closes at its end."""
+"""The streaming extension: opens the data, and writes their records at the end of the run."""
 
 from llava_ds.data.file_slices import write_errors
 from llava_ds.data.seen_files import write_data_files
@@ -10,11 +10,10 @@ from llava_ds.tracking.run_record import complete_run_record, data_record
 
 
 class Books(Hook):
-    """Writes of the data, at the end, what a run does at its start that has checked all of it: skipped.jsonl, the data
-    in run.json, and the list of files."""
+    """Writes at the end what other runs write at their start: skipped.jsonl, run.json's data, and the list of files."""
 
     def close(self) -> None:
-        """Wait for the encoding to end, and write; once skipped.jsonl is whole, and before the report."""
+        """Wait for the encoding to end, and write: after skipped.jsonl is complete, and before the report."""
         session, plan = self.session, self.session.plan
         if session.state.stops:
             return
@@ -26,7 +25,7 @@ class Books(Hook):
         def write() -> None:
             rejections, path = list(whole.rejections()), plan.output_dir / "skipped.jsonl"
             rejected = {(row["file"], row["index"]) for row in rejections}
-            # Those that training met have a line with a step, which gives way.
+            # Training wrote lines with a step for those it met; they are replaced.
             broken = [row for row in rows_of(path) if (row["file"], row["index"]) not in rejected]
             RowLog(path, [*rejections, *broken])
             with write_errors(plan.output_dir, "what the run is", "--output_dir"):

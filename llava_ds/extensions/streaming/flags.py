@@ -32,14 +32,14 @@ class Flags(ExtensionFlags):
 
     @property
     def breaks(self) -> tuple[str, ...]:
-        """Training begins when some samples are known."""
+        """known_samples: training begins before all samples are known."""
         return ("known_samples",) if self.stream else ()
 
     def asked_by(self) -> str:
-        """The flag that all of it belongs to."""
+        """Return the flag that enables streaming."""
         return "--stream True"
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """--shuffle_buffer_size alone shuffles nothing."""
+        """Yield a line if --shuffle_buffer_size is given without --stream."""
         if not self.stream:
             yield "--shuffle_buffer_size belongs to --stream True: give that, or leave it out"

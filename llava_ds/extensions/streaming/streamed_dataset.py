@@ -1,9 +1,8 @@
 """A data set that is trained on while it is being encoded (--stream).
 
-A sample is a record, whether it will be accepted or not: so the order, the steps and the eval samples follow from the
-number of records, which is known when all are read. A step waits for the shards that its records are in. A record that
-turns out bad leaves its place empty, as one does whose image broke after the check. All is the same when the encoding
-is whole from the start.
+Every record is a sample, accepted or not: so the order, the steps and the eval samples depend only on the number of
+records, known once all are read. A step waits for the shards of its records. A rejected record leaves its place empty,
+like one whose image broke after the check. The results are the same if the encoding is complete from the start.
 """
 
 import copy
@@ -42,16 +41,16 @@ from llava_ds.data.step_plan import pack_of
 from llava_ds.runtime.ranks import Ranks, barrier, gather, on_every_rank, print_first, printable
 from llava_ds.runtime.waiting import note_progress
 
-OPEN_SHARDS = 256  # in a process: each takes some 20 kB of its memory
+OPEN_SHARDS = 256  # per process: each takes some 20 kB of its memory
 POLL_S, LONGEST_POLL_S = 0.1, 2.0  # of the cache, which may be on a network disk
 PATIENCE_S = 5.0  # of waiting without a line about it
 
 
 class StreamedDataset(EncodedDataset):
-    """The records of a data set as samples, some of which may still have to be encoded.
+    """The records of a data set as samples; some may not be encoded yet.
 
-    number: of the generation in the cache; num_records: of the data set; beside: the process of this rank's that
-    encodes. lengths are 0 until they are known, and 1 for rejected records, so that a layout has a place for them.
+    number: of the cache generation; num_records: of the data set; beside: this rank's encoding process. lengths are 0
+    until known, and 1 for rejected records, so that a layout has a place for them.
     """
 
     def __init__(
@@ -61,19 +60,19 @@ class StreamedDataset(EncodedDataset):
         self.sources, self.descriptions, self.image_options = spec.names, spec.descriptions, spec.image_options
         self.are_pairs, self.of_answers = False, {}
         self.drawn = "shards", 1
-        # Of a generation that was made anew, because images had changed, a run can't be resumed.
+        # A run can't be resumed with a generation that was rebuilt because images had changed.
         used = options_that_matter(spec.image_options, videos=True)
         parts = ["stream", str(number), *spec.common, options_part(used), *box_parts(used), *video_parts(used)]
         parts += spec.contents
         self.fingerprint = digest_of(parts)
         self._paths: dict[int, Path] = {}
-        self._tables: dict[int, pa.Table] = {}  # the last ones that were read
+        self._tables: dict[int, pa.Table] = {}  # the most recently read ones
         self._take(range(num_records))
 
     def _take(self, rows: Sequence[int]) -> None:
         self._rows = rows
         self._lengths = np.zeros(len(rows), np.int32)
-        self._known: set[int] = set()  # shards whose lengths are in it
+        self._known: set[int] = set()  # shards whose lengths are known
 
     @property
     def is_whole(self) -> bool:
@@ -86,17 +85,17 @@ class StreamedDataset(EncodedDataset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """(samples,) int32: tokens, as far as they are known."""
+        """(samples,) int32: tokens, as far as known."""
         return self._lengths
 
     @property
     def num_records(self) -> int:
-        """Number of records, whether encoded or not."""
+        """Number of records, encoded or not."""
         return self._num_records
 
     @property
     def folder(self) -> Path:
-        """The folder of the generation, where it is now."""
+        """The current folder of the generation."""
         whole = self._spec.folder / str(self._number)
         return whole if whole.exists() else whole.with_name(f"{whole.name}.work")
 
@@ -105,20 +104,20 @@ class StreamedDataset(EncodedDataset):
         return self._spec.folder / f"stream-{self.fingerprint}"
 
     def lengths_for(self, how: str) -> np.ndarray:
-        """The number of samples in each shard."""
+        """Return the number of samples in each shard."""
         return np.diff([self._samples_of(shard).start for shard in range(self.num_shards)] + [len(self)])
 
     @property
     def num_shards(self) -> int:
-        """Number of shards, whether encoded or not."""
+        """Number of shards, encoded or not."""
         return shards.num_shards(self._num_records)
 
     def rejections(self) -> Iterator[dict[str, object]]:
-        """None: they are not known before training."""
+        """Return nothing: rejections are unknown before training."""
         return iter(())
 
     def positions(self, images: bool) -> Iterator[int]:
-        """The samples of the first shard with an image or a video, or those without: the same ones at any time."""
+        """Yield the first shard's samples with images or videos, or those without: the same at any time."""
         shard = int(self._rows[0]) // shards.SHARD_RECORDS
         table = self._shard(shard)
         wanted = table.column("reason").is_null().to_numpy() & ((table.column("num_pictures").to_numpy() > 0) == images)
@@ -127,11 +126,11 @@ class StreamedDataset(EncodedDataset):
                 yield sample
 
     def changes_since(self, run_dir: Path) -> str:
-        """Nothing: the files are not known yet."""
+        """Return nothing: the files are not known yet."""
         return ""
 
     def summary(self) -> list[str]:
-        """Lines for a person: sources and the number of records."""
+        """Return lines for the user: sources and the number of records."""
         there = len(shards.encoded_shards(self._spec.folder, self._number))
         return [
             *self.descriptions,
@@ -140,7 +139,7 @@ class StreamedDataset(EncodedDataset):
         ]
 
     def without_part(self, fraction: float, seed: int) -> tuple["StreamedDataset", "StreamedDataset"]:
-        """Split off a random part of the records, drawn with the seed: the rest, and that part."""
+        """Split off a random part of the records, drawn with the seed: returns the rest, and that part."""
         held_out = num_of_part(len(self), fraction)
         drawn = np.random.default_rng(seed).permutation(len(self)).astype(np.int32)
 
@@ -174,7 +173,7 @@ class StreamedDataset(EncodedDataset):
         return self._shard(shard).slice(place, 1)
 
     def wait_for(self, samples: Sequence[int]) -> None:
-        """Return when these samples are encoded, and their lengths known."""
+        """Wait until these samples are encoded, and their lengths known."""
         if len(self._known) == self.num_shards:
             return
         records = np.asarray(self._rows)[samples] if isinstance(self._rows, np.ndarray) else np.asarray(samples)
@@ -187,7 +186,7 @@ class StreamedDataset(EncodedDataset):
                 self._known.add(shard)
 
     def encoded(self, ranks: Ranks) -> tuple[EncodedDataset, EncodedDataset]:
-        """The whole data set, and the samples of this one in it, when all is encoded. All ranks call it together."""
+        """Wait until everything is encoded; return the complete data set, and this one's samples in it. Collective."""
         generation, found = self._spec.folder / str(self._number), []
 
         def is_whole() -> bool:
@@ -206,14 +205,14 @@ class StreamedDataset(EncodedDataset):
         return whole, whole.part(f"stream {self.fingerprint}", draw)
 
     def _samples_of(self, shard: int) -> range:
-        """The samples in a shard, which lie one behind the other."""
+        """Return the samples in a shard, a contiguous range."""
         bounds = [shard * shards.SHARD_RECORDS, min(self._num_records, (shard + 1) * shards.SHARD_RECORDS)]
         if isinstance(self._rows, np.ndarray):
             bounds = np.searchsorted(self._rows, bounds).tolist()
         return range(*bounds)
 
     def _shard(self, shard: int) -> pa.Table:
-        """The rows of a shard, as soon as they are there."""
+        """Return the rows of a shard, waiting until they exist."""
         while shard not in self._tables:
             self._wait_until(lambda: shard in self._paths or shard in self._look())
             try:
@@ -227,7 +226,7 @@ class StreamedDataset(EncodedDataset):
         return self._tables[shard]
 
     def _look(self) -> dict[int, Path]:
-        """Look for the shards that are there."""
+        """Return the shards that exist."""
         before = len(self._paths)
         self._paths = shards.encoded_shards(self._spec.folder, self._number)
         if len(self._paths) != before:
@@ -235,7 +234,7 @@ class StreamedDataset(EncodedDataset):
         return self._paths
 
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
-        """Wait for the encoding. Raises what ended it."""
+        """Wait for the encoding. Re-raises its error."""
         began, pause_s, told = time.monotonic(), POLL_S, False
         while not is_there():
             if self._beside is not None:
@@ -251,7 +250,7 @@ class StreamedDataset(EncodedDataset):
 def open_streamed(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
 ) -> StreamedDataset:
-    """Open the training data that the flags name, as streamed has it, and compare them. All ranks call it together."""
+    """Open the training data named by the flags (see streamed), and compare them between ranks. Collective."""
     spec = data_spec(args, tokenizer, image_options, refuse_bad=False, ranks=ranks)
     dataset = streamed(spec, partial(_order_of_shards, args), ranks)
     dataset.drawn = "shards", math.ceil(args.own["streaming"].shuffle_buffer_size / shards.SHARD_RECORDS)
@@ -260,9 +259,9 @@ def open_streamed(
 
 
 def streamed(spec: DataSpec, order: Callable[[int], Sequence[int]], ranks: Ranks) -> StreamedDataset:
-    """Open data as soon as their records are counted, and encode them beside this process if need be.
+    """Open data as soon as their records are counted, and start an encoding process if necessary. Collective.
 
-    order: as encode_together takes it. All ranks call it together.
+    order: as in encode_together.
     """
     number, rows = spec.find(ranks)
     while rows is None and any(
@@ -281,7 +280,7 @@ def streamed(spec: DataSpec, order: Callable[[int], Sequence[int]], ranks: Ranks
 
 
 def _has_changed(spec: DataSpec, number: int) -> bool:
-    """True if images have changed since the shards of a generation in work were encoded, which may be trained on."""
+    """Return True if images have changed since the shards of an unfinished generation were encoded."""
     paths = [path for _, path in sorted(shards.encoded_shards(spec.folder, number).items())]
     if not paths:
         return False
@@ -290,25 +289,25 @@ def _has_changed(spec: DataSpec, number: int) -> bool:
     except DataError:
         if paths[0].exists():
             raise
-        return False  # another process has ended the encoding
+        return False  # another process has finished the encoding
     if changed:
         print_first(f"image files have changed since they were checked, such as {printable(changed[0])}: all are again")
     return bool(changed) or (paths[0].parent / STALE).exists()
 
 
 def _order_of_shards(args: Arguments, number: int) -> list[int]:
-    """The shards in the order in which a run needs them."""
+    """Return the shards in the order in which a run needs them."""
     data, training = args.data, args.training
     seed = training.seed if training.data_seed is None else training.data_seed
     order = shards_in_order(number, seed, epoch=0).tolist() if data.shuffle else list(range(number))
-    # What takes samples of the training data does it before training.
+    # Extensions take samples from the training data before training.
     takes = any(flags.takes_samples and not flags.data_path for flags in args.own.values())
     first = [0] if takes and not data.eval_data_path else []
     return list(dict.fromkeys([*first, *order]))
 
 
 def _count(folder: Path, number: int, beside: shards.EncodingBeside | None = None) -> int:
-    """The number of records, when all are read."""
+    """Return the number of records, once all are read."""
     while True:
         found = shards.records_in_work(folder, number)
         if found is None and (rows := open_generation(folder / str(number))) is not None:

@@ -1,1 +1,1 @@
-"""Ranks that share the matrices of the language model's layers, which DeepSpeed's AutoTP cuts."""
+"""Tensor parallelism: ranks share the matrices of the language model's layers, cut by DeepSpeed's AutoTP."""

@@ -1,4 +1,4 @@
-"""Tensor parallelism in a run: what can be cut, and how DeepSpeed is told."""
+"""Tensor parallelism in a run: which models can be cut, and DeepSpeed's settings."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from llava_ds.extensions.tensor_parallel.matrices import cut_parameters, place_m
 from llava_ds.runtime.mesh import Mesh
 
 AXIS = "tp"
-# Updates of a matrix that need all of it.
+# Optimizers whose updates need complete matrices.
 WHOLE_MATRICES = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns", "Muon": "whole matrices"}
 OWN_GROUPS = (
     "zero_hpz_partition_size",
@@ -26,7 +26,7 @@ OWN_GROUPS = (
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
-    """Name what does not go with matrices that are cut."""
+    """Yield a line for every conflict with cut matrices."""
     flag, config = f"--tensor_parallel_size is {resolved.args.size_of(AXIS)}", resolved.config
     name = value_at(config, "optimizer.type")
     for optimizer, needs in WHOLE_MATRICES.items():
@@ -44,14 +44,14 @@ def check(resolved: ResolvedConfig) -> Iterator[str]:
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """The reasons why a language model can't be cut."""
+    """Yield the reasons why a language model can't be cut."""
     size = args.size_of(AXIS)
     for problem in problems(config, size):
         yield f"--tensor_parallel_size is {size}: the language model's {problem}"
 
 
 def engine(model: nn.Module, mesh: Mesh) -> dict[str, object]:
-    """Return DeepSpeed's section, with rules for all that it cuts."""
+    """Return DeepSpeed's section, with rules for all cut matrices."""
     return {"config": {"tensor_parallel": rules(mesh.at(AXIS).size)}}
 
 

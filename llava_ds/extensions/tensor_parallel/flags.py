@@ -43,12 +43,12 @@ class Flags(ExtensionFlags):
 
     @classmethod
     def in_json(cls, raw: Mapping[str, object], problems: list[str]) -> dict[str, tuple[object, str]]:
-        """The size that DeepSpeed's section gives. Adds a line for each key that means something else."""
-        from llava_ds.extensions.tensor_parallel.tensor_json import size_in  # where there is one
+        """Return the size in DeepSpeed's section. Adds a line for each key with another meaning."""
+        from llava_ds.extensions.tensor_parallel.tensor_json import size_in  # imported only if the section exists
 
         return {"tensor_parallel_size": size_in(raw["tensor_parallel"], problems)}
 
     @property
     def axis(self) -> Axis:
-        """Neighbouring ranks, within those of every other axis."""
+        """The axis: adjacent ranks, within every other axis."""
         return Axis("tp", "tensor_parallel_size", self.tensor_parallel_size, order=2, divides_model=True)

@@ -1,8 +1,8 @@
 # O outputs and I inputs of a matrix, t ranks that share it
 """Tensor parallelism: DeepSpeed's AutoTP cuts the matrices of the language model's layers over ranks.
 
-Attention and MLP begin with matrices cut by rows (O / t, I), the heads or inner numbers of a rank, and end with one cut
-by columns (O, I / t), whose results all ranks add up. Everything else is whole on every rank: tower, projector,
+The first matrices of attention and MLP are cut by rows (O / t, I): a rank's heads or inner units. The last ones are cut
+by columns (O, I / t), and their results summed over ranks. All other parameters are replicated: tower, projector,
 embeddings, output layer, norms. Source: arXiv 1909.08053; deepspeed.module_inject, 0.19.8.
 """
 
@@ -18,18 +18,18 @@ from llava_ds.engine.placement import Placement, Share, slice_of
 from llava_ds.model.open.names import LANGUAGE_MODEL
 from llava_ds.runtime.mesh import Mesh
 
-OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, biases too
+OUTPUTS = r"self_attn\.[qkv]_proj|mlp\.(gate|up)_proj"  # cut by rows, with their biases
 INPUTS = r"self_attn\.o_proj|mlp\.down_proj"  # cut by columns
-HEAD_NORMS = r"self_attn\.[qk]_norm"  # whole, but each rank has the gradient from its own heads
+HEAD_NORMS = r"self_attn\.[qk]_norm"  # replicated, but each rank has only its own heads' gradient
 _LAYER = r"(?:.*\.)?layers\.\d+\."
 WORDS = "self_attn.[q|k|v|o]_proj and mlp.[gate|up|down]_proj"
 
 
 class CutMatrices(Placement):
-    """Every rank has an equal part of each matrix that is cut, and all of everything else."""
+    """Every rank has an equal slice of each cut matrix, and a copy of all other parameters."""
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter]]:
-        """Yield all parameters, each with this rank's part of it."""
+        """Yield all parameters, each with this rank's slice."""
         for share, parameter in super().shares(model):
             if (dim := dim_of(share.name)) is not None:
                 shape = tuple(n * self.size if i == dim else n for i, n in enumerate(share.shape))
@@ -38,7 +38,7 @@ class CutMatrices(Placement):
 
 
 def problems(config: PreTrainedConfig, tp: int) -> list[str]:
-    """The reasons why a language model can't be cut over tp ranks."""
+    """Return the reasons why a language model can't be cut over tp ranks."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     found = []
@@ -65,7 +65,7 @@ def problems(config: PreTrainedConfig, tp: int) -> list[str]:
 
 
 def _goes(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> bool:
-    """True for a parameter of a layer that is cut, or is the same for every rank."""
+    """Return True for a layer's parameter that is cut, or can be replicated."""
     name = re.sub(rf"^{_LAYER}", "", name)
     if _dim(f"layers.0.{name}") is not None or re.fullmatch(rf"({INPUTS})\.bias", name):
         return True
@@ -76,19 +76,19 @@ def _goes(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> bool:
 
 
 def _dim(name: str) -> int | None:
-    """The dimension along which a parameter of the language model is cut; None if it is whole."""
+    """Return the dimension along which a parameter of the language model is cut; None if it is replicated."""
     if re.fullmatch(rf"{_LAYER}({OUTPUTS})\.(weight|bias)", name):
         return 0
     return 1 if re.fullmatch(rf"{_LAYER}({INPUTS})\.weight", name) else None
 
 
 def dim_of(name: str) -> int | None:
-    """The dimension along which a parameter of the whole model is cut, by its name; None if it is not."""
+    """Return the dimension along which a parameter of the complete model is cut, by name; None if it is replicated."""
     return _dim(name.removeprefix(LANGUAGE_MODEL)) if name.startswith(LANGUAGE_MODEL) else None
 
 
 def rules(tp: int) -> dict:
-    """DeepSpeed's section of the JSON, with rules for all that it cuts: its own would cut the vision tower, too."""
+    """Return DeepSpeed's section of the JSON, with rules for all cut matrices; its default cuts the vision tower."""
     inside = r"^language_model\..*\.layers\.\d+\."
     specs = [
         {"patterns": [rf"{inside}({OUTPUTS})(\.weight)?$"], "partition_type": "column"},
@@ -99,15 +99,16 @@ def rules(tp: int) -> dict:
 
 
 def cut_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of a whole model of which each rank will hold an equal part."""
+    """Return the parameters of a complete model that will be divided equally over ranks."""
     return {p for name, p in model.named_parameters() if dim_of(name) is not None}
 
 
 def place_matrices(engine, mesh: Mesh) -> None:
-    """Note how the engine has cut the matrices, and drop its comparison of the first batches.
+    """Record how the engine has cut the matrices, and disable its comparison of the first batches.
 
-    DeepSpeed 0.19.8 pickles the batch of the first forward and sends it to the others, then compares objects that know
-    no comparison. Here the ranks of a group plan alike, and agree on what they could decode (data/shared_loader.py).
+    DeepSpeed 0.19.8 pickles the batch of the first forward, sends it to the other ranks, and compares objects that
+    don't support comparison. Here the ranks of a group plan alike, and agree on which samples they could decode
+    (data/shared_loader.py).
     """
     place = mesh.at("tp")
     assert engine.autotp_size() == place.size, f"DeepSpeed cuts matrices for {engine.autotp_size()} ranks"

@@ -1,9 +1,9 @@
-"""DeepSpeed's section of tensor parallelism in the JSON, of which the size alone is taken."""
+"""DeepSpeed's section of tensor parallelism in the JSON: only the size is read."""
 
 from llava_ds.engine.ds_config.draft import as_json, size_shown
 
 SECTION = "tensor_parallel"
-# Its other keys, with the values that ask for nothing, and what to do about the others.
+# The other keys, with their values without an effect, and the advice for all other values.
 _OTHERS = {
     "enabled": ((True,), "leave it out, the size says whether"),
     "tp_grain_size": ((1,), "matrices are cut into equal parts, by heads"),
@@ -23,7 +23,7 @@ _OTHERS = {
 
 
 def size_in(found: object, problems: list[str]) -> tuple[object, str]:
-    """The size that DeepSpeed's section gives, and its key. Adds a line for each key that means something else."""
+    """Return the size in DeepSpeed's section, and its key. Adds a line for each key with another meaning."""
     if found is None or found == {}:
         return None, SECTION
     if not isinstance(found, dict):
@@ -48,7 +48,7 @@ def size_in(found: object, problems: list[str]) -> tuple[object, str]:
         if value is None:
             continue
         if name in ("autotp_size", "tp_size"):
-            sizes[f"{SECTION}.{key}"] = 1 if value == 0 and value is not False else value  # 0 is DeepSpeed's for off
+            sizes[f"{SECTION}.{key}"] = 1 if value == 0 and value is not False else value  # DeepSpeed's 0 means off
             continue
         harmless, why = _OTHERS.get(name, ((), f'write {{"autotp_size": {size_shown(asked)}}} alone'))
         if not any(value == one and type(value) is type(one) for one in harmless):

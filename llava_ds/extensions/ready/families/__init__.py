@@ -1,1 +1,1 @@
-"""Families of ready models, a file each."""
+"""Families of ready models, one file each."""

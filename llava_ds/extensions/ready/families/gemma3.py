@@ -1,5 +1,5 @@
 # B prompts, L tokens of the longest, D width of the language model
-"""Gemma 3: a square image through SigLIP, its patches averaged to a fixed number of tokens, which see each other."""
+"""Gemma 3: a square image through SigLIP; patches are averaged to a fixed number of tokens that see each other."""
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
 def _prompt_mask(
     config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Masks by kind of layer: embeds (B, L, D); mask (B, L), 0 at padding; is_image (B, L) bool."""
+    """Return masks by kind of layer. embeds (B, L, D); mask (B, L), 0 at padding; is_image (B, L) bool."""
     blocks = get_block_sequence_ids_for_mask(is_image.long())
     return create_masks_for_vision_model(config, embeds, mask, None, None, blocks)
 

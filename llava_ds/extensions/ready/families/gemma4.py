@@ -2,9 +2,9 @@
 # tower, D width of the language model, B prompts, L tokens of the longest prompt
 """Gemma 4: images in their own shape, within a budget of tokens; cells of patches are averaged to tokens.
 
-A tile is a cell of M x M patches, of which the tower's last step makes one feature. Some sizes have embeddings of their
-own for every layer of the language model and share keys and values between layers; in others the tokens of an image see
-each other, in layers with a window only. An audio tower stays unused.
+A tile is a cell of M x M patches; the tower's last step turns it into one feature. Some sizes have additional
+embeddings for every layer of the language model, and share keys and values between layers; in others the tokens of an
+image attend to each other, in layers with a window only. An audio tower is unused.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ from llava_ds.extensions.ready.ready_tilings import BudgetTiling
 from llava_ds.extensions.ready.ready_videos import VideoRule
 from llava_ds.model import attention
 
-MOST_TOKENS, FRAME_TOKENS = 280, 70  # of an image and of a frame, where the processor's files don't say it
+MOST_TOKENS, FRAME_TOKENS = 280, 70  # of an image and of a frame, by default
 VIDEO_TOKEN = "<|video|>"
-PATCH, POOLING = 16, 3  # the same of a patch's side, and of patches along a cell
+PATCH, POOLING = 16, 3  # defaults of a patch's side, and of patches along a cell
 _TOKENS = ("image_token", "boi_token", "eoi_token")
 
 
@@ -51,7 +51,8 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     if text.use_bidirectional_attention == "all":
         raise ValueError("its text_config says use_bidirectional_attention all: all of its tokens see each other")
     expect(images, do_resize=True, do_rescale=True, do_convert_rgb=True)
-    scale = {name: images.get(name, "nothing") for name in ("image_mean", "image_std")}  # elsewhere 0.5, if not said
+    # Other code reads a missing value as 0.5.
+    scale = {name: images.get(name, "nothing") for name in ("image_mean", "image_std")}
     expect({**images, **scale}, image_mean=[0, 0, 0], image_std=[1, 1, 1])
     patch, merge = setting(images, "patch_size", PATCH), setting(images, "pooling_kernel_size", POOLING)
     if (patch, merge) != (vision.patch_size, vision.pooling_kernel_size):
@@ -74,7 +75,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
 def _videos(
     config: PreTrainedConfig, tiling: BudgetTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """A frame is an image of fewer tokens, behind its time."""
+    """Return the rule: a frame is an image with fewer tokens, preceded by its time."""
     vision, token = config.vision_config, written_token(tokenizer, VIDEO_TOKEN)
     if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
         raise ValueError(f"config.json says video_token_id {config.video_token_id}, which is not {token}")
@@ -95,15 +96,15 @@ def _videos(
 
 
 def _build_tower(config: PreTrainedConfig) -> nn.Module:
-    """The tower with this package's attention, in torch's default dtype."""
+    """Build the tower with this package's attention, in torch's default dtype."""
     tower = Gemma4VisionModel._from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
-    # transformers' own setter looks for such a name on the hub.
+    # transformers' setter would look for this name on the hub.
     tower.config._attn_implementation = attention.register_for_towers()
     return tower
 
 
 def _patches(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
-    """Cells (N, 3, S, S) to (N, M * M, 3 * (S / M)^2), each patch with the channels of a pixel side by side."""
+    """Split cells (N, 3, S, S) into patches (N, M * M, 3 * (S / M)^2), with the channels of a pixel adjacent."""
     n, channels, side, _ = pixels.shape
     merge = config.pooling_kernel_size
     patch = side // merge
@@ -112,7 +113,7 @@ def _patches(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts) -> torch.Tensor:
-    """Cells (N, 3, S, S) of images to (P, 3 * (S / M)^2): the patches of every image, and frame, row by row."""
+    """Reorder cells (N, 3, S, S) to the patches of every image and frame, row by row: (P, 3 * (S / M)^2)."""
     merge, parts = config.vision_config.pooling_kernel_size, []
     patches, cells = _patches(config.vision_config, pixels), [cells for _, cells in _shown(layouts)]
     for (across, down), own in zip(cells, patches.split([across * down for across, down in cells])):
@@ -122,14 +123,14 @@ def _processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts)
 
 
 def _shown(layouts: Layouts) -> list[tuple[bool, tuple[int, int]]]:
-    """The cells of every image, and of every frame of videos; True with frames."""
+    """Return (is a frame, cells) of every image, and of every frame of videos."""
     return [(layout.is_video, layout.cells) for layout in layouts for _ in range(layout.moments)]
 
 
 def _outer_inputs(
     config: PreTrainedConfig, patches: torch.Tensor, layouts: Layouts, is_media: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Patches (P, 3 * (S / M)^2), image after image, to arguments of transformers' forward, padded to the largest."""
+    """Return the arguments of transformers' forward for patches (P, 3 * (S / M)^2), padded to the largest image."""
     merge, shown = config.vision_config.pooling_kernel_size, _shown(layouts)
     places = [
         torch.cartesian_prod(torch.arange(down * merge), torch.arange(across * merge)).flip(1)
@@ -151,7 +152,7 @@ def _outer_inputs(
 
 
 def _features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
-    """Cells (N, 3, S, S), in [0, 1], to (N, 1, C), by the tower's parts: its forward waits for the device."""
+    """Encode cells (N, 3, S, S), in [0, 1], to (N, 1, C), by the tower's parts: its forward waits for the device."""
     patches = _patches(tower.config, pixels).flatten(0, 1)[None]  # (1, P, 3 * (S / M)^2)
     positions = tower_inputs["position_ids"].flip(1)[None]  # (1, P, 2): column and row
     padding = torch.zeros(positions.shape[:2], dtype=torch.bool, device=pixels.device)
@@ -174,7 +175,7 @@ def _sees_images(config: PreTrainedConfig) -> bool:
 def _prompt_mask(
     config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Masks by kind of layer: embeds (B, L, D); mask (B, L), 0 at padding; is_image (B, L) bool."""
+    """Return masks by kind of layer. embeds (B, L, D); mask (B, L), 0 at padding; is_image (B, L) bool."""
     if config.use_bidirectional_attention != "vision":
         return prompt_mask(config, embeds, mask, is_image)
     blocks = get_block_sequence_ids_for_mask(is_image.long(), device=embeds.device)
@@ -186,7 +187,7 @@ def _shrink(config: PreTrainedConfig) -> None:
     for name, value in {**VISION, "num_key_value_heads": 2, "head_dim": 16}.items():
         setattr(vision, name, value)
     config.audio_config = None
-    config.audio_token_id = -1  # no token of the copy is one
+    config.audio_token_id = -1  # the copy has no such token
 
 
 FAMILY = ReadyFamily(
@@ -211,6 +212,6 @@ FAMILY = ReadyFamily(
     beside=("model.audio_tower.", "model.embed_audio."),
     prompt_mask=_prompt_mask,
     shrink=_shrink,
-    # Source: Google's documentation of Gemma, Image understanding, whose answers are {"box_2d": …, "label": …}.
+    # Source: Google's documentation of Gemma, Image understanding: answers are {"box_2d": …, "label": …}.
     boxes=BoxFormat("norm1000", "[{1}, {0}, {3}, {2}]", "[{1}, {0}]"),
 )

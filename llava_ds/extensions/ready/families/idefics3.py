@@ -1,5 +1,5 @@
 # N tiles, S side of a tile, C width of the tower, D width of the language model, P features of a tile
-"""Idefics3, SmolVLM and SmolVLM 2: square tiles through a SigLIP that also takes others, pixel shuffle, one matrix."""
+"""Idefics3, SmolVLM and SmolVLM 2: square tiles through a SigLIP for any shape, pixel shuffle, one matrix."""
 
 import dataclasses
 
@@ -26,8 +26,8 @@ from llava_ds.extensions.ready.ready_tilings import MAX_SIDE, SplitTiling
 from llava_ds.extensions.ready.ready_videos import VideoRule
 
 VIDEO_TOKEN = "<video>"
-VIDEO_SIDE = 364  # pixels of a frame's tile, where the processor's files don't say it
-VIDEO_EDGE = 4 * VIDEO_SIDE  # the same of the longer side that it is scaled to before
+VIDEO_SIDE = 364  # pixels of a frame's tile, by default
+VIDEO_EDGE = 4 * VIDEO_SIDE  # default longer side to which a frame is scaled first
 _CONNECTORS = {"idefics3": Idefics3Connector, "smolvlm": SmolVLMConnector}
 
 
@@ -36,7 +36,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     vision, scale = config.vision_config, config.scale_factor
     side = side_of(images, "max_image_size", "longest_edge")
     longest = side_of(images, "size", "longest_edge")
-    patches = side // vision.patch_size  # SmolVLM's tower leaves out what fills no patch
+    patches = side // vision.patch_size  # SmolVLM's tower drops incomplete patches
     if patches == 0 or patches % scale or side > vision.image_size:
         raise ValueError(f"tiles of {side} pixels don't fit {scale} x {scale} patches of {vision.patch_size} a feature")
     features = (patches // scale) ** 2
@@ -53,14 +53,14 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
 def _videos(
     config: PreTrainedConfig, tiling: SplitTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """SmolVLM's: a frame is an overview alone, behind its time."""
+    """Return SmolVLM's rule: a frame is a single overview tile, preceded by its time."""
     if config.model_type != "smolvlm":
         return no_videos()
     expect_frames(settings, images, do_normalize=True, do_pad=True)
     side = side_of({"max_image_size": {"longest_edge": VIDEO_SIDE}, **settings}, "max_image_size", "longest_edge")
     if side != tiling.side:
         raise ValueError(f"its video processor makes frames of {side} pixels, but tiles have {tiling.side}")
-    # Under this name are the choice of frames, and their size where no other is said.
+    # This key has the choice of frames, and their default size.
     sampling = settings.get("video_sampling")
     sampling = sampling if isinstance(sampling, dict) else {}
     sizes = {"size": sampling.get("video_size", {"longest_edge": VIDEO_EDGE}), **settings}
@@ -80,7 +80,7 @@ def _videos(
 
 
 def _features(tower: nn.Module, pixels: torch.Tensor, _: dict) -> torch.Tensor:
-    """(N, 3, S, S) to (N, patches, C), by its parts: with a mask of full tiles its forward waits for the device."""
+    """Encode (N, 3, S, S) to (N, patches, C), by its parts: with a mask, its forward waits for the device."""
     patches = pixels.shape[-1] // tower.patch_size
     full = torch.ones(len(pixels), patches, patches, dtype=torch.bool, device=pixels.device)
     hidden = tower.embeddings(pixel_values=pixels, patch_attention_mask=full)

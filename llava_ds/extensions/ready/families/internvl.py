@@ -24,7 +24,7 @@ from llava_ds.extensions.ready.ready_tilings import CanvasTiling
 from llava_ds.extensions.ready.ready_videos import VideoRule
 
 MAX_TILES = 1000  # of an image; published models have 12
-VIDEO_SIDE = 384  # pixels of a frame, where the processor's files don't say it
+VIDEO_SIDE = 384  # pixels of a frame, by default
 _TOKENS = ("context_image_token", "start_image_token", "end_image_token")
 
 
@@ -43,7 +43,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
     image_token, start, end = (token_of(tokenizer, getattr(tokenizer, name, None)) for name in _TOKENS)
     if tokenizer.convert_tokens_to_ids(image_token) != config.image_token_id:
         raise ValueError(f"config.json says image_token_id {config.image_token_id}, which is not {image_token}")
-    # InternVLProcessor always crops, whatever its image processor's crop_to_patches says.
+    # InternVLProcessor always crops, whatever its image processor's crop_to_patches.
     least, most = setting(images, "min_patches", 1), setting(images, "max_patches", 12)
     if not 1 <= least <= most <= MAX_TILES:
         raise ValueError(f"its image processor says min_patches {least} and max_patches {most}")
@@ -54,7 +54,7 @@ def _tiles(config: PreTrainedConfig, images: dict, processor: dict, tokenizer: P
 def _videos(
     config: PreTrainedConfig, tiling: CanvasTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """A frame is a tile, behind its number."""
+    """Return the rule: a frame is a tile, preceded by its number."""
     token = written_token(tokenizer, getattr(tokenizer, "video_token", None))
     expect_frames(settings, images, do_normalize=True)
     sizes = {"size": {"height": VIDEO_SIDE, "width": VIDEO_SIDE}, **settings}
@@ -72,7 +72,7 @@ def _videos(
 
 
 def _connect(connector: nn.Module, config: PreTrainedConfig, features: torch.Tensor) -> torch.Tensor:
-    """(N, patches, C) to (N, P, D): the features of 2 x 2 patches beside each other, then the projector."""
+    """Concatenate the features of 2 x 2 patches, and project: (N, patches, C) to (N, P, D)."""
     n, patches, width = features.shape
     side = round(patches**0.5)
     grid = features.reshape(n, side, side, width)

@@ -1,5 +1,5 @@
 # N cells of all images, C width of the tower, D width of the language model
-"""Qwen2-VL: every patch of an image sees all of it."""
+"""Qwen2-VL: every patch attends to its complete image."""
 
 from functools import partial
 

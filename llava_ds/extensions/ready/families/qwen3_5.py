@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end
-"""Qwen3.5: Qwen3-VL's tower without DeepStack, and a language model most of whose layers have a state across tokens."""
+"""Qwen3.5: Qwen3-VL's tower without DeepStack, and a language model with recurrent state in most layers."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ from llava_ds.model.delta_net import Samples, keep_samples_apart, let_the_cpu_co
 
 
 class PackedTrunk(Qwen3_5TextModel):
-    """Qwen3.5's layers, which keep the samples of a pack apart."""
+    """Qwen3.5's layers, changed to keep the samples of a pack apart."""
 
     def __init__(self, config: Qwen3_5TextConfig) -> None:
         super().__init__(config)
@@ -30,7 +30,7 @@ class PackedTrunk(Qwen3_5TextModel):
     def forward(
         self, cu_seqlens: torch.Tensor | None = None, lengths: tuple[int, ...] | None = None, **options: object
     ) -> BaseModelOutputWithPast:
-        """lengths: of the samples of a pack, on the host; the rest as varlen_attention and transformers have it."""
+        """lengths: of the samples of a pack, on the host; other arguments as in varlen_attention and transformers."""
         if cu_seqlens is not None:
             options |= {"cu_seqlens": cu_seqlens, "samples": Samples.of(lengths, cu_seqlens)}
         return super().forward(**options)

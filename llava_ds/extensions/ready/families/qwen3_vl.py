@@ -1,7 +1,7 @@
 # N cells of all images, M image positions, C width of the tower, D width of the language model, K features of a cell
-"""Qwen3-VL: features of the tower's earlier layers are added behind the first layers of the language model.
+"""Qwen3-VL: features of earlier tower layers are added after the first layers of the language model.
 
-Its mixture of experts (Qwen3-VL-MoE) differs in the language model alone.
+Its mixture of experts (Qwen3-VL-MoE) differs only in the language model.
 """
 
 import dataclasses
@@ -29,8 +29,10 @@ MERGERS = ("merger", "deepstack_merger_list")
 def _add_at_positions(
     self: nn.Module, hidden_states: torch.Tensor, visual_pos_masks: torch.Tensor, visual_embeds: torch.Tensor
 ) -> torch.Tensor:
-    """Add features at positions (M,) in all rows laid end to end, which are in the place of transformers' mask, for
-    which the host would wait."""
+    """Add features at positions (M,) of all rows laid end to end.
+
+    transformers passes a mask instead, and the host would wait for it.
+    """
     rows = hidden_states.flatten(0, 1).index_add(0, visual_pos_masks, visual_embeds.to(hidden_states.dtype))
     return rows.view_as(hidden_states)
 
@@ -61,11 +63,11 @@ class Qwen3VLMoeForCausalLM(qwen_vl.CausalTrunk):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers 5.23 looks for experts in the text of a class's file
+        return True  # transformers 5.23 searches for experts in the class's source file
 
 
 class Mergers(nn.Module):
-    """The merger of the tower's last layer, and those of its earlier layers."""
+    """The mergers of the tower's last layer and of its earlier layers."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ class Mergers(nn.Module):
         )
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(N, K, M * M * C) to (N, 1, K * D)."""
+        """Merge (N, K, M * M * C) to (N, 1, K * D)."""
         first, *deeper = features.unbind(1)
         merged = [self.merger(first.reshape(-1, self.merger.norm.normalized_shape[0]))]
         merged += [merger(each) for merger, each in zip(self.deepstack_merger_list, deeper, strict=True)]

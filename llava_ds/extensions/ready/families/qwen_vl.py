@@ -1,9 +1,9 @@
 # N cells of all images, of M x M patches each, T frames of a patch, C width of the tower, D of the language model,
-# K features of a cell: the first for its place in the sequence, the others for layers behind it
-"""What Qwen-VL and Qwen3.5 share: images at their own size through a tower that sees whole images.
+# K features of a cell: the first for the input sequence, the others for later layers
+"""The common part of Qwen-VL and Qwen3.5: images at their own size through a tower for complete images.
 
-A tile is a cell of M x M patches, which the connector (Qwen's merger) makes one feature of. transformers' tower has the
-connector in it; here a module that lays a cell's patches side by side is in its place.
+A tile is a cell of M x M patches; the connector (Qwen's merger) turns it into one feature. transformers' tower contains
+the connector; here it is replaced by a module that concatenates a cell's patches.
 """
 
 import types
@@ -30,20 +30,20 @@ from llava_ds.extensions.ready.ready_tilings import CellTiling, FrameCells
 from llava_ds.extensions.ready.ready_videos import VideoRule
 from llava_ds.model import attention
 
-PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # of the processor, where its files don't say it
-# The same of videos: of a frame, and of all frames of a video with times between them.
+PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # the processor's default
+# Defaults for videos: of a frame, and of all frames of a video with written times.
 FRAME_PIXELS = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 VIDEO_PIXELS = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
-# Features of a frame where the processor's cap_pixels_per_frame is set: by those of a whole video, and of a frame.
+# Default max_video_tokens for cap_pixels_per_frame: FRAME_CAP limits a video's features, VIDEO_CAP a frame's.
 FRAME_CAP, VIDEO_CAP = 128_000, 768
 IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
 VISION, TRUNK = "model.visual", "model.language_model"
 
 
 class CausalTrunk(PreTrainedModel):
-    """A language model that transformers has inside the whole model only, with its output layer.
+    """A language model that transformers has only inside the complete model, with its output layer.
 
-    Subclasses say config_class and trunk, the class of all but the output layer.
+    Subclasses set config_class, and trunk: the class of the model without the output layer.
     """
 
     trunk: type[PreTrainedModel]
@@ -59,21 +59,21 @@ class CausalTrunk(PreTrainedModel):
         self.post_init()
 
     def forward(self, logits_to_keep: torch.Tensor | None = None, **options: object) -> CausalLMOutputWithPast:
-        """The trunk's arguments to logits, at all positions or at these: (1, T, V)."""
+        """Return the logits at all positions, or at logits_to_keep: (1, T, V). options: the trunk's arguments."""
         hidden = self.model(**options).last_hidden_state
         kept = hidden if logits_to_keep is None else hidden.index_select(1, logits_to_keep)
         return CausalLMOutputWithPast(logits=self.lm_head(kept))
 
 
 class SideBySide(nn.Module):
-    """In a connector's place: the patches of every cell beside each other."""
+    """Replaces a connector: concatenates the patches of every cell."""
 
     def __init__(self, patches: int) -> None:
         super().__init__()
         self.patches = patches
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """(N * M * M, C) to (N, M * M * C)."""
+        """Reshape (N * M * M, C) to (N, M * M * C)."""
         return features.reshape(-1, self.patches * features.shape[-1])
 
 
@@ -86,7 +86,10 @@ def cell_tiles(
     table: int | None = None,
     windowed_layers: int = 0,
 ) -> TileSpec:
-    """Cells of an image by its processor's settings. window, table: as CellTiling has them. Raises ValueError."""
+    """Return the cells of an image from its processor's settings.
+
+    window, table: as in CellTiling. Raises ValueError.
+    """
     expect(images, do_resize=True, do_rescale=True, do_normalize=True, do_convert_rgb=True)
     vision = config.vision_config
     for name, mine in (("patch_size", vision.patch_size), ("merge_size", vision.spatial_merge_size),
@@ -110,8 +113,10 @@ def cell_tiles(
 def videos(
     config: PreTrainedConfig, tiling: CellTiling, images: dict, settings: dict, tokenizer: PreTrainedTokenizerBase
 ) -> VideoRule:
-    """What videos become by the video processor's settings; with a table, times are written between frames. Raises
-    ValueError."""
+    """Return the VideoRule of the video processor's settings; with a table, times are written between frames.
+
+    Raises ValueError.
+    """
     vision, stamped = config.vision_config, tiling.table is not None
     token = written_token(tokenizer, getattr(tokenizer, "video_token", None) or VIDEO_TOKEN)
     if tokenizer.convert_tokens_to_ids(token) != config.video_token_id:
@@ -152,8 +157,7 @@ def videos(
 
 
 def frame_bounds(videos: dict, stamps: bool) -> tuple[int, int]:
-    """Fewest and most pixels of a frame, or of all of a video's with times between them, by its processor's settings.
-    Raises ValueError for others."""
+    """Return the minimum and maximum pixels of a frame, or of a video with written times. Raises ValueError."""
     size = {**(VIDEO_PIXELS if stamps else FRAME_PIXELS), **(videos["size"] if is_size(videos) else {})}
     least, most = (setting(size, name, 1) for name in ("shortest_edge", "longest_edge"))
     if stamps:
@@ -162,24 +166,24 @@ def frame_bounds(videos: dict, stamps: bool) -> tuple[int, int]:
 
 
 def is_size(settings: dict) -> bool:
-    """True if a processor's settings have bounds of pixels under "size"."""
+    """Return True if a processor's settings have pixel limits under "size"."""
     return isinstance(settings.get("size"), dict)
 
 
 def pixel_bounds(images: dict) -> tuple[int, int]:
-    """Fewest and most pixels of an image by its processor's settings. Raises ValueError for others."""
+    """Return the minimum and maximum pixels of an image from its processor's settings. Raises ValueError."""
     size = {**PIXELS, **(images["size"] if is_size(images) else {})}
     least = setting(images, "min_pixels", setting(size, "shortest_edge", PIXELS["shortest_edge"]))
     return least, setting(images, "max_pixels", setting(size, "longest_edge", PIXELS["longest_edge"]))
 
 
 def build_tower(kind: type[PreTrainedModel], config: PreTrainedConfig) -> nn.Module:
-    """The tower without its connector, in torch's default dtype, with this package's attention."""
+    """Build the tower without its connector, in torch's default dtype, with this package's attention."""
     tower = kind._from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
-    # transformers' own setter looks for such a name on the hub.
+    # transformers' setter would look for this name on the hub.
     tower.config._attn_implementation = attention.register_for_towers()
     tower.merger = SideBySide(config.spatial_merge_size**2)
-    # As a matrix: its patches don't overlap, and the convolution of three dimensions is slow (pytorch#166122).
+    # As a matrix: its patches don't overlap, and the 3D convolution is slow (pytorch#166122).
     tower.patch_embed.proj.forward = types.MethodType(_project_patches, tower.patch_embed.proj)
     return tower
 
@@ -189,23 +193,25 @@ def _project_patches(self: nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
 
 
 def patches_of(config: PreTrainedConfig, pixels: torch.Tensor) -> torch.Tensor:
-    """Normalised cells (N, 3, S, S), or (N, 3, T * S, S), to patches (N * M * M, 3 * T * S / M * S / M) as the
-    processor lays them out."""
+    """Split normalised cells (N, 3, S, S), or (N, 3, T * S, S), into patches in the processor's order.
+
+    Returns (N * M * M, 3 * T * S / M * S / M).
+    """
     n, channels, height, side = pixels.shape
     merge, frames, shown = config.spatial_merge_size, config.temporal_patch_size, height // side
     patch = side // merge
     patches = pixels.reshape(n, channels, shown, merge, patch, merge, patch).permute(0, 3, 5, 1, 2, 4, 6)
     patches = patches.reshape(n * merge**2, channels, shown, patch, patch)
-    return patches.expand(-1, -1, frames, -1, -1).flatten(1)  # an image is every frame of its moment
+    return patches.expand(-1, -1, frames, -1, -1).flatten(1)  # an image is repeated as every frame of its moment
 
 
 def processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts) -> torch.Tensor:
-    """Normalised cells of a whole configuration's model to patches."""
+    """Return the patches of normalised cells. config: of the complete model."""
     return patches_of(config.vision_config, pixels)
 
 
 def features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> torch.Tensor:
-    """Normalised cells (N, 3, S, S), or (N, 3, T * S, S), to (N, K, M * M * C)."""
+    """Encode normalised cells (N, 3, S, S), or (N, 3, T * S, S), to (N, K, M * M * C)."""
     found = tower(patches_of(tower.config, pixels), grid_thw=None, **tower_inputs)
     deeper = getattr(found, "deepstack_features", None) or []
     return torch.stack([found.pooler_output, *deeper], 1)
@@ -214,8 +220,10 @@ def features(tower: nn.Module, pixels: torch.Tensor, tower_inputs: dict) -> torc
 def outer_inputs(
     config: PreTrainedConfig, patches: torch.Tensor, layouts: Layouts, is_media: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Patches, and the layouts of the images and videos that they are of, to the arguments of transformers' forward,
-    which makes the positions itself."""
+    """Return the arguments of transformers' forward for patches and the layouts of their images and videos.
+
+    transformers computes the positions itself.
+    """
     merge, device = config.vision_config.spatial_merge_size, is_media.device
     counts = torch.tensor([layout.num_tokens for layout in layouts])
     are_videos = torch.tensor([layout.is_video for layout in layouts])
@@ -235,6 +243,6 @@ def outer_inputs(
 
 
 def merge(connector: nn.Module, config: PreTrainedConfig, features: torch.Tensor) -> torch.Tensor:
-    """(N, 1, M * M * C) through a merger to (N, 1, D)."""
+    """Apply a merger: (N, 1, M * M * C) to (N, 1, D)."""
     patches = config.vision_config.spatial_merge_size**2
     return connector(features.reshape(-1, features.shape[-1] // patches))[:, None]
