@@ -16,7 +16,7 @@ def mark_checkpointed_layers(
     """Mark the layers to checkpoint, by --gradient_checkpointing and the resolved JSON.
 
     Returns the parts of these layers by name (none with "off"), and lines that report how many they are. With "auto"
-    all layers are marked, for choose_checkpointed_layers, and there are no lines yet.
+    all layers are marked, for an extension to choose from, and there are no lines yet.
     """
     if args.training.gradient_checkpointing == "off":
         return {}, []

@@ -13,7 +13,7 @@ from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.extensions.active import active, text_part
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.projector import square_stride
 
 if TYPE_CHECKING:

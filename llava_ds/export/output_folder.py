@@ -22,9 +22,9 @@ from llava_ds.extensions.active import choice
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.loading import return_freed_memory
+from llava_ds.model.open.loading import return_freed_memory
 from llava_ds.model.open.merged_adapters import ADAPTER_FILES, NON_LORA
-from llava_ds.model.value_head import FILE as VALUE_HEAD_FILE
+from llava_ds.model.open.names import VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.scratch import scratch_folder
 

@@ -19,8 +19,8 @@ from llava_ds.files.writing import write_tensors
 from llava_ds.model.families.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.names import VALUE_HEAD_FILE
 from llava_ds.model.open.weights import Weights
-from llava_ds.model.value_head import FILE
 from llava_ds.runtime.ranks import Ranks
 
 
@@ -205,8 +205,8 @@ def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written
     if not head:
         return {}
     tensors = {name.removeprefix(formats.VALUE_HEAD): tensor for name, tensor in head.items()}
-    write_tensors(output_dir / FILE, tensors)
-    return {output_dir / FILE: sums_of(tensors.items())}
+    write_tensors(output_dir / VALUE_HEAD_FILE, tensors)
+    return {output_dir / VALUE_HEAD_FILE: sums_of(tensors.items())}
 
 
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:

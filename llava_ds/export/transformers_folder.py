@@ -31,8 +31,8 @@ from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_gen
 from llava_ds.extensions.active import text_part
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
-from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.hf import HF_CLASSES
 from llava_ds.model.open.rows import rounded_up
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.llava import LlavaModel
-    from llava_ds.model.plan import ModelPlan
+    from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles

@@ -77,6 +77,10 @@ EXTENSIONS: dict[str, Trigger] = {
         "",
         values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
     ),
+    "auto_layers": Trigger(
+        "as few layers are recomputed as memory allows, which is measured before the first step",
+        values={"gradient_checkpointing": ("auto",)},
+    ),
     "sequence_parallel": Trigger(
         "ranks share the tokens of every micro-batch",
         "sequence_parallel_size sp_size",

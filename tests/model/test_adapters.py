@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.merged_adapters import Adapter, read_adapter
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS = {

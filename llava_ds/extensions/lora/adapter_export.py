@@ -32,9 +32,9 @@ from llava_ds.extensions.lora.expert_layers import UNTRUE
 from llava_ds.extensions.lora.layers import own
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model.llava import LlavaModel, merge_features
-from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import without_prefix
+from llava_ds.model.open.loading import load_weights
 from llava_ds.model.open.merged_adapters import NON_LORA, merged_weight
 from llava_ds.model.open.weights import Overlaid, Source
 from llava_ds.model.projector import Newline

@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine import safe_load
+from llava_ds.engine.shards import safe_load
 from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.lora.expert_layers import wrap_experts
 from llava_ds.extensions.lora.flags import LORA_PARTS, Flags, changes_base, is_pattern

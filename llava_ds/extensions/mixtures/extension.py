@@ -17,8 +17,8 @@ from llava_ds.extensions.mixtures.mixture import check_way, choose_experts, mixt
 from llava_ds.extensions.mixtures.text import Experts
 from llava_ds.extensions.mixtures.upcycling import own
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.open.weights import Sources
-from llava_ds.model.plan import ModelPlan
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.plan import PlanDraft

@@ -15,8 +15,8 @@ from llava_ds.extensions.mixtures.native_mixture import native_config, native_na
 from llava_ds.extensions.mixtures.upcycled import Mixture, expert_of
 from llava_ds.extensions.mixtures.upcycling import BROKEN, add_experts
 from llava_ds.model.families.language import MOE_PREFIX
-from llava_ds.model.flops import MATRICES
 from llava_ds.model.open.weights import Weights
+from llava_ds.tracking.flops import MATRICES
 
 
 class Experts(TextPart):

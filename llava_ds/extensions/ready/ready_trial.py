@@ -48,9 +48,9 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.loading import persistent_buffers
+from llava_ds.model.open.loading import persistent_buffers
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.open.probe import draw, small_copy
-from llava_ds.model.plan import ModelPlan
 from llava_ds.videos import Footage
 
 VERSION = 4  # raise it when the trial becomes stricter

@@ -41,8 +41,8 @@ from llava_ds.model.open.merged_adapters import (
     is_adapter,
     read_adapter,
 )
+from llava_ds.model.open.tower import read_processor, vision_config
 from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
-from llava_ds.model.vision import read_processor, vision_config
 
 FLAG = "--model_name_or_path"
 

@@ -11,6 +11,9 @@ The learned newline is newline.embedding here, model.image_newline in LLaVA's fi
 """
 
 import re
+from pathlib import Path
+
+from llava_ds.files.model_files import is_there
 
 PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
@@ -20,8 +23,15 @@ SECOND_TOWER = "tower.second."  # in the tower, before the second one's own
 LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
 VALUE_HEAD = "value_head."  # in a file of its own, without this
+VALUE_HEAD_FILE = "value_head.safetensors"  # beside a model's other files; its one tensor is the head's weight
 LLAVA_NEWLINE = "model.image_newline"
 PARTS = ("vision_tower", "projector", "newline", "language_model", "value_head")
+
+
+def value_head_file(folder: str | Path) -> Path | None:
+    """The file of a model folder's value head; None for a model without."""
+    file = Path(folder) / VALUE_HEAD_FILE
+    return file if is_there(file) else None
 
 
 def is_of_child(name: str) -> bool:

@@ -19,12 +19,12 @@ from llava_ds.data.dataset import open_data
 from llava_ds.data.packing import plan_by_count
 from llava_ds.data.step_plan import largest_share, sample_order
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
-from llava_ds.model.flops import model_flops
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
+from llava_ds.tracking.flops import model_flops
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

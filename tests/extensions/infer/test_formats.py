@@ -20,8 +20,8 @@ from llava_ds.extensions.infer.formats import open_model
 from llava_ds.extensions.infer.generate import answer
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import ImageOptions, media_layout
-from llava_ds.model.hf import embed_batch
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.hf import embed_batch
+from llava_ds.model.open.model_plan import plan_model
 
 
 @pytest.fixture(scope="module")

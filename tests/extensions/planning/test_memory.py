@@ -24,8 +24,8 @@ from llava_ds.extensions.planning.memory import PLACEMENTS, Setup, ZeroPlacement
 from llava_ds.extensions.planning.named_models import NAMED
 from llava_ds.extensions.planning.shapes import ModelShape, shape_named, shape_of, shape_of_count
 from llava_ds.model.llava import assemble
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.output_loss import CHUNK_LOGITS, linear_cross_entropy
-from llava_ds.model.vision import plan_tower
 
 TEXT = LlamaConfig(
     hidden_size=64,

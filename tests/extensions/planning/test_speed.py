@@ -21,7 +21,7 @@ from llava_ds.extensions.planning.memory import Setup, ZeroPlacement
 from llava_ds.extensions.planning.shapes import shape_named, shape_of
 from llava_ds.extensions.planning.speed import Load, Machine, step_time
 from llava_ds.extensions.planning.traffic import step_traffic
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.runtime.gpus import GPUS, gpu_named, gpu_of_device
 
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The message for running out of memory: what was computed, what was in use, and what to change."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,11 +15,10 @@ from llava_ds.data.step_plan import StepPlan
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.engine.warm_up import LargestMicroBatch
-from llava_ds.extensions.active import flags_class
+from llava_ds.extensions.active import flags_class, values_of
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.runtime.device_memory import first_line, in_use, is_out_of_memory
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.state import TrainState
 
 MOST_NAMED = 8  # samples
 
@@ -27,8 +26,9 @@ MOST_NAMED = 8  # samples
 class MemoryWatch:
     """Context in which running out of memory becomes a ConfigError that names the samples and the flags to change."""
 
-    def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, state: TrainState, ranks: Ranks) -> None:
-        self._resolved, self._plan, self._state = resolved, plan, state
+    def __init__(self, engine, resolved: ResolvedConfig, plan: StepPlan, done: Callable[[], int], ranks: Ranks) -> None:
+        """done: gives the number of steps that are done."""
+        self._resolved, self._plan, self._done = resolved, plan, done
         self._ranks = ranks
         self._warming_up: list[int] | None = None
         self._step = self._index = -1  # the step, and which of its micro-batches
@@ -38,8 +38,8 @@ class MemoryWatch:
 
     def _note(self, engine: torch.nn.Module, inputs: tuple) -> None:
         self._trains = engine.training
-        self._index = self._index + 1 if self._step == self._state.step else 0
-        self._step, self._batch = self._state.step, inputs[0]
+        self._index = self._index + 1 if self._step == self._done() else 0
+        self._step, self._batch = self._done(), inputs[0]
 
     def __enter__(self) -> None:
         self._step, self._batch = -1, None
@@ -72,8 +72,8 @@ class MemoryWatch:
             samples = self._warming_up
         elif not self._trains:
             return f"{place} evaluating after step {self._step:,}: {_size(self._batch)}"
-        elif self._state.step > self._step:  # in a hook
-            return f"{place} after step {self._state.step:,}"
+        elif self._done() > self._step:  # in a hook
+            return f"{place} after step {self._done():,}"
         elif self._resolved.args.traits.draws:
             return f"{place} training on answers in step {self._step + 1:,}: {_size(self._batch)}"
         else:
@@ -125,7 +125,8 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
 
 
 def _about_layers(training: TrainingArguments, broken: set[str]) -> list[str]:
-    if training.gradient_checkpointing == "off" and "whole_layers" in broken:
+    can_choose = values_of("gradient_checkpointing") and "whole_layers" not in broken
+    if training.gradient_checkpointing == "off" and not can_choose:
         return ["--gradient_checkpointing all: every layer keeps its input alone"]
     if training.gradient_checkpointing == "off":
         return ["--gradient_checkpointing auto: checkpoints as few layers as it takes to fit (all: every one)"]
