@@ -187,7 +187,7 @@ $(LMMS)/.installed: tests/extensions/benchmarks/lmms_eval.txt constraints.txt
 	$(LMMS)/bin/python -m pip install $(PIP_ARGS) --no-deps lmms-eval==0.7.3
 	touch $@
 
-# After make finetune: TRL, in its own environment, computes the losses of DPO, SimPO and GRPO that make test holds ours to.
+# TRL, in its own environment, computes the losses of DPO, SimPO and GRPO that make test holds ours to.
 # ARGS=--write renews them.
 TRL ?= .trl
 compare-trl: install $(TRL)/.installed

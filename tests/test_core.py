@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 178,
-    "imported lines": 28062,
+    "imported lines": 28065,
     "files at the end": 225,
     "lines at the end": 33304,
     "feature words": 318,
     "kernel files": 46,
     "kernel lines": 6467,
-    "all lines": 69219,
+    "all lines": 69199,
 }
 
 # What one reads to understand training.

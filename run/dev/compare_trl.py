@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from llava_ds.constants import ConfigError
+from llava_ds.tiny import LLAMA_PATH
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = ROOT / "tests" / "helpers" / "trl_losses.json"
@@ -51,15 +52,12 @@ def main(argv: list[str]) -> None:
     """Compare, or write."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl_python", required=True, help="interpreter of the environment that has TRL")
-    parser.add_argument("--model_path", default="output/tiny-finetune", help="an exported LLaVA; default: %(default)s")
     parser.add_argument("--output_dir", type=new_folder, default="output/compare-trl", help="default: %(default)s")
     parser.add_argument("--write", action="store_true", help="renew the file of the tests")
     own = parser.parse_args(argv)
-    model, folder = Path(own.model_path).resolve(), Path(own.output_dir).resolve()
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"--model_path {model}: there is no config.json in it, run make finetune or name another")
+    folder = Path(own.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    found = by_trl(own.trl_python, model, folder)
+    found = by_trl(own.trl_python, folder)
     print(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
     if own.write:
         FIXTURE.write_text(as_text(found), encoding="utf-8")
@@ -85,12 +83,12 @@ def difference(known: dict, found: dict) -> float:
     return float(np.abs(np.subtract(*numbers)).max())
 
 
-def by_trl(python: str, model: Path, folder: Path) -> dict[str, object]:
+def by_trl(python: str, folder: Path) -> dict[str, object]:
     """Inputs and TRL's results: versions, pairs and policy as the file of the tests has them."""
     rng = np.random.default_rng(7)
     pairs, policy = pair_cases(rng), policy_inputs(rng)
     given, results, log = (folder / name for name in ("given.json", "results.json", "log.txt"))
-    given.write_text(json.dumps({"model": str(model), "pairs": pairs, "policy": policy}))
+    given.write_text(json.dumps({"model": str(LLAMA_PATH), "pairs": pairs, "policy": policy}))
     quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_CACHE": str(folder / "trl")}
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [python, str(Path(__file__).with_name("benchmark") / "trl_side.py"), str(given), str(results)]

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+import time
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -74,7 +75,10 @@ def meet(rank: int, world_size: int, port: int, answers) -> None:
         torch.distributed.all_reduce(torch.ones(1), group=group)
     torch.distributed.all_reduce(torch.ones(1))
     answers.put((rank, len(os.listdir("/proc/self/fd")) - before))
+    answers.close()
+    answers.join_thread()
     torch.distributed.barrier()
+    time.sleep(0.2)
     os._exit(0)
 
 

@@ -28,6 +28,7 @@ TOY = Shape(
 # Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149. ZeRO-3 on a single GPU,
 # because it updates them in parts: at 1 and 2 the fp32 gradients of all of them would take 27 GB more, and flattening
 # them 14. What is left holds the activations of 4,096 tokens without recomputing any.
+# num_steps follows from --rounds.
 STAGES = (
     Case("stage 1", LLAVA_7B, captions=True, batch_size=256, accumulation=1, num_steps=0, tokens_per_micro_batch=8192),
     Case("stage 2", LLAVA_7B, captions=False, batch_size=128, accumulation=1, num_steps=0, tokens_per_micro_batch=4096),

@@ -14,21 +14,16 @@ from types import SimpleNamespace
 
 import datasets
 import torch
-from transformers import AutoProcessor, AutoTokenizer, LlavaForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 COMMON = {"bf16": False, "gradient_checkpointing": False, "use_cpu": True, "report_to": "none"}
 
 
-def load(folder: str) -> LlavaForConditionalGeneration:
-    """Load a LLaVA in fp32."""
-    return LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-
-
 def policy_trainer(model: str, folder: str, groups: list[dict], settings: dict) -> GRPOTrainer:
     """GRPOTrainer over answers that are given, G for each of P prompts, with their rewards."""
-    prompts = [{"prompt": [{"role": "user", "content": group["question"]}]} for group in groups]
+    prompts = [{"prompt": group["question"]} for group in groups]
     every = [(group["prompt_ids"], answer) for group in groups for answer in group["answers"]]
 
     def answers(prompts: list, trainer) -> dict[str, list]:
@@ -44,11 +39,11 @@ def policy_trainer(model: str, folder: str, groups: list[dict], settings: dict) 
     longest = max(len(answer["ids"]) for _, answer in every)
     given = {"max_completion_length": longest, "shuffle_dataset": False, "per_device_train_batch_size": len(every)}
     return GRPOTrainer(
-        model=load(model),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=rewards,
         args=GRPOConfig(folder, **COMMON, num_generations=len(groups[0]["answers"]), **given, **settings),
         train_dataset=datasets.Dataset.from_list(prompts),
-        processing_class=AutoProcessor.from_pretrained(model),
+        processing_class=tokenizer_of(model),
         rollout_func=answers,
     )
 
@@ -61,6 +56,13 @@ def outputs_of(rows: torch.Tensor, length: int):
     return lambda **_: SimpleNamespace(**named)
 
 
+def tokenizer_of(folder: str):
+    """Open a model's tokenizer, padding by its end marker."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def padded(rows: list[list[float]]) -> torch.Tensor:
     """(B, L) of rows of several lengths."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
@@ -71,10 +73,10 @@ def pair_losses(model: str, cases: list[dict]) -> list[float]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         rows = [{"prompt": "yes", "chosen": "no", "rejected": "two"}]
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        options = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer}
-        dpo = DPOTrainer(load(model), args=DPOConfig(folder, **COMMON), **options)
-        cpo = CPOTrainer(load(model), args=CPOConfig(folder, **COMMON), **options)
+        options = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer_of(model)}
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        dpo = DPOTrainer(loaded, args=DPOConfig(folder, **COMMON), **options)
+        cpo = CPOTrainer(loaded, args=CPOConfig(folder, **COMMON), **options)
         for case in cases:
             rows = padded(case["rows"])
             lengths = torch.tensor(case["lengths"])  # (B, 2)

@@ -239,7 +239,7 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
     with pytest.raises(TypeError):
         ready_trial.check_ready(again, images, str(tmp_path))
     with monkeypatch.context() as changed:
-        changed.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
+        changed.setattr(ready_trial, "OWN_CODE", ready_trial.OWN_CODE / "tracking")
         with pytest.raises(TypeError):
             ready_trial.check_ready(plan, images, str(tmp_path))
     assert ready_trial.check_ready(plan, images, str(tmp_path)) == f"{line} (tried before)"
