@@ -98,7 +98,7 @@ def _let_inputs_have_gradients(model: LlavaModel) -> None:
     """Let what comes into a layer that is gathered as one have a gradient, if the layer trains, whatever comes before.
 
     DeepSpeed 0.19.8 reduces its gradients in a backward hook of torch's, which without gradients of inputs runs before
-    they are there: as with LoRA behind frozen embeddings and a frozen projector.
+    they are there: as with adapters behind frozen embeddings and a frozen projector.
     """
     for module in model.modules():
         if deepspeed.utils.z3_leaf_module(module):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from llava_ds.export.tensors import Entry
     from llava_ds.extensions.architecture import Architecture
     from llava_ds.model.llava import LlavaModel
+    from llava_ds.model.open.folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
@@ -537,4 +538,5 @@ class Extension:
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # run between steps
     folder: FolderPart | None = None  # model folders that it reads
+    open_folder: Callable[[str, str | None], "ModelFolder"] | None = None  # Trigger.opens; from path and --model_base
     mesh: MeshPart | None = None  # for the axis that its flags add

@@ -107,7 +107,7 @@ KINDS = {  # and the commands that open them
     "tower": ("train", "inspect_data", "estimate", "chat"),
     "hf": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
     "llava": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
-    "adapter": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
+    **if_there("lora", adapter=("train", "chat", "evaluate", "export", "inspect_data", "estimate")),
     "projector": ("train",),
     "tokenizer": ("inspect_data",),
     "checkpoint": ("chat", "evaluate", "export"),  # what DeepSpeed wrote into it, with hashes that fit

@@ -14,8 +14,7 @@ from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.extensions.infer.formats import CHECKPOINT_FLAGS
 from llava_ds.extensions.infer.generate import Answer, Prompt, decode_media, media_of
 from llava_ds.extensions.infer.infer_flags import EngineOptions
-from llava_ds.files.model_files import is_there
-from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
+from llava_ds.files.model_files import ADAPTER_CONFIG, is_there
 from llava_ds.model.open.names import value_head_file
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.second_models.frozen import FrozenPlan, Scorer, open_frozen, plan_alone

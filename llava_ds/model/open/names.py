@@ -52,7 +52,7 @@ def projector_to_llava(name: str, kind: str) -> str:
 def projector_from_llava(name: str) -> str | None:
     """A name in a projector file to one in the projector module ("layers.0.weight"); None for other tensors.
 
-    Accepts what LLaVA accepts: anything before "mm_projector.", as LoRA runs and whole checkpoints write it.
+    Accepts what LLaVA accepts: anything before "mm_projector.", as runs with adapters and whole checkpoints write it.
     """
     found = re.search(r"(?:^|\.)mm_projector\.((?:(?:\d+|pre_norm|proj|conv_pool)\.)*)(weight|bias)$", name)
     return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
@@ -64,7 +64,7 @@ def newline_from_llava(name: str) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """A name in files of LLaVA's LoRA runs or peft to the model's own name."""
+    """A name in files of LLaVA's adapters or peft to the model's own name."""
     if name.startswith(("base_model.model.", "model.model.")):
         name = name.removeprefix("base_model.").removeprefix("model.")
     return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
