@@ -9,7 +9,7 @@ import llavas
 import pytest
 import torch
 import toys
-from extension_there import AXES
+from extension_there import AXES, needs_extension
 from known_flags import needs
 
 from llava_ds.checkpoint import commit
@@ -59,6 +59,7 @@ def test_a_model_that_brings_its_tower_has_an_identity(tmp_path):
     assert list(identity(flags).differences(vars(first))) == ["model_name_or_path"]
 
 
+@needs_extension("lora")
 def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
     base = toys.write_base(tmp_path / "base")
     flags = llavas.write_idle_adapter(tmp_path / "adapter", base, {"model.mm_projector.0.bias": torch.ones(32)})
