@@ -104,8 +104,12 @@ def test_another_size_or_layout_is_no_other_run_and_is_said(tmp_path):
     [
         ({"loss_reduction": "micro_batch"}, "--loss_reduction micro_batch"),
         ({"steps_across_epochs": True}, "--steps_across_epochs"),
-        ({"capacity_factor": 1.5, "router_aux_loss_coef": 0.01}, "--capacity_factor, --router_aux_loss_coef"),
-        ({"router_aux_loss_coef": 0.01}, "--router_aux_loss_coef"),
+        pytest.param(
+            {"capacity_factor": 1.5, "router_aux_loss_coef": 0.01},
+            "--capacity_factor, --router_aux_loss_coef",
+            marks=needs_extension("mixtures"),
+        ),
+        pytest.param({"router_aux_loss_coef": 0.01}, "--router_aux_loss_coef", marks=needs_extension("mixtures")),
     ],
 )
 def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_path, flags, named):
@@ -119,6 +123,7 @@ def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_pa
     assert point.changed
 
 
+@needs_extension("mixtures")
 def test_ranks_that_share_samples_or_experts_change_no_routers_loss():
     before = vars(run(world_size=2, router_aux_loss_coef=0.01))
     for flag in AXES:
