@@ -6,6 +6,7 @@ import pytest
 import torch
 from ds_json import arguments
 from torch import nn
+from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.param_groups import describe_parts, parameter_groups
@@ -15,6 +16,7 @@ from llava_ds.engine.start import check_groups
 class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.config = PreTrainedConfig()
         self.embeddings, self.output = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
         self.hidden, self.norm = nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
 

@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from run_many import load_train
 from torch import nn
+from transformers import PreTrainedConfig
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
@@ -37,6 +38,7 @@ WIDTH = 8
 class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.config = PreTrainedConfig()
         self.embed_tokens, self.norm = nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH)
         self.hidden, self.lm_head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16, bias=False)
 

@@ -140,7 +140,7 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
         with library_errors(f"--model_path {unloaded.path}"):
             model = hf_class(config)._from_config(config, dtype=dtype, **attention_options(config))
             text = config.get_text_config()
-            text_part(text).assembled(model.model.language_model, text, ModelArguments())
+            text_part(text).assembled(model.get_decoder(), text, ModelArguments())
             if unloaded.own is not None:
                 _put_own_parts(model, unloaded.own)
             model.tie_weights()
