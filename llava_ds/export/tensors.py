@@ -1,5 +1,5 @@
 # V rows of an embedding, D language-model width
-"""A model's tensors one after the other: named and measured before any of them is read."""
+"""A model's tensors one after the other: names and shapes are known before any of them is read."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from llava_ds.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that can be read: its name, its shape, and how it comes to the CPU."""
+    """A readable tensor: its name, its shape, and a function that reads it to the CPU."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,15 +34,15 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """List the parameters of the whole model, whichever ranks have them; a tied one once, those of a child not.
+    """List the parameters of the complete model, on whichever rank they are; tied ones once, a child model's not.
 
-    Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
-    whole at a time.
+    Reading is collective, in the same order on all ranks, and returns the tensor on rank 0 only. One parameter is
+    gathered at a time.
     """
     placement = placement_of(model)
     return [
@@ -59,7 +59,7 @@ class Counted:
         self.num_read = 0
 
     def entries(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The same entries, whose reading is counted."""
+        """Return the same entries, with counted reads."""
         return [dataclasses.replace(entry, read=partial(self._read, entry)) for entry in entries]
 
     def _read(self, entry: Entry) -> torch.Tensor | None:
@@ -68,13 +68,13 @@ class Counted:
 
 
 def take_part(entries: Iterable[Entry]) -> None:
-    """Do what the ranks beside the first have to while rank 0 reads the live entries."""
+    """Take part in the collective reads while rank 0 reads the live entries."""
     for entry in entries:
         entry.read()
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:
-    """The tensors of a part's weights, by their names in the whole model; dtype: a precision that they go through.
+    """Return the tensors of a part, by their names in the complete model; dtype: round to this precision first.
 
     Reading them in this order opens one file at a time.
     """
@@ -88,7 +88,7 @@ def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) 
 
 
 class _Cursor:
-    """Weights read by name, though what they give to read a tensor holds until the next one only."""
+    """Weights read by name, from an iterator whose read functions are valid only until the next step."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -96,7 +96,7 @@ class _Cursor:
         self._here: str | None = None
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor; one behind the last that was read needs no new beginning."""
+        """Return the tensor; a name after the last one read does not restart the iterator."""
         if self._here != name and not self._advance(name):
             self._rest = self._weights.tensors()
             assert self._advance(name), f"{self._weights.path} has no {name}"
@@ -111,7 +111,7 @@ class _Cursor:
 
 
 def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
-    """The entries, and those of the others that they lack: layers of the tower that training never built."""
+    """Add to `entries` the entries of `others` that they lack: tower layers that training never built."""
     entries = list(entries)
     seen = {entry.name for entry in entries}
     return entries + [entry for entry in others if entry.name not in seen]
@@ -121,9 +121,9 @@ def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
 class Names:
     """Names and ties of a language model's parameters, which differ between families.
 
-    embedding: name of the input embeddings; by_token: of parameters with a row for every token; aliases: of those that
-    are another one; in_hf: where each goes in a llava-hf folder; tied_in_hf: whether both ends are one there, too;
-    experts: of a mixture's on disk, None for families without.
+    embedding: name of the input embeddings; by_token: parameters with a row per token; aliases: second names of tied
+    parameters; in_hf: names in a llava-hf folder; tied_in_hf: True if embedding and output layer are tied there as
+    well; experts: names of a mixture's experts on disk, None for other families.
     """
 
     embedding: str
@@ -135,7 +135,7 @@ class Names:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Names":
-        """Ask the model, built on no device."""
+        """Read the names from the model, built without memory."""
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
@@ -154,9 +154,9 @@ class Names:
         )
 
     def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
-        """The entries with so many rows for tokens, and without aliases.
+        """Return the entries with `rows` rows per token, and without aliases.
 
-        New rows are the mean of all; rows behind the last are left out.
+        New rows are the mean of all; extra rows are dropped.
         """
         return [
             _with_rows(entry, rows) if entry.name in self.by_token and entry.shape[0] != rows else entry
@@ -165,12 +165,12 @@ class Names:
         ]
 
     def divided(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries with experts as they are on disk: each one's own, and the block by the family's name."""
+        """Return the entries with experts as stored on disk: separately, and the block under the family's name."""
         if self.experts is None:
             return list(entries)
         found: list[Entry] = []
         for entry in entries:
-            if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower has blocks of that name, too
+            if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower also has blocks of that name
                 found.append(entry)
                 continue
             parts = divided(entry.name, entry.shape, self.experts)
@@ -181,8 +181,10 @@ class Names:
         return found
 
     def to_hf(self, entries: Iterable[Entry], to_hf: Callable[[str], str] = formats.to_hf) -> list[Entry]:
-        """The entries by their names in a llava-hf folder; one that has two places there comes twice. to_hf: of names
-        outside of the language model."""
+        """Return the entries by their names in a llava-hf folder; one that is stored in two places appears twice.
+
+        to_hf: renames tensors outside of the language model.
+        """
         return [
             dataclasses.replace(entry, name=place)
             for entry in entries
@@ -191,7 +193,7 @@ class Names:
 
 
 class _Held:
-    """A tensor that is read once for all of its parts, and let go of with the last. Each part is read once."""
+    """A tensor that is read once for all of its parts, and released after the last. Each part is read once."""
 
     def __init__(self, read: Callable[[], torch.Tensor], num_parts: int) -> None:
         self._read, self._num_parts, self._left = read, num_parts, 0
@@ -219,7 +221,7 @@ def _with_rows(entry: Entry, rows: int) -> Entry:
 
 
 def without_value_head(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """The entries but the value head's, and the value head's: one, or none."""
+    """Return the entries without the value head's, and the value head's: one, or none."""
     rest, head = [], []
     for entry in entries:
         (head if entry.name.startswith(formats.VALUE_HEAD) else rest).append(entry)
@@ -227,9 +229,9 @@ def without_value_head(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entr
 
 
 def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written:
-    """Write the value head's file, if there is one: other programs open the folder as if it were not there.
+    """Write the value head's file, if there is one: other programs ignore it.
 
-    head: its tensors by their names in the model. Returns the sums of their bits.
+    head: its tensors by their names in the model. Returns checksums of their bits.
     """
     if not head:
         return {}
@@ -239,12 +241,12 @@ def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written
 
 
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:
-    """The entries by other names."""
+    """Return the entries under other names."""
     return [dataclasses.replace(entry, name=rename(entry.name)) for entry in entries]
 
 
 def turned(entry: Entry) -> Entry:
-    """Experts (E, O, I) as (E, I, O)."""
+    """Transpose an entry of experts (E, O, I) to (E, I, O)."""
 
     def read() -> torch.Tensor | None:
         tensor = entry.read()
