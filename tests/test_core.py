@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 180,
-    "imported lines": 28386,
+    "imported lines": 28400,
     "files at the end": 225,
     "lines at the end": 33304,
     "feature words": 318,
     "kernel files": 63,
     "kernel lines": 9280,
-    "all lines": 69920,
+    "all lines": 69953,
 }
 
 # What one reads to understand training.
