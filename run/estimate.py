@@ -2,7 +2,7 @@
 
 Takes the flags of run/train.py (also recipes); instead of folders, a named size or a number of parameters. No weights
 are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows training's choice, --speed the time of
-a step, tokens/s, MFU and what limits them.
+a step, tokens/s, MFU and their limits.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SPEED_FLAGS = {
 
 
 def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
-    """Parse this script's flags, and those of training. Raises ConfigError."""
+    """Parse this script's flags and training's. Raises ConfigError."""
     from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work during the import
 
     parser = Parser(description=__doc__)

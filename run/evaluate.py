@@ -232,7 +232,7 @@ def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -
         loaded = load_for_inference(args.model_path, options, ranks)
         print_first(*loaded.notes)
         return loaded
-    # Imports DeepSpeed, which takes seconds.
+    # Importing DeepSpeed takes seconds.
     from llava_ds.extensions.benchmarks.judging import BestOfN, Judge, Preferring
 
     if args.best_of is None:
@@ -319,7 +319,7 @@ def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespac
 
 
 def start(options: EngineOptions) -> Ranks:
-    """Return this process's rank. A single process with transformers' engine needs neither DeepSpeed nor a port."""
+    """Return this process's rank. A single process with transformers' engine needs no DeepSpeed and no port."""
     variables = {**os.environ, **rank_variables(os.environ)[0]}
     if int(variables["WORLD_SIZE"]) > 1 or options.engine == "deepspeed":
         return init_ranks()

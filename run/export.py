@@ -2,8 +2,8 @@
 
 SOURCE is a checkpoint of run/train.py, of any ZeRO stage and number of ranks; no GPU is needed. The run's flags are
 read from run.json in its folder; the base models have to be in the folders named there, or in --model_name_or_path and
---vision_tower. Or SOURCE is a complete LLaVA model, in LLaVA's own format or transformers', or LoRA over one, which is
-merged into it; several are merged by weight: run/export.py ONE --adapters OTHER THIRD --adapter_weights 0.5 0.3 0.2
+--vision_tower. Or SOURCE is a complete LLaVA model, in LLaVA's own format or transformers', or LoRA over one (merged
+into it); several are merged by weight: run/export.py ONE --adapters OTHER THIRD --adapter_weights 0.5 0.3 0.2
 """
 
 import argparse

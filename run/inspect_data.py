@@ -21,7 +21,7 @@ HTML_SAMPLES = 30
 
 
 def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
-    """Parse this script's flags, and those of training. Raises ConfigError."""
+    """Parse this script's flags and training's. Raises ConfigError."""
     from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work during the import
 
     parser = Parser(description=__doc__)

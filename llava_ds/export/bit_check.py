@@ -15,7 +15,7 @@ Written = dict[Path, dict[str, int]]
 
 
 def sums_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return a checksum of each tensor's bits, which changes if a single bit flips."""
+    """Return a checksum of each tensor's bits; it changes if a single bit flips."""
     return {name: _word_sum(tensor) for name, tensor in tensors}
 
 

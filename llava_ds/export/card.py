@@ -17,7 +17,7 @@ from llava_ds.tracking.run_files import read_run
 
 CARD = "README.md"
 MAX_BYTES = 2**20  # maximum size of a card to which scores are added; this project's have 5 kB
-# Flags that a reader of a model card asks for, without paths.
+# Flags that interest a reader of a model card, without paths.
 SHOWN = (
     "version", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "image_aspect_ratio",
     "mm_patch_merge_type", "model_max_length", "learning_rate", "mm_projector_lr", "mm_vision_tower_lr",

@@ -67,7 +67,7 @@ def export_model(
 
 @contextlib.contextmanager
 def _disk_errors(output_dir: Path, training: TrainingArguments) -> Iterator[None]:
-    """Raise DataError if the disk refuses a file. The watchdog informs the other ranks, which wait for this one."""
+    """Raise DataError if the disk refuses a file. The watchdog informs the other ranks: they wait for this one."""
     try:
         yield
     except (OSError, SafetensorError) as error:

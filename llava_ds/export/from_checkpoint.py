@@ -29,7 +29,7 @@ class Restored:
     """A checkpoint's model.
 
     export: in the run's own export format; entries: the complete model, LoRA merged; trained: the tensors in the
-    checkpoint; base: the run's initial model; run, record: run.json's flags, and all of it.
+    checkpoint; base: the run's initial model; run, record: run.json's flags and content.
     """
 
     export: ExportPlan
@@ -140,7 +140,7 @@ def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
 
 
 def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
-    """Compare the base models' folders, and the projector's file, with those of the run's training."""
+    """Compare the base models' folders, and the projector's file, with the ones used in training."""
     problems = []
     for name in ("model_name_or_path", "model_base", "vision_tower"):
         given = getattr(run.model, name)

@@ -1,4 +1,4 @@
-"""A finished model read from a folder: in LLaVA's format, in transformers', or LoRA over one of them."""
+"""A finished model read from a folder: in LLaVA's format, in transformers', or LoRA over either."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def open_folder(
 ) -> tuple[ExportPlan, list[Entry], list[str]]:
     """Return the model in a folder, its tensors, and lines that describe it.
 
-    given: flags of run/export.py that supply what the folder lacks (vision_tower, model_base, version); dtype None: the
+    given: flags of run/export.py that complete the folder (vision_tower, model_base, version); dtype None: the
     folder's; form: of the export. Raises ConfigError or DataError for folders without a complete LLaVA model.
     """
     given = dict(given)

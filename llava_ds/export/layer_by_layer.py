@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-LIMIT_S = 600.0  # of a comparison: the other ranks' GPUs are idle meanwhile
-MARGIN_BYTES = 10**9  # of a GPU's free memory, for a layer's activations
+LIMIT_S = 600.0  # limit of a comparison: the other ranks' GPUs are idle meanwhile
+MARGIN_BYTES = 10**9  # reserve of a GPU's memory, for a layer's activations
 COPIES_OF_LOGITS = 4  # in float32, besides the model's own
 SMALL_BYTES = 10**9  # below, training's number of threads is fast enough, and rounds like training
 
@@ -53,7 +53,7 @@ def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -
     for tensor in ends:
         tensor.data = _moved(tensor.data, device)
     done: list[nn.Module] = []
-    before: dict[nn.Module, list[torch.Tensor]] = {}  # of a layer in progress: its tensors in the files
+    before: dict[nn.Module, list[torch.Tensor]] = {}  # a running layer's tensors in the files
 
     def enter(layer: nn.Module, _: object) -> None:
         deadline.check(len(done), len(layers), device)

@@ -1,5 +1,5 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
-"""Compare the logits of a folder reloaded with transformers with those of the trained model."""
+"""Compare the trained model's logits with a folder's, reloaded with transformers."""
 
 import warnings
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def compared_positions(check: str, length: int, device: torch.device) -> torch.T
 
 
 def describe_comparison(check: str, length: int, library: str, compare: Callable[[], float]) -> str:
-    """Compare, and describe what was compared. length: of the sample, in positions."""
+    """Compare, and describe the comparison. length: of the sample, in positions."""
     if check == "off":
         return "not reloaded: --check_export off"
     num_positions = len(compared_positions(check, length, torch.device("cpu")))
@@ -48,7 +48,7 @@ def describe_comparison(check: str, length: int, library: str, compare: Callable
 
 
 def describe_bits(check: str, compare: Callable[[], None]) -> str:
-    """Compare files without a forward, and describe what was compared."""
+    """Compare files without a forward, and describe the comparison."""
     if check == "off":
         return "not read again: --check_export off"
     try:
@@ -70,7 +70,7 @@ def compare_reloaded(
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    base: the model's folder if the exported one is an adapter, which peft merges into it; batch: a single sample;
+    base: the model's folder if the exported one is an adapter (peft merges it); batch: a single sample;
     layouts: of its images; mean, std (1, 3, 1, 1): the tower's scaling of pixels; logits (T, V): the trained model's,
     at every position or at the first ones. Their device is used if it has room. Returns and raises like compare_logits.
     Raises NotCompared if time or memory run out.
@@ -142,8 +142,8 @@ def _tiled_images(
 ) -> dict[str, torch.Tensor] | None:
     """Return pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers makes other tokens of them.
 
-    LlavaNext cuts every image into tiles; LLaVA and LlavaOnevision leave images whole if a sample has several. Neither
-    supports pooled frames, and both round the padding differently for a few sizes.
+    LlavaNext cuts every image into tiles; LLaVA and LlavaOnevision leave images whole if a sample has several. They
+    don't support pooled frames, and round the padding differently for a few sizes.
     """
     several = reloaded.config.model_type == "llava_onevision" and len(layouts) > 1
     if any((layout.grid is None) != several or (layout.num_tiles != 1 and several) for layout in layouts):

@@ -119,7 +119,7 @@ def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Names:
-    """Names and ties of a language model's parameters, which differ between families.
+    """Names and ties of a family's language-model parameters.
 
     embedding: name of the input embeddings; by_token: parameters with a row per token; aliases: second names of tied
     parameters; in_hf: names in a llava-hf folder; tied_in_hf: True if embedding and output layer are tied there as
@@ -156,7 +156,7 @@ class Names:
     def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
         """Return the entries with `rows` rows per token, and without aliases.
 
-        New rows are the mean of all; extra rows are dropped.
+        New rows are the mean row; extra rows are dropped.
         """
         return [
             _with_rows(entry, rows) if entry.name in self.by_token and entry.shape[0] != rows else entry

@@ -116,7 +116,7 @@ def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> Non
 def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if LLaVA's format would lose tokens.
 
-    That format uses the tokenizer from before an export, which lacks tokens added to the exported folder later.
+    That format uses the tokenizer from before an export, without tokens added to the exported folder later.
     """
     source = Path(tokenizer.name_or_path)
     origin = _original_folder(source)

@@ -41,7 +41,7 @@ CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision
 def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     """Return the entries to write: llava-hf's names, rows for new tokens, and the tower's unused layers.
 
-    A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others. An extension's
+    A tokenizer without <image> gets it as a new last token; its rows are the mean of the others. An extension's
     architecture writes its own.
     """
     if export.model.architecture is not None:
@@ -61,7 +61,7 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
     """Write the folder, one tensor in memory at a time, and return checksums of their bits.
 
     entries: of the model, by their names in this project. holes: write weight files without weights. If own_vision
-    finds no class, the folder is only for inference in this process, which inserts its own parts into the class.
+    finds no class, the folder is only for inference in this process, with its own parts inserted into the class.
     """
     if export.model.architecture is not None:
         return export.model.architecture.write(export, entries, output_dir, holes)
@@ -102,7 +102,7 @@ def _write_config(
         own["vision_aspect_ratio"] = image_options.aspect_ratio
         own["video_token_index"] = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
     if rows != export.vocab_size:
-        own["llava_ds_vocab_size"] = export.vocab_size  # for converting back, which drops the other rows
+        own["llava_ds_vocab_size"] = export.vocab_size  # for converting back without the other rows
     elif export.rows is not None:
         own["llava_ds_vocab_size"] = export.rows
     if export.tower_name is not None:
