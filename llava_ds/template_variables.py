@@ -1,6 +1,6 @@
 """Variables of Jinja chat templates (--chat_template_kwargs), kept as defaults at the beginning of the template itself.
 
-All that renders the template then asks alike without being told: training, an evaluation, transformers, vLLM.
+All that renders the template then asks alike without being told: training, an evaluation, transformers, servers.
 """
 
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 200  # characters of a flag in a message
-FLAG = "chat_template_kwargs"  # of Hugging Face's, TRL's and vLLM's renderers
+FLAG = "chat_template_kwargs"  # of Hugging Face's, TRL's and servers' renderers
 
 # Arguments of transformers' renderers and of what calls them, which a variable of the same name would take the place
 # of; and names that they define for every template.

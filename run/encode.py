@@ -33,7 +33,7 @@ from llava_ds.data.dataset import open_data
 from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import print_first, quiet_libraries
 from llava_ds.tiny import default as tiny
 

@@ -71,14 +71,14 @@ from llava_ds.data.dataset import EncodedDataset, open_data
 from llava_ds.data.encoded_rows import media_from_text
 from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.extensions.active import folder_part
-from llava_ds.files.model_files import read_json_if_there
+from llava_ds.files.model_files import is_adapter, read_json_if_there
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.open.merged_adapters import is_adapter
+from llava_ds.model.open.model_plan import read_parts
 from llava_ds.model.open.rows import fit_vocabulary
-from llava_ds.model.plan import read_parts
-from llava_ds.model.vision import TowerPlan, read_tower
+from llava_ds.model.open.tower import read_tower
+from llava_ds.model.vision import TowerPlan
 from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries
 from llava_ds.template_variables import set_variables
 from llava_ds.tiny import CLIP_PATH

@@ -224,8 +224,8 @@ def messages() -> list[str]:
     return texts
 
 
-def test_the_readme_names_every_file_that_a_run_leaves():
-    table = (ROOT / "README.md").read_text()
+def test_the_page_of_run_files_names_every_file_that_a_run_leaves():
+    table = (ROOT / "docs" / "run_files.md").read_text()
     names = {*RUN_FILES, *WRITTEN_ANEW, sources.HASHES_FILE, output_lock.NAME} - {
         "evaluation*.jsonl"
     }  # beside the .json

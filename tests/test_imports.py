@@ -24,7 +24,7 @@ LEVELS = [
     {"batch", "geometry", "tokenizer"},
     {"data", "model"},
     {"engine"},
-    {"checkpoint", "tracking"},
+    {"checkpoint", "second_models", "tracking"},
     {"export", "tiny"},
     {"train"},
     {"extensions/*"},  # the folders: nothing imports them

@@ -11,8 +11,8 @@ from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import FileState, move_aside, read_json, state_of, why_not_regular
 from llava_ds.files.writing import sha256, write_whole
+from llava_ds.model.open.names import value_head_file
 from llava_ds.model.open.weights import weight_files
-from llava_ds.model.value_head import value_head_file
 
 HASHES_FILE = "weight_hashes.json"  # in a run's folder
 HASHING_THREADS = 8

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from llava_ds.constants import DataError
-from llava_ds.engine import safe_load
-from llava_ds.engine.checkpoint_writer import ENGINE
-from llava_ds.engine.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
 from llava_ds.engine.placement import Slice, cut_dim
+from llava_ds.engine.shards import safe_load
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.pieces import PLAIN, REPLICATED, UNFUSED, WRAPPERS, Layout, Piece, has_layout, read_layout
 
 COUNT_IN_LAST = ("FusedAdam", "FusedLion")
 

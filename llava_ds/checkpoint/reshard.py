@@ -22,9 +22,9 @@ from llava_ds.checkpoint.checkpoint_files import (
     saved_pieces,
 )
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.checkpoint_writer import ENGINE
-from llava_ds.engine.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
 from llava_ds.engine.placement import placement_of
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.pieces import REPLICATED, UNFUSED, ZERO_3, Layout, Piece, layout_of, masters, read_layout
 
 # Optimizers whose update of a weight depends on more than this weight's own gradients and states.
 WHOLE = {

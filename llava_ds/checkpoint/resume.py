@@ -15,7 +15,7 @@ from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_pr
 from llava_ds.config.arguments import Arguments, every_flag, flags_free_on_resume
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
-from llava_ds.engine.pieces import has_layout
+from llava_ds.engine.shards.pieces import has_layout
 from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.files.writing import Entry
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first

@@ -13,8 +13,8 @@ from llava_ds.checkpoint.resume import ResumePlan
 from llava_ds.checkpoint.trainer_file import TRAINER, checkpoint_problem
 from llava_ds.checkpoint.training_state import random_states, rewind
 from llava_ds.config.arguments import TrainingArguments
-from llava_ds.engine.checkpoint_writer import ENGINE, CheckpointWriter, save_engine
-from llava_ds.engine.pieces import layout_file, layout_text
+from llava_ds.engine.shards.checkpoint_writer import ENGINE, CheckpointWriter, save_engine
+from llava_ds.engine.shards.pieces import layout_file, layout_text
 from llava_ds.extensions.base import StatePart
 from llava_ds.files.writing import described
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first

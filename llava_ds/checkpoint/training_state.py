@@ -10,9 +10,9 @@ import torch
 from llava_ds.checkpoint.resume import ResumePoint
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.constants import DataError
-from llava_ds.engine import safe_load
-from llava_ds.engine.checkpoint_writer import ENGINE
-from llava_ds.engine.pieces import has_layout, layout_of, read_layout
+from llava_ds.engine.shards import safe_load
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.pieces import has_layout, layout_of, read_layout
 from llava_ds.runtime.ranks import Ranks, gather
 
 GROUP_STATES = {"params", "step"}  # keys of a parameter group that aren't rates; DeepSpeed's Adam and Lion count there

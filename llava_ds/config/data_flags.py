@@ -71,7 +71,7 @@ class DataArguments:
     )
     min_pixels: Count | None = _images(
         None,
-        "For ready models whose images keep their size (Qwen-VL): scale an image up to at least so many pixels. "
+        "For ready models whose images keep their size: scale an image up to at least so many pixels. "
         "Absent: as the model's image processor says.",
     )
     max_pixels: Count | None = _images(
@@ -79,8 +79,8 @@ class DataArguments:
     )
     video_min_pixels: Count | None = _images(
         None,
-        "The same for videos of Qwen-VL. Pixels are those of a frame; where times are written between frames "
-        "(Qwen3-VL, Qwen3.5), of all frames together. Absent: as the model's video processor says.",
+        "The same for videos. Pixels are those of a frame; where the model writes times between frames, "
+        "of all frames together. Absent: as the model's video processor says.",
     )
     video_max_pixels: Count | None = _images(None, "The same: at most so many pixels of a video's frame, or frames.")
     max_image_pixels: Annotated[int, Bounds(1, PILLOW_MAX_PIXELS)] = _images_free(

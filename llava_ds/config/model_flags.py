@@ -24,14 +24,14 @@ class ModelArguments:
     model_name_or_path: str | None = _model_free(
         None,
         "Folder of a causal language model, or of a LLaVA to continue from: in LLaVA's format, in transformers' "
-        "(Llava, LlavaNext, LlavaOnevision), or a LoRA adapter; or of a ready model (Qwen-VL, Qwen3.5, Gemma 3, 4, "
-        "SmolVLM, Idefics3, InternVL in transformers' format). The settings in its folder replace the defaults of "
+        "(Llava, LlavaNext, LlavaOnevision), or an adapter; or of a ready model in transformers' format "
+        "(docs/ready.md). The settings in its folder replace the defaults of "
         "flags that are not given. Absent: the tiny model that ships with the package.",
         path="model",
     )
     model_base: str | None = _model_free(
         None,
-        "Folder of the model that a LoRA adapter in --model_name_or_path belongs to. Absent: the one that its "
+        "Folder of the model that an adapter in --model_name_or_path belongs to. Absent: the one that its "
         "adapter_config.json names.",
         path="model",
     )
@@ -79,12 +79,12 @@ class ModelArguments:
         "mm_language_model, separated by commas (LLaVA-NeXT).",
     )
     tune_mm_vision: bool | None = _trainable(
-        None, "With the next two: the parts that train, in place of the flags before (qwen-vl-finetune). The tower."
+        None, "With the next two: the parts that train, in place of the flags before (a vendor's names). The tower."
     )
     tune_mm_mlp: bool | None = _trainable(None, "The projector.")
     tune_mm_llm: bool | None = _trainable(None, "The language model.")
     unfreeze_topk_llm: NotNegative = _trainable(
-        0, "Train the last so many layers of a language model that other flags freeze (Qwen2-VL-Finetune)."
+        0, "Train the last so many layers of a language model that other flags freeze."
     )
     unfreeze_topk_vision: NotNegative = _trainable(0, "The same of the vision tower: of its layers that are computed.")
     version: str = _model(
@@ -180,7 +180,7 @@ TUNABLE_PARTS = {
 }
 
 
-# The vendor's flags of Qwen-VL, of which one that is not given leaves its part frozen.
+# A vendor's flags, of which one that is not given leaves its part frozen.
 TUNING_FLAGS = {"tune_mm_vision": "vision_tower", "tune_mm_mlp": "projector", "tune_mm_llm": "language_model"}
 
 

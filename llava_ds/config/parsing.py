@@ -373,7 +373,7 @@ def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
     """The tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
 
-    No eval samples are split off the user's own data, or for rewards, unless a flag says so.
+    No eval samples are split off the user's own data, or where answers are drawn, unless a flag says so.
     """
     flags = _written(argv)
     if flags & {"model_name_or_path", "recipe"}:

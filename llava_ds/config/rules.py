@@ -303,7 +303,7 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
 
 
 def tuning_flags(args: Arguments) -> Iterator[str]:
-    """The vendor's flags of Qwen-VL beside LLaVA's."""
+    """A vendor's flags beside LLaVA's."""
     model = args.model
     tuned = [name for name in TUNING_FLAGS if getattr(model, name) is not None]
     others = [name for name in PART_FLAGS if getattr(model, name)]
@@ -333,7 +333,7 @@ def rows_of_tokens(args: Arguments) -> Iterator[str]:
 
 
 def last_layers(args: Arguments) -> Iterator[str]:
-    """Last layers that train of parts that train whole, or that have LoRA."""
+    """Last layers that train of parts that train whole, or that have adapters."""
     model, chosen = args.model, chosen_parts(args.model)
     by_parts, by_tuning = model.mm_tunable_parts is not None, any(getattr(model, name) for name in TUNING_FLAGS)
     freezing = {

@@ -16,7 +16,7 @@ def mark_checkpointed_layers(
     """Mark the layers to checkpoint, by --gradient_checkpointing and the resolved JSON.
 
     Returns the parts of these layers by name (none with "off"), and lines that report how many they are. With "auto"
-    all layers are marked, for choose_checkpointed_layers, and there are no lines yet.
+    all layers are marked, for an extension to choose from, and there are no lines yet.
     """
     if args.training.gradient_checkpointing == "off":
         return {}, []
@@ -91,8 +91,8 @@ def _spread(count: int, total: int) -> set[int]:
 
 def _by_deepspeed(layer, hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
     if hidden_states.grad_fn is None:
-        # Nothing before the first layer trains, as with LoRA. DeepSpeed 0.19.8's function is an autograd function of
-        # its inputs: without a gradient of theirs, parameters within get none.
+        # Nothing before the first layer trains, as with adapters. DeepSpeed 0.19.8's function is an autograd function
+        # of its inputs: without a gradient of theirs, parameters within get none.
         hidden_states.requires_grad_()
     if hidden_states.is_leaf or hidden_states._is_view():
         # It empties tensors that it saves elsewhere: leaves don't allow that, and views (OPT's layers return one) lose

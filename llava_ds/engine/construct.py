@@ -14,9 +14,9 @@ from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.engine.placement import placement_of
 from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
-from llava_ds.model.loading import load_weights, return_freed_memory
+from llava_ds.model.open.loading import load_weights, return_freed_memory
+from llava_ds.model.open.model_plan import ModelPlan, open_part, part_weights
 from llava_ds.model.open.weights import unused_tensors
-from llava_ds.model.plan import ModelPlan, open_part, part_weights
 from llava_ds.runtime.mesh import ALONE, Group, Mesh
 from llava_ds.runtime.ranks import Ranks, print_first
 
@@ -98,7 +98,7 @@ def _let_inputs_have_gradients(model: LlavaModel) -> None:
     """Let what comes into a layer that is gathered as one have a gradient, if the layer trains, whatever comes before.
 
     DeepSpeed 0.19.8 reduces its gradients in a backward hook of torch's, which without gradients of inputs runs before
-    they are there: as with LoRA behind frozen embeddings and a frozen projector.
+    they are there: as with adapters behind frozen embeddings and a frozen projector.
     """
     for module in model.modules():
         if deepspeed.utils.z3_leaf_module(module):

@@ -9,7 +9,7 @@ from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, all_models
-from llava_ds.model.packed import is_packed, num_packed
+from llava_ds.model.open.packed import is_packed, num_packed
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:

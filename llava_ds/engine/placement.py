@@ -1,6 +1,6 @@
 """Where the parameters of the whole model lie (on every rank, on one, or in slices), and how rank 0 gets them whole.
 
-ZeRO's shards are no part of it: engine/pieces.py describes those of what a rank has.
+ZeRO's shards are no part of it: engine/shards/pieces.py describes those of what a rank has.
 """
 
 import contextlib

@@ -10,8 +10,8 @@ from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.from_folder import open_folder
 from llava_ds.export.tensors import Entry, read_entries
+from llava_ds.files.model_files import is_adapter
 from llava_ds.model.open.folder import without_adapter
-from llava_ds.model.open.merged_adapters import is_adapter
 
 
 def open_adapters(

@@ -14,7 +14,7 @@ from llava_ds.extensions.active import active
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.projector import square_stride
 
 if TYPE_CHECKING:

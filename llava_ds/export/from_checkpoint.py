@@ -15,12 +15,12 @@ from llava_ds.checkpoint.trainer_file import checkpoint_problem, read_trainer
 from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.tensors import Entry, completed, read_entries
 from llava_ds.files.writing import sha256
 from llava_ds.model.open import names as formats
-from llava_ds.model.plan import part_weights, plan_model
+from llava_ds.model.open.model_plan import part_weights, plan_model
 from llava_ds.tracking.run_record import located, read_run_record
 
 

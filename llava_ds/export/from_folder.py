@@ -13,8 +13,8 @@ from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.files.model_files import read_config, shown
 from llava_ds.files.processor_files import processor_template
 from llava_ds.model.open.folder import FLAG, read_folder, take_from_model
-from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import value_head_file
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.names import value_head_file
 
 DEFAULT_LENGTH = 2048  # LLaVA-1.5's
 # Fields of config.json that only an export reads.

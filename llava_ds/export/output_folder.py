@@ -20,11 +20,10 @@ from llava_ds.export.tokenizer_files import ORIGINAL_FILES
 from llava_ds.export.transformers_folder import hf_entries, write_hf
 from llava_ds.extensions.active import choice
 from llava_ds.extensions.table import EXTENSIONS
-from llava_ds.files.model_files import JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
+from llava_ds.files.model_files import ADAPTER_FILES, BESIDE_ADAPTER, JSON_FILES, OTHER_FILES, TEMPLATES_FOLDER
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.loading import return_freed_memory
-from llava_ds.model.open.merged_adapters import ADAPTER_FILES, NON_LORA
-from llava_ds.model.value_head import FILE as VALUE_HEAD_FILE
+from llava_ds.model.open.loading import return_freed_memory
+from llava_ds.model.open.names import VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.scratch import scratch_folder
 
@@ -32,7 +31,7 @@ from llava_ds.runtime.scratch import scratch_folder
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *(name for each in EXTENSIONS.values() for name in each.model_files.split()),
-    *ADAPTER_FILES, NON_LORA, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
+    *ADAPTER_FILES, BESIDE_ADAPTER, VALUE_HEAD_FILE, *PROJECTOR_FILES, *JSON_FILES, *OTHER_FILES,
     f"{ORIGINAL_FILES}/*", f"{TEMPLATES_FOLDER}/*",
 )  # fmt: skip
 

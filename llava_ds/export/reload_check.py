@@ -14,7 +14,7 @@ from llava_ds.export.layer_by_layer import Deadline, NotCompared, TooSlow, layer
 from llava_ds.extensions.active import architecture_of
 from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import final_logits
-from llava_ds.model.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
+from llava_ds.model.open.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
 
 # Fraction of the host's free memory for a second copy of the weights during a run.
 MEMORY_PART = 0.8

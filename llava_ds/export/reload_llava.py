@@ -7,7 +7,6 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.engine.construct import construction
-from llava_ds.engine.frozen import plan_alone
 from llava_ds.export.bit_check import Written, check_written
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.layer_by_layer import Deadline, layer_by_layer
@@ -16,12 +15,13 @@ from llava_ds.export.reload_check import check_room, compare_logits
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import assemble
-from llava_ds.model.loading import check_fit, load_weights
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.loading import check_fit, load_weights
+from llava_ds.model.open.model_plan import part_weights
 from llava_ds.model.open.weights import Source
-from llava_ds.model.plan import part_weights
 from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.second_models.frozen import plan_alone
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ from llava_ds.model.families.language import EXPERTS, ExpertNames, embedding_nam
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import divided, to_disk
+from llava_ds.model.open.names import VALUE_HEAD_FILE
 from llava_ds.model.open.weights import Weights
-from llava_ds.model.value_head import FILE
 from llava_ds.runtime.ranks import Ranks
 
 
@@ -236,8 +236,8 @@ def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written
     if not head:
         return {}
     tensors = {name.removeprefix(formats.VALUE_HEAD): tensor for name, tensor in head.items()}
-    write_tensors(output_dir / FILE, tensors)
-    return {output_dir / FILE: sums_of(tensors.items())}
+    write_tensors(output_dir / VALUE_HEAD_FILE, tensors)
+    return {output_dir / VALUE_HEAD_FILE: sums_of(tensors.items())}
 
 
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:

@@ -30,9 +30,9 @@ from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_generation_config, write_hf_tokenizer
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
-from llava_ds.model.hf import HF_CLASSES
 from llava_ds.model.native_mixture import converted, native_name
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.hf import HF_CLASSES
 from llava_ds.model.open.rows import rounded_up
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}

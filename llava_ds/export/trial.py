@@ -10,7 +10,7 @@ from llava_ds.export.output_folder import folder_entries, planned_entries, write
 from llava_ds.export.safetensors_shards import num_bytes
 from llava_ds.files.model_files import said_by
 from llava_ds.model.families.language import read_any_config
-from llava_ds.model.hf import hf_class
+from llava_ds.model.open.hf import hf_class
 from llava_ds.runtime.scratch import scratch_folder
 from llava_ds.tokenizer import read_tokenizer
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from llava_ds.engine.ds_config.resolve import ResolvedConfig
     from llava_ds.engine.warm_up import NewEngine
     from llava_ds.model.llava import LlavaModel
-    from llava_ds.model.plan import ModelPlan
+    from llava_ds.model.open.folder import ModelFolder
+    from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.run_files import RunFiles
@@ -181,6 +182,14 @@ def folder_part(model_type: object) -> FolderPart | None:
         if model_type in trigger.model_types.split():
             return _extension(name).folder
     return None
+
+
+def opener_of(file: str) -> Callable[[str, str | None], "ModelFolder"]:
+    """Return the function that reads folders with this file, given path and --model_base. Raises ConfigError."""
+    for name, trigger in EXTENSIONS.items():
+        if trigger.opens == file:
+            return _extension(name).open_folder
+    raise ConfigError(f"no extension in llava_ds/extensions reads folders with {file}: give a folder without it")
 
 
 def architecture_of(config: "PreTrainedConfig") -> Architecture | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llava_ds.geometry import ImageOptions
     from llava_ds.layouts import MediaLayout
     from llava_ds.model.open.folder import ModelFolder
-    from llava_ds.model.plan import ModelPlan
+    from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.model.vision import TowerPlan
 
 
@@ -59,6 +59,9 @@ class Architecture(Protocol):
 
     def try_out(self, plan: "ModelPlan", images: "ImageOptions", cache_dir: str) -> str:
         """Compare a small copy with transformers' class. Returns a line. Raises ConfigError if they differ."""
+
+    def layer_notes(self, text_config: "PreTrainedConfig", device: "torch.device", dtype: "torch.dtype") -> list[str]:
+        """Return lines on how layers compute a pack on a device. Raises ConfigError where they mix samples."""
 
     def names(self, text_config: "PreTrainedConfig") -> TensorNames:
         """Return the mapping of its tensor names."""

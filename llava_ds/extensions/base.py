@@ -17,6 +17,7 @@ from llava_ds.constants import DataError
 from llava_ds.extensions.architecture import FolderPart
 
 if TYPE_CHECKING:
+    import torch
     from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
     from transformers import PreTrainedConfig
@@ -34,11 +35,12 @@ if TYPE_CHECKING:
     from llava_ds.export.export_plan import ExportPlan
     from llava_ds.export.tensors import Entry
     from llava_ds.extensions.architecture import Architecture
-    from llava_ds.model.flops import ModelFlops
     from llava_ds.model.llava import LlavaModel
-    from llava_ds.model.plan import ModelPlan
+    from llava_ds.model.open.folder import ModelFolder
+    from llava_ds.model.open.model_plan import ModelPlan
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
+    from llava_ds.tracking.flops import ModelFlops
     from llava_ds.tracking.run_files import RunFiles
     from llava_ds.train.objectives.objective import Objective
     from llava_ds.train.plan import Plan, PlanDraft
@@ -316,6 +318,36 @@ class Hook:
         """Act after the export; a run that was asked to stop leaves this to the next start."""
 
 
+class Measure:
+    """The part of an extension in evaluations (Evaluation.measures). All ranks call is_due and run together."""
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """True if there is something to do at a step beside the eval loss. last: the run ends with it."""
+        return False
+
+    def was_done(self, step: int) -> bool:
+        """True if an earlier start did it at this step; on rank 0."""
+        return False
+
+    def run(self, step: int) -> None:
+        """Do it, after the eval loss was measured."""
+
+    def scores(self, precision: "torch.autocast") -> dict[str, float]:
+        """Numbers beside the eval loss, by their names. precision: the engine's own. All ranks call it together."""
+        return {}
+
+    def why_over(self) -> str | None:
+        """The reason to end the run, by the evaluations so far; on rank 0."""
+
+
+class Asked(NamedTuple):
+    """What an extension measures of the model at every evaluation, in Plan.own. asks: makes its measure of the model,
+    on all ranks together, before the engine is started, which changes the model's modules; numbers: names of scores."""
+
+    asks: Callable[["LlavaModel"], Measure]
+    numbers: tuple[str, ...]
+
+
 class ReportPart:
     """An extension's part of report.html and the model card, from the files of a run that had its flags.
 
@@ -506,4 +538,5 @@ class Extension:
     part: type[SessionPart] | None = None  # lives as long as the session
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # run between steps
     folder: FolderPart | None = None  # model folders that it reads
+    open_folder: Callable[[str, str | None], "ModelFolder"] | None = None  # Trigger.opens; from path and --model_base
     mesh: MeshPart | None = None  # for the axis that its flags add

@@ -17,7 +17,8 @@ class Trigger(NamedTuple):
     of a core's flag, with help, that it adds. These values alone load it, not its own flags; extensions that add values
     to
     the same flag are never loaded together, and may share flag names; requires: other extensions that it needs;
-    model_files: files of its model-folder format. An extension without any of these has scripts in run/.
+    model_files: files of its model-folder format; opens: a file that makes a folder one that it reads. An extension
+    without any of these has scripts in run/.
     """
 
     title: str
@@ -30,6 +31,7 @@ class Trigger(NamedTuple):
     schemes: str = ""
     requires: str = ""
     model_files: str = ""
+    opens: str = ""
     adds: Mapping[str, Mapping[str, str]] = {}
 
     def asked_for(self, given: Mapping[str, object]) -> bool:
@@ -45,6 +47,7 @@ EXTENSIONS: dict[str, Trigger] = {
         "lora_enable lora_modules lora_target_modules lora_r lora_alpha lora_rank_pattern "
         "lora_alpha_pattern use_rslora use_dora init_lora_weights modules_to_save lora_dropout lora_bias "
         "lora_weight_path bits quant_type double_quant no_double_quant",
+        opens="adapter_config.json",
     ),
     "preference": Trigger(
         "of two answers the better one: direct preference optimisation, and reward models",
@@ -76,6 +79,10 @@ EXTENSIONS: dict[str, Trigger] = {
         "the memory and the speed of a run before it starts, and what fits",
         "",
         values={"deepspeed_config": ("auto",), "tokens_per_micro_batch": ("auto",), "dry_run": (True,)},
+    ),
+    "auto_layers": Trigger(
+        "as few layers are recomputed as memory allows, which is measured before the first step",
+        values={"gradient_checkpointing": ("auto",)},
     ),
     "sequence_parallel": Trigger(
         "ranks share the tokens of every micro-batch",

@@ -33,6 +33,9 @@ JSON_FILES = (
     "video_preprocessor_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json",
 )  # fmt: skip
+ADAPTER_CONFIG = "adapter_config.json"  # of a folder with an adapter, and no model
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft reads, newest first
+BESIDE_ADAPTER = "non_lora_trainables.bin"  # what LLaVA writes beside an adapter
 OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
 TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens its files, too
 # Vocabularies of transformers' other tokenizers, whichever class a folder names.
@@ -112,6 +115,19 @@ def _object(file: Path) -> dict:
 def is_there(file: Path) -> bool:
     """True if a file, or a dangling link, of this name exists."""
     return file.exists() or file.is_symlink()
+
+
+def adapter_file(folder: str | Path) -> Path | None:
+    """The file with an adapter's weights; None if the folder has none."""
+    file = next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
+    if file is not None:
+        own_file(file)
+    return file
+
+
+def is_adapter(path: str | Path) -> bool:
+    """True for a folder with an adapter rather than a model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
 def read_json_if_there(file: Path, where: str) -> dict:

@@ -112,14 +112,17 @@ def can_be_made(folder: str) -> bool:
     """
     if path_problem(folder) is not None:
         return False
-    path = Path(os.path.expanduser(folder)).absolute()
     try:
-        while not path.exists():
-            path = path.parent
-        with tempfile.TemporaryFile(dir=path):
+        with tempfile.TemporaryFile(dir=nearest_folder(folder)):
             return True
     except OSError:
         return False
+
+
+def nearest_folder(path: str | Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    path = Path(os.path.expanduser(path)).absolute()
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 class HashedFile:

@@ -53,7 +53,7 @@ def _at_queries(
     max_seqlen: int,
     **_: object,
 ) -> torch.Tensor:
-    """(1, T, D) to (1, S, D). The parts are called as modules, which ZeRO-3, LoRA and quantization hook into."""
+    """(1, T, D) to (1, S, D). The parts are called as modules, which ZeRO-3, adapters and quantization hook into."""
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden_states)
     at_queries = normed.index_select(1, query_positions)

@@ -16,7 +16,6 @@ from llava_ds.model import attention, last_layer, output_loss
 from llava_ds.model.families.language import has_layer_embeddings, has_state, hold_rotary_angles, is_upcycled
 from llava_ds.model.heads import SUMMED, Head
 from llava_ds.model.projector import Newline, Projector
-from llava_ds.model.value_head import ValueHead
 from llava_ds.model.vision import TowerPlan, VisionTower
 
 
@@ -29,7 +28,7 @@ class LlavaModel(nn.Module):
         projector: Projector,
         language_model: nn.Module,
         newline: Newline | None = None,
-        value_head: ValueHead | None = None,
+        value_head: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.vision_tower = vision_tower
@@ -191,7 +190,11 @@ def assemble(
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
     projector = tower.build_projector(args, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
-    head = ValueHead(text_config.hidden_size) if value_head else None
+    head = None
+    if value_head:
+        from llava_ds.model.open.value_head import ValueHead
+
+        head = ValueHead(text_config.hidden_size)
     return LlavaModel(tower.build(mean, std), projector, language_model, newline, head)
 
 

@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from llava_ds.runtime.ranks import local_ranks
+
 GB = 10**9
 NEARLY_FULL = 512 * 10**6  # bytes free, too few for libraries' workspaces
 # Out-of-memory messages of CUDA, its libraries, NCCL, Triton and torch's CPU allocator.
@@ -80,3 +82,12 @@ def without_memory(error: BaseException) -> str:
         "takes memory. To need less: more GPUs or a higher ZeRO stage, half precision, a smaller model or fewer and "
         "smaller images; python run/estimate.py --help"
     )
+
+
+def free_memory(device: torch.device) -> float:
+    """Free bytes of a GPU, or each rank's share of this machine's available memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available / local_ranks()

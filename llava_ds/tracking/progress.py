@@ -15,10 +15,10 @@ from tqdm import tqdm
 from llava_ds.data.loader import Counts
 from llava_ds.data.step_plan import StepPlan
 from llava_ds.files.jsonl import MetricsLog, read_metrics
-from llava_ds.model.flops import ModelFlops
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, progress_bar
 from llava_ds.runtime.waiting import waiting
+from llava_ds.tracking.flops import ModelFlops
 from llava_ds.tracking.metrics_csv import MetricsTable
 from llava_ds.tracking.objective_numbers import COLUMNS, bar_parts
 from llava_ds.tracking.plots import LossPlot

@@ -30,8 +30,8 @@ def _refuse_impossible(problems: FlagProblems) -> None:
     """
     # Imports that take seconds, once something is wrong.
     from llava_ds.engine.ds_config.parallel import check_model
+    from llava_ds.files.model_files import is_adapter
     from llava_ds.model.open.folder import read_folder
-    from llava_ds.model.open.merged_adapters import is_adapter
 
     args = problems.arguments
     path = args.model.model_name_or_path

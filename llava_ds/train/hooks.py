@@ -27,7 +27,8 @@ class Stop(Hook):
     """Hears that the run is asked to stop, on all ranks at the same step."""
 
     def after_step(self, end: StepEnd) -> None:
-        ahead_s = self.session.evaluation.ahead_s(end.step)
+        evaluation = self.session.evaluation
+        ahead_s = 0.0 if evaluation is None else evaluation.ahead_s(end.step)
         end.stops = self.session.state.stops = self.session.stop.agreed(end.result.step_time_s, ahead_s)
 
 
@@ -48,7 +49,8 @@ class Log(Hook):
 
     def after_step(self, end: StepEnd) -> None:
         saves = self.session.saves_at(end.step, end.last)
-        evaluates = not end.stops and self.session.evaluation.is_due(end.step, end.finished)
+        evaluation = self.session.evaluation
+        evaluates = evaluation is not None and not end.stops and evaluation.is_due(end.step, end.finished)
         end.read, rows = self.progress.after_step(end.result, flush=saves or evaluates or end.last)
         monitor = self.session.engine.monitor
         if self.session.ranks.is_first and monitor.enabled and rows:
@@ -95,31 +97,6 @@ class Health(Hook):
                 watch.log.write([])  # what waits for room on the disk
 
 
-class Evaluate(Hook):
-    """Measures the eval loss and asks the sample questions when that is due."""
-
-    def begin(self) -> None:
-        """Make the evaluation that the stop before this start left no time for."""
-        state, evaluation = self.session.state, self.session.evaluation
-        finished = state.step == self.session.plan.steps.num_steps
-        if state.step and evaluation.was_missed(state.step, finished):
-            self._run(state.step, finished)
-        elif state.step and not finished:  # the step may be the one with which an earlier start was over
-            state.is_over = evaluation.is_over()
-
-    def after_step(self, end: StepEnd) -> None:
-        if not end.stops and not end.at_checkpoint and self.session.evaluation.is_due(end.step, end.finished):
-            end.paused = True
-            end.finished = self._run(end.step, end.finished)
-
-    def _run(self, step: int, finished: bool) -> bool:
-        """Returns whether the run ends with this step."""
-        self.session.watchdog.set_phase("evaluation", step)
-        is_last = self.session.evaluation.run(step, finished)
-        self.session.state.is_over = is_last and not finished
-        return is_last
-
-
 class Save(Hook):
     """Saves checkpoints, and ends the run when the disk takes none."""
 
@@ -136,10 +113,15 @@ class Save(Hook):
             session.stop.saved(time.perf_counter() - started)
 
 
-HOOKS = ((Phase.STOP, Stop), (Phase.LOG, Log), (Phase.JUDGE, Health), (Phase.EVALUATE, Evaluate), (Phase.SAVE, Save))
+HOOKS = ((Phase.STOP, Stop), (Phase.LOG, Log), (Phase.JUDGE, Health), (Phase.SAVE, Save))
 
 
 def make_hooks(session: Session) -> list[Hook]:
-    """The hooks of a run in the order of their phases; of one phase those of every run come first."""
-    kinds = sorted([*HOOKS, *session.plan.active.hooks], key=lambda pair: pair[0])
+    """The hooks of a run in the order of their phases; of one phase those of the core come first."""
+    own = list(HOOKS)
+    if session.evaluation is not None:
+        from llava_ds.train.evaluating.evals import Evaluate
+
+        own.append((Phase.EVALUATE, Evaluate))
+    kinds = sorted([*own, *session.plan.active.hooks], key=lambda pair: pair[0])
     return [kind(session) for _, kind in kinds]

@@ -27,15 +27,14 @@ from llava_ds.data.step_plan import (
 from llava_ds.data.templates import resolve_template
 from llava_ds.engine.ds_config.parallel import check_model
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, resolve_ds_config
-from llava_ds.engine.schedule import describe_schedule
+from llava_ds.engine.ds_config.schedule import describe_schedule
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.shard_size import parse_size
 from llava_ds.extensions.active import Active, active, choice
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.language import is_upcycled, length_note
 from llava_ds.model.families.upcycled import OF_UPCYCLED
-from llava_ds.model.flops import ModelFlops, model_flops
-from llava_ds.model.plan import ModelPlan, plan_model
+from llava_ds.model.open.model_plan import ModelPlan, plan_model
 from llava_ds.runtime.ranks import (
     Ranks,
     broadcast_from_first,
@@ -46,6 +45,7 @@ from llava_ds.runtime.ranks import (
     print_first,
 )
 from llava_ds.tiny import default as tiny
+from llava_ds.tracking.flops import ModelFlops, model_flops
 from llava_ds.train.start import Start
 
 

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import deepspeed
-import torch
-from transformers import PreTrainedConfig
 
 from llava_ds.checkpoint.resume import RUN_FILES, set_aside
 from llava_ds.checkpoint.saver import ModelWriter, Saver, can_be_resumed, describe_saving
@@ -25,9 +24,10 @@ from llava_ds.engine.param_groups import choose_trainable, describe_parts, param
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
 from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_batch
-from llava_ds.extensions.base import Hook, SessionPart
+from llava_ds.extensions.active import choice
+from llava_ds.extensions.base import Asked, Hook, Measure, Phase, SessionPart
 from llava_ds.model.attention import attention_report
-from llava_ds.model.families.language import has_state, is_mixture, is_upcycled
+from llava_ds.model.families.language import is_mixture, is_upcycled
 from llava_ds.model.heads import Head
 from llava_ds.model.llava import LlavaModel, all_models
 from llava_ds.runtime.mesh import Mesh
@@ -35,21 +35,23 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
 from llava_ds.tracking.mending import mend_side_files
+from llava_ds.tracking.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.tracking.run_record import write_run_record
 from llava_ds.tracking.trackers import Trackers, open_trackers
-from llava_ds.train.evals import Asked, Evaluation, Measure
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.objectives.sft import SFT
-from llava_ds.train.out_of_memory import MemoryWatch, name_samples_of
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
 from llava_ds.train.state import TrainState
 
+if TYPE_CHECKING:
+    from llava_ds.train.evaluating.evals import Evaluation
+
 
 @dataclass(frozen=True)
 class Session:
-    """All that lives while a run trains. trackers: of --report_to; memory: explains running out of it; parts: what the
-    extensions keep."""
+    """All that lives while a run trains. trackers: of --report_to; evaluation: None where nothing is measured; memory:
+    explains running out of it; parts: what the extensions keep."""
 
     plan: Plan
     ranks: Ranks
@@ -60,7 +62,7 @@ class Session:
     objective: Objective
     state: TrainState
     trackers: Trackers
-    evaluation: Evaluation
+    evaluation: "Evaluation | None"
     saver: Saver
     memory: MemoryWatch
     watchdog: Watchdog
@@ -103,10 +105,10 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
         print_first(restore(engine, point, ranks, training.seed))
     state = TrainState(point.step)
     watchdog.set_samples(partial(name_samples_of, plan.steps))
-    memory = MemoryWatch(engine, resolved, plan.steps, state, ranks)
+    memory = MemoryWatch(engine, resolved, plan.steps, lambda: state.step, ranks)
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
-    evaluation = Evaluation(runner, plan, objective, asked, trackers, ranks, mesh)
+    evaluation = _evaluation(plan, runner, objective, asked, trackers, started)
     if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
         from llava_ds.model.mixture import routers_of
         from llava_ds.train.objectives.routed import Routed
@@ -130,6 +132,18 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
         stop,
         parts,
     )
+
+
+def _evaluation(
+    plan: Plan, runner: Runner, objective: Objective, asked: list[Measure], trackers: Trackers, started: Start
+) -> "Evaluation | None":
+    """Make the evaluation of the run. A resumed one may have evaluations after its checkpoint to drop."""
+    measures = plan.args.evaluates or any(phase == Phase.EVALUATE for phase, _ in plan.active.hooks)
+    if not measures and plan.resume.point.path is None:
+        return None
+    from llava_ds.train.evaluating.evals import Evaluation
+
+    return Evaluation(runner, plan, objective, asked, trackers, started.ranks, started.mesh)
 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
@@ -197,7 +211,8 @@ def _build_engine(
         model_plan = replace(model_plan, checkpoint=point)
     model = build_model(model_plan, args.model, resolved.config, resolved.dtype, seed, ranks, mesh)
     computed = text_config, ranks.device, resolved.compute_dtype
-    print_first(attention_report(*computed), *_state_lines(*computed), plan.model.last_layer_note())
+    own = [] if plan.model.architecture is None else plan.model.architecture.layer_notes(*computed)
+    print_first(attention_report(*computed), *own, plan.model.last_layer_note())
     print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
     mesh.adapt(model)
     share_experts(model, mesh)
@@ -224,20 +239,11 @@ def _build_engine(
     return model, engine, checkpointed, asked
 
 
-def _state_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """A line about layers with a state across tokens, of a language model that has them."""
-    if not has_state(config):
-        return []
-    from llava_ds.model.delta_net import delta_net_report
-
-    return [delta_net_report(config, device, dtype)]
-
-
 def _warm_up(
     plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
 ) -> None:
-    """Run the largest micro-batch that is left, choose the layers to checkpoint by it, and compile."""
-    training, config, ranks, engine = plan.args.training, plan.resolved.config, started.ranks, runner.engine
+    """Let extensions act on the new engine, compile, and run the largest micro-batch that is left."""
+    config, ranks = plan.resolved.config, started.ranks
     done, moments = plan.resumed_step, num_moments(config) + plan.args.extra_moments
 
     def find() -> LargestMicroBatch | None:
@@ -245,18 +251,11 @@ def _warm_up(
         return largest_micro_batch(plan.steps, done, probe, ranks, started.mesh) if is_left else None
 
     new = NewEngine(plan.resolved, model, runner, checkpointed, moments, ranks, memory.warm_up, find)
-    if new.resolved.args.training.gradient_checkpointing == "auto" and new.largest is not None:
-        from llava_ds.engine.activation_budget import choose_checkpointed_layers
-
-        with memory.warm_up(new.largest):
-            print_first(
-                *choose_checkpointed_layers(
-                    engine, new.largest, checkpointed, moments, training.activation_memory_gb, ranks
-                )
-            )
+    if (how := plan.args.training.gradient_checkpointing) == "auto":
+        print_first(*choice("gradient_checkpointing", how)(new))
     print_first(*plan.active.started(new))
     if deep_compiles(config):
-        engine.compile()
+        runner.engine.compile()
     new.warm_up()
 
 

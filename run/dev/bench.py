@@ -230,7 +230,7 @@ def run_preset(name: str, own: argparse.Namespace, folder: Path) -> Part:
     for stage in preset.STAGES:
         num_steps = preset.WARM_UP + own.rounds + 1
         found = preset.run_stage(stage, folder, num_steps, own.train_flags.split())
-        rows += preset.rows_of(found, stage.asked)
+        rows += preset.rows_of(found)
         measured[stage.name] = found
     return Part(rows, measured)
 

@@ -1,8 +1,8 @@
-"""Compare preference optimisation and GRPO with TRL's: run/dev/compare_trl.py equal|fixture --trl_python PYTHON
+"""Compare TRL's formulas with the numbers that our tests hold ours to: run/dev/compare_trl.py --trl_python PYTHON
 
-equal: the same model and data give the same losses, step by step.
-fixture: writes what TRL's formulas give to tests/helpers/trl_losses.json, by which make test notices a drift of ours.
-TRL runs in an environment of its own, whose interpreter is PYTHON: make compare-trl makes one.
+TRL computes losses and advantages of made-up log-probabilities. Those in tests/helpers/trl_losses.json, with which
+make test compares our losses, have to be the same; --write renews the file. TRL runs in an environment of its own,
+whose interpreter is PYTHON: make compare-trl makes one.
 """
 
 import sys
@@ -15,49 +15,149 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import os
+import subprocess
 from functools import partial
 from pathlib import Path
 
-from benchmark.trl_equal import equal_pairs, equal_policies
-from benchmark.trl_formulas import write_fixture
-from benchmark.trl_runs import Sides
+import numpy as np
 
 from llava_ds.constants import ConfigError
+from llava_ds.tiny import LLAMA_PATH
 
-FIXTURE = Path(__file__).parents[2] / "tests" / "helpers" / "trl_losses.json"
-LIMIT = 1e-5  # of the difference of a loss, over all steps
+ROOT = Path(__file__).parents[2]
+FIXTURE = ROOT / "tests" / "helpers" / "trl_losses.json"
+LIMIT = 1e-5  # of the difference of a loss or an advantage
+PAIRS, PROMPTS, GENERATIONS, LONGEST, END = 3, 3, 4, 5, 2
+SMOOTHED = {"loss_types": ["aot"], "label_smoothing": 0.2}  # of one pair, it is the smoothed sigmoid
+PAIR_CASES = [
+    {"loss_types": ["sigmoid"]}, {"loss_types": ["hinge"]}, {"loss_types": ["ipo"]}, {**SMOOTHED, "alone": True},
+    {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "alone": True},
+    {"trainer": "cpo", "beta": 2.0, "simpo_gamma": 0.7}, {"trainer": "cpo", "simpo_gamma": 0.3, "label_smoothing": 0.1},
+]  # fmt: skip
+POLICY_SETTINGS = [
+    {"loss_type": kind, "importance_sampling_level": level, "scale_rewards": scale, **more}
+    for kind in ("dapo", "grpo", "dr_grpo")
+    for level, scale, more in (
+        ("token", "group", {}),
+        ("token", "batch", {"beta": 0.2, "epsilon_high": 0.28, "use_bias_correction_kl": False}),
+        ("sequence", "none", {"beta": 0.1, "use_bias_correction_kl": True}),
+        ("token", "group", {"mask_truncated_completions": True, "epsilon": 0.1}),
+        ("token", "group", {"mask_truncated_completions": True, "beta": 0.1, "use_bias_correction_kl": True}),
+    )
+]
 
 
 def main(argv: list[str]) -> None:
-    """Compare what the command line names."""
+    """Compare, or write."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=list(COMMANDS))
     parser.add_argument("--trl_python", required=True, help="interpreter of the environment that has TRL")
-    parser.add_argument("--model_path", default="output/tiny-finetune", help="an exported LLaVA; default: %(default)s")
     parser.add_argument("--output_dir", type=new_folder, default="output/compare-trl", help="default: %(default)s")
+    parser.add_argument("--write", action="store_true", help="renew the file of the tests")
     own = parser.parse_args(argv)
-    model, folder = Path(own.model_path).resolve(), Path(own.output_dir).resolve()
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"--model_path {model}: there is no config.json in it, run make finetune or name another")
+    folder = Path(own.output_dir).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    COMMANDS[own.what](Sides(own.trl_python, model, folder))
+    found = by_trl(own.trl_python, folder)
+    print(", ".join(f"{name} {version}" for name, version in found["versions"].items()))
+    if own.write:
+        FIXTURE.write_text(as_text(found), encoding="utf-8")
+        return
+    known = json.loads(FIXTURE.read_text(encoding="utf-8"))
+    differences = [
+        (difference(one, other), name)
+        for name, ours, theirs in (
+            ("pairs", known["pairs"], found["pairs"]),
+            ("policy", known["policy"]["results"], found["policy"]["results"]),
+        )
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    largest, name = max(differences)
+    print(f"{len(differences)} cases differ by at most {largest:.1e} from {FIXTURE.relative_to(ROOT)}")
+    if not largest < LIMIT:
+        raise ConfigError(f"the numbers of {name} differ by {LIMIT:g} or more: look at what TRL changed, then --write")
 
 
-def equal(sides: Sides) -> None:
-    """Compare losses step by step, print the largest differences, and refuse those above LIMIT."""
-    rows: dict[str, dict[str, float]] = {}
-    for part in (partial(equal_pairs, sides, False), partial(equal_pairs, sides, True), partial(equal_policies, sides)):
-        found = part()
-        for name, row in found.items():
-            print(f"{name:<42} " + "  ".join(f"{what} {value:.1e}" for what, value in row.items()), flush=True)
-        rows |= found
-        (sides.folder / "equal.json").write_text(json.dumps({"versions": sides.versions, **rows}, indent=1))
-    print(", ".join(f"{name} {version}" for name, version in sides.versions.items()))
-    if wrong := [name for name, row in rows.items() if not row["loss"] < LIMIT]:
-        raise ConfigError(f"the losses of {', '.join(wrong)} differ by {LIMIT:g} or more")
+def difference(known: dict, found: dict) -> float:
+    """The largest difference of two results' losses and advantages."""
+    numbers = ([each["loss"], *each.get("advantages", [])] for each in (known, found))
+    return float(np.abs(np.subtract(*numbers)).max())
 
 
-COMMANDS = {"equal": equal, "fixture": partial(write_fixture, path=FIXTURE)}
+def by_trl(python: str, folder: Path) -> dict[str, object]:
+    """Inputs and TRL's results: versions, pairs and policy as the file of the tests has them."""
+    rng = np.random.default_rng(7)
+    pairs, policy = pair_cases(rng), policy_inputs(rng)
+    given, results, log = (folder / name for name in ("given.json", "results.json", "log.txt"))
+    given.write_text(json.dumps({"model": str(LLAMA_PATH), "pairs": pairs, "policy": policy}))
+    quiet = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_DATASETS_CACHE": str(folder / "trl")}
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    command = [python, str(Path(__file__).with_name("benchmark") / "trl_side.py"), str(given), str(results)]
+    environ = {**kept, "OMP_NUM_THREADS": "1", **quiet}
+    with log.open("w") as file:
+        done = subprocess.run(command, env=environ, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise ConfigError(f"{command[1]} failed, its log is {log}:\n{log.read_text()[-3000:]}")
+    found = json.loads(results.read_text())
+    for case, loss in zip(pairs, found["pairs"], strict=True):
+        case["loss"] = loss
+    settings = policy.pop("settings")
+    policy["results"] = [{"settings": one, **each} for one, each in zip(settings, found["policy"], strict=True)]
+    return {"versions": found["versions"], "pairs": pairs, "policy": policy}
+
+
+def as_text(found: dict[str, object]) -> str:
+    """JSON with a line for each case."""
+
+    def in_lines(values: list) -> str:
+        return "[\n" + ",\n".join(json.dumps(value) for value in values) + "\n]"
+
+    policy = "".join(f'  "{name}": {in_lines(values)},\n' for name, values in found["policy"].items())
+    parts = [f'"versions": {json.dumps(found["versions"])}', f'"pairs": {in_lines(found["pairs"])}']
+    return "{\n" + ",\n".join([*parts, f'"policy": {{\n{policy[:-2]}\n}}']) + "\n}\n"
+
+
+def pair_cases(rng: np.random.Generator) -> list[dict]:
+    """Cases with lengths (B, 2), rows of log-probabilities, chosen answers first, and reference (B, 2)."""
+    cases = []
+    for case in PAIR_CASES:
+        number = 1 if case.get("alone") else PAIRS
+        lengths = rng.integers(1, LONGEST + 1, (number, 2))
+        rows = [logs(rng, size) for size in lengths.T.flatten()]
+        sums = np.array([sum(row) for row in rows]).reshape(2, number).T
+        reference = np.round(sums + rng.normal(0, 2, sums.shape), 4)
+        defaults = {"trainer": "dpo", "beta": 0.3, "label_smoothing": 0.0, "simpo_gamma": 0.0, "loss_weights": None}
+        values = {"lengths": lengths.tolist(), "rows": rows, "reference": reference.tolist()}
+        cases.append({**defaults, **case, **values})
+    return cases
+
+
+def policy_inputs(rng: np.random.Generator) -> dict[str, list]:
+    """Groups of answers, two of which are equal and some cut off, with log-probabilities under three models."""
+    groups, rows = [], []
+    for i in range(PROMPTS):
+        answers, rewards = [], []
+        for j in range(GENERATIONS):
+            size, ended = int(rng.integers(1, LONGEST + 1)), bool(rng.random() < 0.6)
+            ids = [*rng.integers(10, 300, size - 1).tolist(), END if ended else 300]
+            triple = [logs(rng, size)]
+            triple += [[round(value + rng.normal(0, 0.3), 4) for value in triple[0]] for _ in range(2)]
+            reward = float(rng.integers(0, 4)) if i else 1.5  # all of the first group have one reward
+            if j == 1:
+                ids, ended, triple, reward = answers[0]["ids"], answers[0]["ended"], rows[-1], rewards[0]
+            answers.append({"ids": ids, "ended": ended, "log_probs": triple[0]})
+            rewards.append(reward)
+            rows.append(triple)
+        question = f"Is there a red circle, number {i}?"
+        ids = rng.integers(10, 300, 6).tolist()
+        groups.append({"question": question, "image": None, "prompt_ids": ids, "answers": answers, "rewards": rewards})
+    named = {name: [triple[k] for triple in rows] for k, name in enumerate(("old", "rows", "frozen"))}
+    return {"groups": groups, **named, "settings": POLICY_SETTINGS}
+
+
+def logs(rng: np.random.Generator, number: int) -> list[float]:
+    """Log-probabilities."""
+    return np.round(-rng.exponential(1.5, number), 4).tolist()
+
 
 if __name__ == "__main__":
     exit_with(partial(main, sys.argv[1:]), "run/dev/compare_trl.py")

@@ -10,7 +10,7 @@ import sys
 
 # What is measured, a function, by its name: the module of run/dev/measured/ that has it.
 MEASUREMENTS = {
-    **dict.fromkeys(("checkpoint", "heartbeats", "meeting", "planning"), "many_ranks"),
+    "planning": "step_planning",
     **dict.fromkeys(("packing", "preflight"), "data_costs"),
 }
 

@@ -10,7 +10,7 @@ import torch
 
 from llava_ds.checkpoint.checkpoint_files import model_states, optimizer_states, read_states, saved_pieces
 from llava_ds.constants import DataError
-from llava_ds.engine.pieces import PLAIN, ZERO, Layout, Piece
+from llava_ds.engine.shards.pieces import PLAIN, ZERO, Layout, Piece
 
 
 class Trap:

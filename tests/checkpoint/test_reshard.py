@@ -9,7 +9,7 @@ import torch
 from llava_ds.checkpoint import reshard
 from llava_ds.checkpoint.checkpoint_files import SavedPiece, states_by_tensor
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine.pieces import Layout, Piece
+from llava_ds.engine.shards.pieces import Layout, Piece
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (3,), "b.weight": (7, 2), "scale": (1,), "c.weight": (2, 2, 2)}
 GROUPS = (("a.weight", "b.weight", "c.weight"), ("a.bias", "scale"))

@@ -14,7 +14,7 @@ from llava_ds.checkpoint.run_identity import RunIdentity
 from llava_ds.checkpoint.saver import ModelWriter, Saver
 from llava_ds.checkpoint.trainer_file import checkpoint_problem, is_training_checkpoint
 from llava_ds.constants import ConfigError
-from llava_ds.engine import checkpoint_writer as writer
+from llava_ds.engine.shards import checkpoint_writer as writer
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))

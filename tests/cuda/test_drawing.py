@@ -7,11 +7,11 @@ import toys
 from fake_gpu import CUDA, gpu
 from fake_models import arguments, built, sample, tower_plan
 
-from llava_ds.engine.frozen import Scorer
-from llava_ds.engine.twin import twin_of
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.train import sampling
-from llava_ds.train.sampling import DrawRules, draw_answers
+from llava_ds.second_models.frozen import Scorer
+from llava_ds.train.evaluating import sampling
+from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
+from llava_ds.train.evaluating.twin import twin_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_rank")]
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, LlavaConfig, LlavaFo
 from llava_ds.data.sample import Message
 from llava_ds.extensions.infer.generate import Prompt, Sampling, greedy_answers, stream
 from llava_ds.extensions.infer.load import LoadedModel
-from llava_ds.model.hf import attention_options
+from llava_ds.model.open.hf import attention_options
 
 pytestmark = [pytest.mark.cuda]
 

@@ -15,7 +15,7 @@ from llava_ds.extensions.benchmarks.benchmark_files import Given
 from llava_ds.extensions.benchmarks.question import without_image
 from llava_ds.extensions.benchmarks.tasks import read_questions
 from llava_ds.extensions.infer.chat import Conversation
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 
 IMAGES = {name: f"{name}.png" for name in "ab"}
 

@@ -21,7 +21,7 @@ from llava_ds.data import shards
 from llava_ds.data.dataset import open_together
 from llava_ds.data.preflight import Checker
 from llava_ds.data.shards import Claims
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.output_lock import Process
 from llava_ds.runtime.ranks import Ranks
 

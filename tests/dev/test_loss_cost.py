@@ -1,7 +1,7 @@
 """Both ways compute the same loss, and the peak counts the bytes that exist at a time."""
 
 import torch
-from benchmark.loss_cost import measure_output_loss, peak_bytes
+from benchmark.loss_cost import PeakBytes, measure_output_loss
 
 
 def test_both_ways_compute_the_same_and_ours_takes_less_memory():
@@ -15,12 +15,11 @@ def test_both_ways_compute_the_same_and_ours_takes_less_memory():
 
 
 def test_the_peak_counts_what_lives_at_a_time():
-    def run():
+    with PeakBytes() as found:
         for _ in range(3):
             x = torch.ones(1000)
             y = x + 1
             y.add_(1)
             y.view(10, 100)
             del x, y
-
-    assert peak_bytes(run) == 8000
+    assert found.peak == 8000

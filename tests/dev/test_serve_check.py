@@ -19,7 +19,7 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
 

@@ -11,7 +11,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from launching import ds_config, run_many
 from safetensors.torch import load_file
 
-from llava_ds.engine.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
 
 pytestmark = pytest.mark.full  # every day tests/checkpoint/test_reshape.py shows it in one process
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from extension_there import if_there
 from launching import ds_config, losses, run_many, toy_run
 from safetensors.torch import load_file
 
@@ -15,7 +16,7 @@ from llava_ds.data.sample_order import SampleOrder
 from llava_ds.engine.construct import build_model
 from llava_ds.files.jsonl import read_metrics
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 STEPS = 20
@@ -56,7 +57,7 @@ ANYRES = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": "spatial_unpad"
 
 # (pattern or layout, ZeRO stage, ranks) and the flags it is trained with.
 ACCUMULATED = {"per_device_train_batch_size": 1}
-RECOMPUTED = {"gradient_checkpointing": "auto", "activation_memory_gb": 0.0011}
+RECOMPUTED = if_there("auto_layers", gradient_checkpointing="auto", activation_memory_gb=0.0011)
 BY_TOKENS = {"tokens_per_micro_batch": 90}
 MICRO_BATCH = {"per_device_train_batch_size": 2, "loss_reduction": "micro_batch"}
 DAILY = {

@@ -21,7 +21,7 @@ from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.images.decode import load_image
 from llava_ds.data.sample import Message
 from llava_ds.data.templates import render_prompt
-from llava_ds.engine.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.export.from_checkpoint import restore
 
 STEPS, SAVED = 6, 3
@@ -61,8 +61,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         "stage2": stage2,
         "stage2_zero2": {**stage2, "deepspeed_config": folder / "with_key.json"},
     }
-    auto = {"gradient_checkpointing": "auto", **if_there("planning", tokens_per_micro_batch="auto")}
-    names["stage2_auto"] = {**names["stage2_zero2"], **auto, "activation_memory_gb": 0.002}
+    auto = if_there("auto_layers", gradient_checkpointing="auto", activation_memory_gb=0.002)
+    auto |= if_there("planning", tokens_per_micro_batch="auto")
+    names["stage2_auto"] = {**names["stage2_zero2"], **auto}
     runs = [{**flags, "output_dir": folder / name} for name, flags in names.items()]
     run_many(2, folder / "launch-1", runs)
 
@@ -76,7 +77,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         shutil.copytree(folder / name / f"checkpoint-{STEPS}", torn)
         (torn / "manifest.json").unlink()
         resumed.append({**flags, "output_dir": broken})
-    resumed[-1]["activation_memory_gb"] = 0.001  # as if less memory were free now
+    resumed[-1] |= if_there("auto_layers", activation_memory_gb=0.001)  # as if less memory were free now
     output = run_many(2, folder / "launch-2", resumed)
     assert SECRET not in output
     assert output.count(f"checkpoint-{STEPS} is not used: it has no manifest.json") == len(RESUMED)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llava_ds.engine import checkpoint_writer as writer_module
-from llava_ds.engine.checkpoint_writer import CheckpointWriter, snapshot
+from llava_ds.engine.shards import checkpoint_writer as writer_module
+from llava_ds.engine.shards.checkpoint_writer import CheckpointWriter, snapshot
 from llava_ds.files import writing as files
 
 CONFIG = SimpleNamespace(checkpoint_config={"checkpoint_serialization": True})

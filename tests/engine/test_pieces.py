@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from llava_ds.constants import DataError
-from llava_ds.engine.pieces import Piece, has_layout, layout_file, layout_of, layout_text, read_layout
 from llava_ds.engine.placement import slice_of
+from llava_ds.engine.shards.pieces import Piece, has_layout, layout_file, layout_of, layout_text, read_layout
 
 
 @pytest.fixture

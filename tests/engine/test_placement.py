@@ -12,8 +12,13 @@ from llava_ds.engine.placement import WHOLE, Placement, cut_dim, placement_of, s
 
 ROOT = Path(__file__).parents[2]
 # Files that read, write or compare parameters, whoever has them.
-NEUTRAL = ["engine/pieces", "engine/checkpoint_writer", "checkpoint/checkpoint_files", "checkpoint/reshard"]
-NEUTRAL += ["engine/non_finite", "extensions/ema/averages", "engine/placement", "export/tensors", "model/loading"]
+NEUTRAL = [
+    "engine/shards/pieces",
+    "engine/shards/checkpoint_writer",
+    "checkpoint/checkpoint_files",
+    "checkpoint/reshard",
+]
+NEUTRAL += ["engine/non_finite", "extensions/ema/averages", "engine/placement", "export/tensors", "model/open/loading"]
 NEUTRAL += [
     "extensions/replicas/replicas",
     "extensions/preference/reference",

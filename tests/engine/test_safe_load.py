@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from llava_ds.constants import DataError
-from llava_ds.engine import safe_load
+from llava_ds.engine.shards import safe_load
 
 CONTENT = {
     "weight": torch.arange(6.0).view(2, 3).bfloat16(),

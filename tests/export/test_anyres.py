@@ -23,7 +23,7 @@ from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.heads import Logits
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 STAGE_0 = {"zero_optimization": {"stage": 0}}
 SIZES = [(60, 20), (20, 60), (45, 46), (24, 24), (90, 30), (5, 200), (33, 61)]

@@ -19,7 +19,7 @@ from llava_ds.engine.construct import build_model
 from llava_ds.export.card import EVALUATIONS_END, add_evaluation, write_card, write_conversion_card
 from llava_ds.extensions.infer.generate import Prompt, answer
 from llava_ds.extensions.infer.load import load_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.cli import COMMANDS, split
 from llava_ds.tracking.page import write_report
 

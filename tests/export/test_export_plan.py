@@ -9,7 +9,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import export_format, hf_kind
 from llava_ds.export.shard_size import parse_size
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
 from llava_ds.extensions.infer.load import load_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 MODELS = {
     # (tower, language model, aspect ratio, merge type)

@@ -21,7 +21,7 @@ from llava_ds.extensions.benchmarks.asking import plan_batches
 from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.extensions.infer.generate import Prompt, prompt_ids
 from llava_ds.extensions.infer.load import load_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 ADDED = ("<open>", "<close>", "<lift>")
 ENDS = {

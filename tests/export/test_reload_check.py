@@ -25,8 +25,8 @@ from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions
 from llava_ds.geometry import media_layout
 from llava_ds.model.heads import Logits
-from llava_ds.model.hf import HF_CLASSES, TOLERANCE
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.hf import HF_CLASSES, TOLERANCE
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 

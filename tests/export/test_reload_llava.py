@@ -24,7 +24,7 @@ from llava_ds.export.bit_check import check_written, sums_of
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 KINDS = [
     "linear", "mlp1x_gelu", "mlp2x_gelu", "mlp3x_gelu", "mlp2x_res2x_gelu", "pooler", "mlp2x_gelu_ps2",

@@ -22,8 +22,8 @@ from llava_ds.extensions.infer.generate import answer, prompt_ids
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
 from llava_ds.model.heads import Logits
-from llava_ds.model.hf import embed_batch
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.hf import embed_batch
+from llava_ds.model.open.model_plan import plan_model
 
 PS2 = {"mm_projector_type": "mlp2x_gelu_ps2"}
 # Tower and flags; and why transformers has no class, and LLaVA's code opens it neither, as far as that is so.

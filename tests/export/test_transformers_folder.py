@@ -23,8 +23,8 @@ from llava_ds.extensions.infer.generate import Prompt, answer, prompt_ids
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import media_layout
 from llava_ds.model.heads import Logits
-from llava_ds.model.hf import HF_CLASSES
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.hf import HF_CLASSES
+from llava_ds.model.open.model_plan import plan_model
 
 SIZES = [(60, 20), (20, 60), (45, 46), (24, 24), (90, 31), (33, 61)]
 MODELS = {

@@ -13,7 +13,7 @@ from llava_ds.export import trial
 from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.tensors import Entry
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from llavas import arguments
 from llava_ds.engine.construct import build_model
 from llava_ds.export import output_folder, trial
 from llava_ds.export.output_folder import staged
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.faults

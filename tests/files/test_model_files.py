@@ -15,8 +15,8 @@ from llava_ds.files import model_files
 from llava_ds.files.model_files import check_folder, own_file, read_json, size_problem
 from llava_ds.files.reading import read_bytes
 from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.plan import plan_model
 
 
 @pytest.fixture(scope="module")

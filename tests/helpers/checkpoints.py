@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from llava_ds.checkpoint.checkpoint_files import model_states, read_states, saved_pieces
-from llava_ds.engine.checkpoint_writer import ENGINE
-from llava_ds.engine.pieces import PLAIN, Layout, Piece
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.pieces import PLAIN, Layout, Piece
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:

@@ -39,7 +39,7 @@ KINDS = {
         "critic_learning_rate": 5e-4,
         "vf_coef": 0.5,
         "max_grad_norm": 1.0,
-        "gradient_checkpointing": "auto",
+        **if_there("auto_layers", gradient_checkpointing="auto"),
         **if_there("replicas", check_divergence_steps=1),
     },
     "adapters": {**LORA, "beta": 0.1, "temperature": 0.7, "top_k": 300, "top_p": 0.9},

@@ -11,7 +11,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))

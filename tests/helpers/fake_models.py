@@ -20,9 +20,9 @@ from llava_ds.data.loader import MicroBatch, micro_batches
 from llava_ds.engine.construct import construction
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import ImageOptions, media_layout
-from llava_ds.model import delta_net
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.vision import TowerPlan, plan_tower
+from llava_ds.model.open.tower import plan_tower
+from llava_ds.model.vision import TowerPlan
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.videos import Footage
 
@@ -251,6 +251,8 @@ class _DeltaRule(torch.autograd.Function):
 
 def delta_net_kernels(patch: pytest.MonkeyPatch) -> dict[str, int]:
     """Let flash-linear-attention and causal-conv1d seem installed. Returns how often each is called."""
+    from llava_ds.extensions.ready import delta_net
+
     calls = {"rule": 0, "convolution": 0}
 
     def rule(query, key, value, g, beta, cu_seqlens, cu_seqlens_cpu, **_):

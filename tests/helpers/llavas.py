@@ -23,7 +23,7 @@ from transformers import (
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.engine.construct import build_model
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))

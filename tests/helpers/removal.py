@@ -30,7 +30,7 @@ QUICK = [
     "tests/train/test_hooks.py",
     "tests/model/test_upcycling.py",
 ]
-QUICK += ["tests/test_imports.py", "tests/test_house.py", "tests/test_docs.py", "tests/distributed/test_warm_up.py"]
+QUICK += ["tests/test_imports.py", "tests/test_house.py", "tests/test_docs.py"]
 
 
 def copy_of_project(folder: Path) -> None:

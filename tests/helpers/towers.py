@@ -6,8 +6,9 @@ from PIL import Image
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.tower import read_tower
 from llava_ds.model.open.weights import Source
-from llava_ds.model.vision import VisionTower, read_tower
+from llava_ds.model.vision import VisionTower
 
 
 def noise(width: int, height: int, seed: int) -> Image.Image:

@@ -16,12 +16,12 @@ from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
-from llava_ds.model.flops import model_flops
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import assemble
-from llava_ds.model.plan import plan_model
-from llava_ds.model.vision import read_tower
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.tower import read_tower
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.tracking.flops import model_flops
 
 NATIVE = {"mm_native_resolution": True}
 SIZES = [(90, 20), (33, 61), (24, 24), (5, 200), (300, 280), (8, 8)]

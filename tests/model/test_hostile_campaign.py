@@ -38,14 +38,14 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data import template_process
 from llava_ds.data.end_markers import refuse_unfit_tokenizer
 from llava_ds.data.templates import resolve_template
-from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.construct import build_model
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.trial import try_export
 from llava_ds.extensions.infer import engines, web  # noqa: F401  imported once, before the processes are forked
 from llava_ds.files.writing import sha256
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 COUNT = int(os.environ.get("LLAVA_DS_HOSTILE_FOLDERS", "300"))
 SEED = int(os.environ.get("LLAVA_DS_HOSTILE_SEED", "0"))
@@ -107,7 +107,7 @@ KINDS = {  # and the commands that open them
     "tower": ("train", "inspect_data", "estimate", "chat"),
     "hf": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
     "llava": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
-    "adapter": ("train", "chat", "evaluate", "export", "inspect_data", "estimate"),
+    **if_there("lora", adapter=("train", "chat", "evaluate", "export", "inspect_data", "estimate")),
     "projector": ("train",),
     "tokenizer": ("inspect_data",),
     "checkpoint": ("chat", "evaluate", "export"),  # what DeepSpeed wrote into it, with hashes that fit

@@ -42,9 +42,9 @@ from llava_ds.model.families.language import (
     names_in_hf,
     trunk_name,
 )
-from llava_ds.model.hf import attention_options
-from llava_ds.model.loading import load_weights
 from llava_ds.model.open.folder import read_folder
+from llava_ds.model.open.hf import attention_options
+from llava_ds.model.open.loading import load_weights
 from llava_ds.model.open.names import language_model_from_disk
 from llava_ds.model.open.probe import check_language_model, examine
 from llava_ds.model.open.weights import WeightFiles

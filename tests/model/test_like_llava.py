@@ -16,7 +16,7 @@ from llava_ds.data.encode import EncodingOptions
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.model.heads import Logits
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 CASES = json.loads((like_llava.GOLDENS / "forward.json").read_text())

@@ -18,7 +18,7 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.model.heads import Logits, SummedLoss
 from llava_ds.model.llava import LlavaModel, merge_features
 from llava_ds.model.open import names as formats
-from llava_ds.model.plan import ModelPlan, plan_model
+from llava_ds.model.open.model_plan import ModelPlan, plan_model
 from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks
 

@@ -13,9 +13,9 @@ from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model import attention
-from llava_ds.model.loading import load_weights
 from llava_ds.model.mixture import WAYS, Routers, balance_of, check_mixture_flags, choose_experts
-from llava_ds.model.plan import open_part, plan_model
+from llava_ds.model.open.loading import load_weights
+from llava_ds.model.open.model_plan import open_part, plan_model
 from llava_ds.runtime.ranks import Ranks
 
 ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))

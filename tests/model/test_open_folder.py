@@ -16,7 +16,7 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.heads import Logits
 from llava_ds.model.open.folder import read_folder, take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 
 def expected(model) -> dict[str, torch.Tensor]:

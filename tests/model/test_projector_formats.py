@@ -17,9 +17,10 @@ from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.tower import plan_tower, read_vision_config
 from llava_ds.model.open.weights import Source
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.vision import VisionTower, plan_tower, read_vision_config
+from llava_ds.model.vision import VisionTower
 
 LLAVA_KEYS = {
     "mlp2x_gelu": [

@@ -17,9 +17,9 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.sample import Message
 from llava_ds.engine.construct import build_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.model.open.rows import Resized, Rows
 from llava_ds.model.open.weights import TensorSource
-from llava_ds.model.plan import plan_model
 
 MARKS = ["<im_patch>", "<im_start>", "<im_end>"]
 

@@ -17,14 +17,15 @@ from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.collate import collate
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.frozen import open_frozen, plan_frozen
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.export.from_folder import open_folder
 from llava_ds.export.output_folder import write_folder
 from llava_ds.export.trial import try_export
-from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import FILE, Values
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.names import VALUE_HEAD_FILE
+from llava_ds.model.open.value_head import Values
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.second_models.frozen import open_frozen, plan_frozen
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}
@@ -84,7 +85,7 @@ def test_a_rank_without_positions_takes_part_with_gradients_of_zero(toy):
 @pytest.mark.parametrize("form", ["hf", "llava"])
 def test_an_exported_folder_has_it_beside_what_others_open(toy, form):
     folder = toy.folder / form
-    assert torch.equal(load_file(folder / FILE)["weight"], toy.model.value_head.weight)
+    assert torch.equal(load_file(folder / VALUE_HEAD_FILE)["weight"], toy.model.value_head.weight)
     assert not any("value_head" in name for name in load_file(folder / "model.safetensors"))
     if form == "hf":
         _, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)

@@ -25,8 +25,9 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.images.resize import to_tile
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.model.open import names as formats
+from llava_ds.model.open.tower import read_tower
 from llava_ds.model.open.weights import Source
-from llava_ds.model.vision import VisionTower, read_tower
+from llava_ds.model.vision import VisionTower
 
 SIZES = toys.TOWER
 # By kind, the tokens before those of patches.

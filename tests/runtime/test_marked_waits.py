@@ -19,7 +19,8 @@ from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement
 from llava_ds.runtime.waiting import QUEUE, waits_for
 from llava_ds.tracking.progress import Progress
-from llava_ds.train import evals, loop
+from llava_ds.train import loop
+from llava_ds.train.evaluating import evals
 from llava_ds.train.objectives.objective import MicroLoss
 from llava_ds.train.state import TrainState
 

@@ -26,7 +26,7 @@ from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.runner import Direct
 from llava_ds.engine.start import start_engine
 from llava_ds.model import attention
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.stopping import Agreement

@@ -18,9 +18,9 @@ from extension_there import needs_extension
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.files.jsonl import read_metrics
-from llava_ds.model.flops import ModelFlops
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, progress_bar
+from llava_ds.tracking.flops import ModelFlops
 from llava_ds.tracking.progress import NumbersFromDevice, Progress, RunFacts, update_bar
 from llava_ds.tracking.trackers import Trackers
 from llava_ds.train.state import StepResult

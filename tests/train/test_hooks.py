@@ -10,7 +10,8 @@ from fake_run import FakeSession, FakeWatch, end_of
 from llava_ds.constants import DataError
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import hooks, loop
-from llava_ds.train.hooks import Evaluate, Health, Hook, Log, Save, StepEnd, Stop
+from llava_ds.train.evaluating.evals import Evaluate
+from llava_ds.train.hooks import Health, Hook, Log, Save, StepEnd, Stop
 from llava_ds.train.loop import train
 
 

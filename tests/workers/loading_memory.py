@@ -20,7 +20,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import quiet_libraries
 
 

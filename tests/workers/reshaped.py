@@ -20,13 +20,13 @@ from llava_ds.checkpoint.resume import ResumePoint
 from llava_ds.checkpoint.training_state import random_states, restore
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.data.loader import Window
-from llava_ds.engine.checkpoint_writer import ENGINE
 from llava_ds.engine.ds_config.resolve import resolve_ds_config
 from llava_ds.engine.param_groups import parameter_groups
-from llava_ds.engine.pieces import layout_file, layout_text
 from llava_ds.engine.placement import gathered
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.engine.runner import Direct
+from llava_ds.engine.shards.checkpoint_writer import ENGINE
+from llava_ds.engine.shards.pieces import layout_file, layout_text
 from llava_ds.engine.start import start_engine
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, quiet_libraries

@@ -18,7 +18,7 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.end_markers import end_markers
-from llava_ds.engine.twin import twin_of, whole_weights
+from llava_ds.extensions.base import Asked, Measure
 from llava_ds.extensions.benchmarks.benchmark_files import Given
 from llava_ds.extensions.benchmarks.question import Question, with_resized_sizes
 from llava_ds.extensions.benchmarks.scores import Scored, metric_of
@@ -27,9 +27,9 @@ from llava_ds.extensions.benchmarks.tasks import TASKS, read_questions
 from llava_ds.extensions.infer.generate import decode_media, media_of
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, on_every_rank
-from llava_ds.train.evals import Asked, Measure
+from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
+from llava_ds.train.evaluating.twin import twin_of, whole_weights
 from llava_ds.train.plan import Plan
-from llava_ds.train.sampling import DrawRules, draw_answers
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 TAKEN = ("loss", "step", "seconds", "samples", "broken_samples", "supervised_tokens", "source_losses")

@@ -10,17 +10,16 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.encode import Encoder, EncodingOptions
 from llava_ds.data.end_markers import end_markers
-from llava_ds.engine.frozen import FrozenPlan, Scorer, open_frozen, plan_alone
-from llava_ds.engine.twin import twin_of
 from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.extensions.infer.formats import CHECKPOINT_FLAGS
 from llava_ds.extensions.infer.generate import Answer, Prompt, decode_media, media_of
 from llava_ds.extensions.infer.infer_flags import EngineOptions
-from llava_ds.files.model_files import is_there
-from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
-from llava_ds.model.value_head import value_head_file
+from llava_ds.files.model_files import ADAPTER_CONFIG, is_there
+from llava_ds.model.open.names import value_head_file
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.sampling import DrawRules, draw_answers, numbers_for
+from llava_ds.second_models.frozen import FrozenPlan, Scorer, open_frozen, plan_alone
+from llava_ds.train.evaluating.sampling import DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.twin import twin_of
 
 
 class Judge:

@@ -15,12 +15,12 @@ from llava_ds.checkpoint.trainer_file import checkpoint_problem
 from llava_ds.checkpoint.training_state import rewind
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.step_plan import steps_between
-from llava_ds.extensions.base import Extension, Hook, Phase
+from llava_ds.extensions.base import Extension, Hook, Measure, Phase
 from llava_ds.extensions.best.rule import BestRule, best_rule
 from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.tracking.trainer_state import TRAINER_STATE
-from llava_ds.train.evals import Measure, numbers_of
+from llava_ds.train.evaluating.evals import numbers_of
 from llava_ds.train.plan import Plan
 from llava_ds.train.session import Session
 

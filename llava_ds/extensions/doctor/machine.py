@@ -15,10 +15,9 @@ from llava_ds.extensions.doctor.requirements import (
     WARNING,
     Finding,
     Requirements,
-    nearest_folder,
     output_of,
 )
-from llava_ds.files.writing import can_be_made
+from llava_ds.files.writing import can_be_made, nearest_folder
 from llava_ds.runtime.launchers import is_loopback_name
 
 GIB = 2**30
@@ -137,7 +136,7 @@ def check_nvme(required: Requirements) -> Iterator[Finding]:
         yield Finding(WARNING, "not checked, because the configuration can't be used")
         return
     for folder, key in required.nvme_paths.items():
-        nearest = nearest_folder(Path(folder))
+        nearest = nearest_folder(folder)
         if not _opens_directly(nearest):
             found = f"{key} {folder}: its file system refuses O_DIRECT, which DeepSpeed's reading and writing needs"
             yield Finding(PROBLEM, found, "name a folder on a local disk (ext4, xfs)")

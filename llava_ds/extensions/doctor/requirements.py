@@ -117,9 +117,3 @@ def output_of(*command: str, timeout_s: float = 20.0) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
-    path = path.expanduser().absolute()
-    return next(folder for folder in (path, *path.parents) if folder.exists())

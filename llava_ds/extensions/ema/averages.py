@@ -9,8 +9,8 @@ import deepspeed
 import torch
 from torch import nn
 
-from llava_ds.engine.pieces import REPLICATED, layout_of, masters
 from llava_ds.engine.placement import placement_of
+from llava_ds.engine.shards.pieces import REPLICATED, layout_of, masters
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
 

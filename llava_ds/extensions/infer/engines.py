@@ -16,7 +16,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.infer.formats import UnloadedModel, open_model
 from llava_ds.extensions.infer.infer_flags import EngineOptions
 from llava_ds.extensions.infer.load import LoadedModel, check_weights, construct_model, load_model, with_settings
-from llava_ds.model.hf import HFModel
+from llava_ds.model.open.hf import HFModel
 from llava_ds.runtime.ranks import Ranks, on_every_rank
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.template_variables import set_variables
@@ -125,7 +125,7 @@ def _zero_inference(opened: UnloadedModel, options: EngineOptions, ranks: Ranks)
     import deepspeed
 
     from llava_ds.engine.construct import construction
-    from llava_ds.model.loading import load_weights, return_freed_memory
+    from llava_ds.model.open.loading import load_weights, return_freed_memory
 
     dtype = opened.precision(options.precision)
     _check_precision(dtype, ranks, str(opened.path))

@@ -15,14 +15,13 @@ from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.active import architecture_of, folder_part, model_types
-from llava_ds.files.model_files import check_folder, is_there, read_config, shown
+from llava_ds.files.model_files import ADAPTER_CONFIG, check_folder, is_there, read_config, shown
 from llava_ds.model.families.language import EXPERTS, config_of
-from llava_ds.model.hf import HF_CLASSES, HFModel
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.experts import Stacked, Upright, from_disk, part_of
 from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.folder import FLAG
-from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG
+from llava_ds.model.open.hf import HF_CLASSES, HFModel
 from llava_ds.model.open.weights import WeightFiles, Weights
 from llava_ds.tokenizer import read_tokenizer
 

@@ -27,7 +27,7 @@ from llava_ds.extensions.infer.infer_flags import Sampling
 from llava_ds.extensions.infer.load import LoadedModel
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.layouts import MediaLayout
-from llava_ds.model.hf import embed_batch
+from llava_ds.model.open.hf import embed_batch
 from llava_ds.runtime.device_memory import is_out_of_memory
 from llava_ds.runtime.ranks import Ranks, on_every_rank, progress_bar
 

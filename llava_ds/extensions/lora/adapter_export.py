@@ -30,12 +30,13 @@ from llava_ds.extensions.lora import layers as lora
 from llava_ds.extensions.lora import quantize
 from llava_ds.extensions.lora.expert_layers import UNTRUE
 from llava_ds.extensions.lora.layers import own
+from llava_ds.extensions.lora.merged_adapters import merged_weight
+from llava_ds.files.model_files import BESIDE_ADAPTER
 from llava_ds.files.writing import write_file, write_tensors
 from llava_ds.model.llava import LlavaModel, merge_features
-from llava_ds.model.loading import load_weights
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import without_prefix
-from llava_ds.model.open.merged_adapters import NON_LORA, merged_weight
+from llava_ds.model.open.loading import load_weights
 from llava_ds.model.open.weights import Overlaid, Source
 from llava_ds.model.projector import Newline
 from llava_ds.runtime.ranks import Ranks
@@ -148,8 +149,8 @@ def write_adapter(
         write_variables(export.model.tokenizer, output_dir)
     if architecture is None:
         others = {lora.PEFT_PREFIX + layout.rename(name): tensor for name, tensor in beside.items()}
-        write_file(output_dir / NON_LORA, lambda file: torch.save(others, file))
-        sums[output_dir / NON_LORA] = sums_of(others.items())
+        write_file(output_dir / BESIDE_ADAPTER, lambda file: torch.save(others, file))
+        sums[output_dir / BESIDE_ADAPTER] = sums_of(others.items())
         (output_dir / "config.json").write_text(json.dumps(llava_config(export), indent=2) + "\n", encoding="utf-8")
     return sums
 
@@ -258,7 +259,7 @@ def _fresh_vision(output_dir: Path, export: ExportPlan, dtype: torch.dtype) -> _
     """Load tower and projector on the CPU: weights from the adapter's folder, others from the initial model."""
     with no_init_weights(), built_in(dtype):
         eyes = _FreshVision(export)
-    alone, beside, flag = Ranks(0, 0, 1, torch.device("cpu")), str(output_dir / NON_LORA), "--output_dir"
+    alone, beside, flag = Ranks(0, 0, 1, torch.device("cpu")), str(output_dir / BESIDE_ADAPTER), "--output_dir"
     tower = export.model.sources.vision_tower
     trained = Source(flag, beside, without_prefix(formats.tower_from_llava)).open()
     whole = tower.open(export.model.tower.runs)

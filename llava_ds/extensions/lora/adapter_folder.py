@@ -3,14 +3,13 @@
 import hashlib
 from pathlib import Path
 
-from llava_ds.files.model_files import own_file
+from llava_ds.files.model_files import ADAPTER_CONFIG, BESIDE_ADAPTER, adapter_file, own_file
 from llava_ds.files.writing import sha256
-from llava_ds.model.open.merged_adapters import ADAPTER_CONFIG, NON_LORA, adapter_file
 
 
 def non_lora_file(folder: str | Path) -> str | None:
     """Return an adapter's file of other trained weights: projector, perhaps newline and tower. None without one."""
-    if not (file := Path(folder) / NON_LORA).is_file():
+    if not (file := Path(folder) / BESIDE_ADAPTER).is_file():
         return None
     own_file(file)
     return str(file)
@@ -18,6 +17,6 @@ def non_lora_file(folder: str | Path) -> str | None:
 
 def adapter_digest(folder: Path) -> str:
     """Hash an adapter folder: its settings, its weights, and its projector."""
-    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / NON_LORA]
+    files = [folder / ADAPTER_CONFIG, adapter_file(folder), folder / BESIDE_ADAPTER]
     listed = [(file.name, sha256(file)) for file in files if file is not None and file.is_file()]
     return hashlib.sha256(repr(listed).encode()).hexdigest()

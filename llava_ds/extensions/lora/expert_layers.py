@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import _grouped_linear
 
-from llava_ds.model.open.merged_adapters import by_expert
+from llava_ds.extensions.lora.merged_adapters import by_expert
 
 # peft 0.21 warns this about every pattern for such tensors, and still applies it.
 UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module"

@@ -18,14 +18,15 @@ from llava_ds.export.tensors import Entry
 from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.base import Adapter, Extension, StatePart, Wrap
 from llava_ds.extensions.lora import layers
+from llava_ds.extensions.lora.adapter_reader import open_adapter
 from llava_ds.extensions.lora.flags import changes_base
 from llava_ds.extensions.lora.layers import START_FILE, own
+from llava_ds.files.model_files import adapter_file, is_adapter
 from llava_ds.model.llava import LlavaModel, layer_classes
-from llava_ds.model.loading import load_weights
 from llava_ds.model.open.folder import FLAG, read_folder
-from llava_ds.model.open.merged_adapters import adapter_file, is_adapter
+from llava_ds.model.open.loading import load_weights
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.plan import ModelPlan
 from llava_ds.runtime.ranks import Ranks
 
 
@@ -138,4 +139,9 @@ def _start(export: ExportPlan, checkpoint: Path) -> dict[str, torch.Tensor]:
     return layers.read_start(checkpoint) if changes_base(own(export.args)) else {}
 
 
-extension = Extension(wrap=Lora(), adapter=Export(), state=StatePart(START_FILE, layers.start_of))
+extension = Extension(
+    wrap=Lora(),
+    adapter=Export(),
+    state=StatePart(START_FILE, layers.start_of),
+    open_folder=open_adapter,
+)

@@ -23,20 +23,13 @@ from transformers import PreTrainedConfig
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.engine import safe_load
+from llava_ds.engine.shards import safe_load
 from llava_ds.extensions.architecture import Architecture
 from llava_ds.extensions.lora.expert_layers import wrap_experts
 from llava_ds.extensions.lora.flags import LORA_PARTS, Flags, changes_base, is_pattern
-from llava_ds.files.model_files import read_json
+from llava_ds.extensions.lora.merged_adapters import PEFT_PREFIX, STACKED, merged_weight
+from llava_ds.files.model_files import ADAPTER_CONFIG, ADAPTER_FILES, adapter_file, read_json
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.merged_adapters import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILES,
-    PEFT_PREFIX,
-    STACKED,
-    adapter_file,
-    merged_weight,
-)
 
 START_FILE = "lora_start.pt"  # in a checkpoint: LoRA's initial matrices, if they were parts of the weights
 ADAPTER = "default"  # peft's name for a single adapter

@@ -4,7 +4,7 @@ from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.extensions.base import Extension, Wrap
 from llava_ds.extensions.mlp_tiles.tiles import tile_mlps
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.ranks import Ranks
 
 

@@ -26,10 +26,10 @@ from llava_ds.engine.placement import Placement, Share
 from llava_ds.engine.runner import Forward
 from llava_ds.extensions.pipeline.stages import HIDDEN, Stage, keep_stage, owners, stage_of
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.flops import flops_of_model
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.mesh import Mesh
+from llava_ds.tracking.flops import flops_of_model
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.batch import Batch
-from llava_ds.model.flops import SAMPLE, ModelFlops
 from llava_ds.model.open import probe
+from llava_ds.tracking.flops import SAMPLE, ModelFlops
 
 HIDDEN = "hidden"  # in Batch.extra: the hidden states (1, T, D) from the previous stage
 

@@ -16,7 +16,6 @@ from llava_ds.constants import ConfigError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.data.step_plan import largest_share
-from llava_ds.engine.activation_budget import free_memory
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, read_ds_config, resolve_ds_config
 from llava_ds.engine.ds_config.zero import offload_device
@@ -25,7 +24,8 @@ from llava_ds.extensions.planning.fit import GB, Run, advice, fits, most_stage
 from llava_ds.extensions.planning.memory import Setup, ZeroPlacement, ZeroSettings, most_activations
 from llava_ds.extensions.planning.named_models import SUPERVISED
 from llava_ds.extensions.planning.shapes import ModelShape, shape_of
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
+from llava_ds.runtime.device_memory import free_memory
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype

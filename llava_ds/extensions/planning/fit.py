@@ -100,15 +100,18 @@ def advice(run: Run, gpu_memory: float) -> str:
 
 def table(run: Run, gpu_memory: float | None) -> list[str]:
     """Every stage and offload side by side, in GB (10**9 bytes) or MB; the run's own column is marked."""
-    placements = table_placements(run)
-    columns = {name: dataclasses.replace(run, placement=p).estimate() for name, p in placements.items()}
-    unit, size = ("GB", GB) if columns["ZeRO-0"].total >= GB else ("MB", MB)
-    names = [f"[{name}]" if placements[name] == run.placement else name for name in columns]
-    rows = [(f"{unit} per GPU", names)]
-    rows += [(label, [f"{getattr(c, field) / size:.2f}" for c in columns.values()]) for label, field in ROWS.items()]
+    cells = [other.estimate() for other in columns(run).values()]
+    unit, size = ("GB", GB) if cells[0].total >= GB else ("MB", MB)
+    rows = [(f"{unit} per GPU", headings(run))]
+    rows += [(label, [f"{getattr(each, field) / size:.2f}" for each in cells]) for label, field in ROWS.items()]
     if gpu_memory is not None:
-        rows.append((f"in {gpu_memory / GB:g} GB", [verdict(c.total, gpu_memory) for c in columns.values()]))
+        rows.append((f"in {gpu_memory / GB:g} GB", [verdict(each.total, gpu_memory) for each in cells]))
     return aligned(rows)
+
+
+def headings(run: Run) -> list[str]:
+    """The names of the table's columns, with the run's own in brackets."""
+    return [f"[{name}]" if other.placement == run.placement else name for name, other in columns(run).items()]
 
 
 def aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
@@ -142,13 +145,12 @@ def description(run: Run) -> list[str]:
 
 def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
     """The same figures for a program, in bytes."""
-    columns = {}
-    placements = table_placements(run)
-    for name, placement in placements.items():
-        one = dataclasses.replace(run, placement=placement).estimate()
-        columns[name] = {field: getattr(one, field) for field in ROWS.values()}
+    found = {}
+    for name, other in columns(run).items():
+        one = other.estimate()
+        found[name] = {field: getattr(one, field) for field in ROWS.values()}
         if gpu_memory is not None:
-            columns[name]["verdict"] = verdict(one.total, gpu_memory)
+            found[name]["verdict"] = verdict(one.total, gpu_memory)
     return {
         "parameters": {part.name: dataclasses.asdict(part) for part in run.shape.parts},
         "num_parameters": run.shape.num_parameters,
@@ -157,7 +159,7 @@ def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
         "setup": dataclasses.asdict(run.setup),
         "micro_batch": run.batch and dataclasses.asdict(run.batch),
         "chosen": placement_name(run.placement),
-        "bytes": columns,
+        "bytes": found,
         "advice": None if gpu_memory is None else advice(run, gpu_memory),
     }
 
@@ -198,10 +200,10 @@ def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
     return all(DEVICES.index(device) >= DEVICES.index(than) for device, than in zip(offload, other))
 
 
-def table_placements(run: Run) -> dict[str, ZeroPlacement]:
-    """The table's columns: the usual placements, and the run's own if it is another."""
-    own = {} if run.placement in PLACEMENTS.values() else {placement_name(run.placement): run.placement}
-    return {name: placement for name, placement in (PLACEMENTS | own).items() if _goes_with(placement, run)}
+def columns(run: Run) -> dict[str, Run]:
+    """The table's columns: the run with the usual placements, and with its own if it is another."""
+    named = PLACEMENTS | {placement_name(run.placement): run.placement}
+    return {name: dataclasses.replace(run, placement=each) for name, each in named.items() if _goes_with(each, run)}
 
 
 def _goes_with(placement: ZeroPlacement, run: Run) -> bool:

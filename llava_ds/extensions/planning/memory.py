@@ -94,15 +94,6 @@ class ZeroSettings:
         overlap = zero.get("overlap_comm")
         return cls(**sizes, overlap_comm=zero.get("stage") == 3 if overlap is None else overlap)
 
-    @classmethod
-    def auto(cls, hidden_size: int) -> "ZeroSettings":
-        """The values of "auto" in this repository's ds_configs."""
-        return cls(
-            reduce_bucket_size=hidden_size**2,
-            prefetch_bucket_size=int(0.9 * hidden_size**2),
-            param_persistence_threshold=10 * hidden_size,
-        )
-
 
 @dataclass(frozen=True)
 class Setup:

@@ -33,14 +33,15 @@ from llava_ds.model.families.language import (
     num_attention_layers,
 )
 from llava_ds.model.families.upcycled import Mixture
-from llava_ds.model.flops import ModelFlops, flops_of_model
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.open.folder import take_from_model
+from llava_ds.model.open.model_plan import read_parts
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.upcycling import check_upcycled, upcycled_config
-from llava_ds.model.vision import TowerPlan, plan_tower
+from llava_ds.model.vision import TowerPlan
+from llava_ds.tracking.flops import ModelFlops, flops_of_model
 
 LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
 # Tokens of the busiest expert by an even share, which every expert of an upcycled model computes rows for.

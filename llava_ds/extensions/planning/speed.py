@@ -3,8 +3,8 @@
 
 A step is the sum of
 
-    compute     FLOPs (model/flops.py) over a share of the GPU's peak; attention at a share of its own, with a backward
-                that computes the scores again; forward of checkpointed layers twice
+    compute     FLOPs (tracking/flops.py) over a share of the GPU's peak; attention at a share of its own, with a
+                backward that computes the scores again; forward of checkpointed layers twice
     memory      bytes that layers read and write beside their products, of the loss, and of the optimizer
     traffic     what collectives (planning/traffic.py) last longer than the compute that they overlap with
     CPU, PCIe   the optimizer's time on a CPU, and what copies to and from it last longer than compute

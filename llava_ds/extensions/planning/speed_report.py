@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.active import flags_class
-from llava_ds.extensions.planning.fit import GB, Run, aligned, fits, placement_name, table_placements
-from llava_ds.extensions.planning.memory import ZeroPlacement
+from llava_ds.extensions.planning.fit import GB, Run, aligned, columns, fits, headings, placement_name
 from llava_ds.extensions.planning.speed import (
     ATTENTION_SHARE,
     LINK_SHARE,
@@ -44,8 +43,12 @@ class SpeedRun:
     machine: Machine
     gpu_memory: float | None
 
-    def time(self, placement: ZeroPlacement | None = None) -> StepTime | None:
-        return step_time(self.run, placement or self.run.placement, self.load, self.machine)
+    def time(self) -> StepTime | None:
+        return step_time(self.run, self.run.placement, self.load, self.machine)
+
+    def columns(self) -> dict[str, "SpeedRun"]:
+        """The same in every column of the table."""
+        return {name: dataclasses.replace(self, run=other) for name, other in columns(self.run).items()}
 
     @property
     def fits(self) -> bool:
@@ -80,12 +83,9 @@ def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, 
 
 def speed_table(speed: SpeedRun) -> list[str]:
     """Every stage and offload side by side; the run's own column is marked."""
-    placements = table_placements(speed.run)
-    times = {name: speed.time(placement) for name, placement in placements.items()}
-    names = [f"[{name}]" if placements[name] == speed.run.placement else name for name in times]
-    cells = list(times.values())
+    cells = [each.time() for each in speed.columns().values()]
     unit, times_per_s = ("s", 1) if max(time.total_s for time in cells if time is not None) >= 1 else ("ms", 1000)
-    rows = [(f"{unit} of a step", names)]
+    rows = [(f"{unit} of a step", headings(speed.run))]
     shown = {label: name for label, name in ROWS.items() if name != "bubble_s" or speed.run.setup.pp > 1}
     rows += [(label, [_cell(time, name, ".3f", times_per_s) for time in cells]) for label, name in shown.items()]
     rows += [("traffic, GB a rank", ["-" if time is None else f"{time.traffic_bytes / GB:.1f}" for time in cells])]
@@ -140,15 +140,10 @@ def _changes(speed: SpeedRun) -> Iterator[tuple[str, SpeedRun]]:
     if run.batch.num_recomputed:
         kept = dataclasses.replace(run, batch=dataclasses.replace(run.batch, num_recomputed=0))
         yield "recompute no layer (--gradient_checkpointing False)", dataclasses.replace(speed, run=kept)
-    others = [
-        (other.time(), name, other)
-        for name, placement in table_placements(run).items()
-        if (other := dataclasses.replace(speed, run=dataclasses.replace(run, placement=placement))).fits
-    ]
-    timed = [(time.total_s, name, other) for time, name, other in others if time is not None]
+    timed = {name: time for name, other in speed.columns().items() if other.fits and (time := other.time()) is not None}
     if timed:
-        _, name, other = min(timed, key=lambda each: each[0])
-        yield f"{name} in the DeepSpeed JSON", other
+        name = min(timed, key=lambda name: timed[name].total_s)
+        yield f"{name} in the DeepSpeed JSON", speed.columns()[name]
     if load.micro_steps > 1:
         yield "micro-batches of twice the tokens", _larger_micro_batches(speed)
     more = dataclasses.replace(load, micro_steps=2 * load.micro_steps)
@@ -195,8 +190,7 @@ def assumptions(speed: SpeedRun) -> list[str]:
 
 def speed_json(speed: SpeedRun) -> dict[str, object]:
     """The same figures for a program, in seconds and bytes; null where there is no estimate."""
-    times = {name: speed.time(placement) for name, placement in table_placements(speed.run).items()}
-    own = speed.time()
+    times, own = {name: each.time() for name, each in speed.columns().items()}, speed.time()
     return {
         "gpu": dataclasses.asdict(speed.machine.gpu),
         "assumptions": {

@@ -14,7 +14,7 @@ from llava_ds.model.vision import TowerPlan
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Widths and layers of the vision tower, features per tile, side of a tile in pixels, and layers of the projector.
+    """Widths and layers of the vision tower, features per tile, and side of a tile in pixels.
 
     num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
     class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
@@ -28,7 +28,6 @@ class TowerShape:
     num_layers: int
     num_patches: int
     image_size: int
-    projector_layers: int
     num_parameters: int
     trained: bool
     shuffled: int = 1
@@ -56,7 +55,6 @@ def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerSh
         num_layers=tower.num_layers,
         num_patches=tower.images.num_tokens,
         image_size=tower.images.size,
-        projector_layers=len(linears),
         num_parameters=sum(p.numel() for p in model.vision_tower.parameters()),
         trained="vision_tower" in trained_parts(args.model) | adapted_parts(args.model),
         shuffled=tower.patches_per_feature,

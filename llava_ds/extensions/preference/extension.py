@@ -4,13 +4,13 @@ from dataclasses import fields
 
 import deepspeed
 
-from llava_ds.engine.frozen import FrozenPlan, open_frozen, plan_frozen
 from llava_ds.extensions.base import Extension, SessionPart
 from llava_ds.extensions.preference.dpo import DPO, PairLoss
 from llava_ds.extensions.preference.reference import Reference, add_reference, forward_digest
 from llava_ds.extensions.preference.reward import Reward, RewardLoss
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import print_first
+from llava_ds.second_models.frozen import FrozenPlan, open_frozen, plan_frozen
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.plan import Plan, PlanDraft
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from llava_ds.batch import Batch
 from llava_ds.extensions.preference.flags import METRICS
 from llava_ds.extensions.preference.pairs import PairObjective
-from llava_ds.model.value_head import Values, answer_ends, answer_lengths, last_targets
+from llava_ds.model.open.value_head import Values, answer_ends, answer_lengths, last_targets
 from llava_ds.train.objectives.objective import MicroLoss
 
 

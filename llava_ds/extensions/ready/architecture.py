@@ -21,8 +21,9 @@ from llava_ds.extensions.ready.tensor_names import ReadyNames
 from llava_ds.files.processor_files import processor_template
 from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import MediaLayout
-from llava_ds.model.plan import ModelPlan
-from llava_ds.model.vision import read_processor, read_whole_processor
+from llava_ds.model.families.language import has_state
+from llava_ds.model.open.model_plan import ModelPlan
+from llava_ds.model.open.tower import read_processor, read_whole_processor
 from llava_ds.tokenizer import read_tokenizer
 
 
@@ -73,6 +74,14 @@ class ReadyArchitecture(ReadyModel):
         from llava_ds.extensions.ready.ready_trial import check_ready
 
         return check_ready(plan, images, cache_dir)
+
+    def layer_notes(self, text_config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Return lines on layers with a state across tokens."""
+        if not has_state(text_config):
+            return []
+        from llava_ds.extensions.ready.delta_net import delta_net_report
+
+        return [delta_net_report(text_config, device, dtype)]
 
     def names(self, text_config: PreTrainedConfig) -> ReadyNames:
         """Return the mapping of tensor names."""

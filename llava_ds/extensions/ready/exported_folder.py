@@ -32,8 +32,8 @@ from llava_ds.files.model_files import (
     read_json_if_there,
 )
 from llava_ds.files.processor_files import SETTINGS_FILES, TEMPLATE_FILES, video_settings, whole_settings
+from llava_ds.model.open.tower import read_processor, read_whole_processor
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.vision import read_processor, read_whole_processor
 from llava_ds.tilings import Tiling
 
 _GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

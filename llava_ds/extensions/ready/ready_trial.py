@@ -48,9 +48,9 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.heads import Logits
 from llava_ds.model.llava import LlavaModel, assemble
-from llava_ds.model.loading import persistent_buffers
+from llava_ds.model.open.loading import persistent_buffers
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.open.probe import draw, small_copy
-from llava_ds.model.plan import ModelPlan
 from llava_ds.videos import Footage
 
 VERSION = 4  # raise it when the trial becomes stricter
@@ -59,11 +59,7 @@ VERSION = 4  # raise it when the trial becomes stricter
 LOGITS, LOSS, GRADIENTS = 1e-4, 1e-5, 1e-3
 LEAST_NORM = 1e-4  # of a gradient, relative to the largest: a tower's key biases have a true one of zero
 LEAST_PIXEL = 1e-5  # of a normalised pixel
-# Rooms and files whose code the result depends on.
-OWN_CODE = (
-    "extensions/ready", "model", "data", "batch.py", "geometry.py", "layouts.py", "tilings.py", "videos.py",
-    "tokenizer.py", "files/processor_files.py",
-)  # fmt: skip
+OWN_CODE = Path(__file__).parents[2]  # on which the result depends
 
 # What computes logits, ids and pixels.
 LIBRARIES = ("torch", "transformers", "tokenizers", "jinja2", "pillow", "numpy")
@@ -121,12 +117,8 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> s
     path = plan.sources.vision_tower.path
     config = plan.architecture.config
     same = [str(VERSION), *versions_of(LIBRARIES), config.to_json_string(), repr(images)]
-    same += [
-        *video_parts(images),
-        *tokenizer_parts(plan.tokenizer),
-        _digest(_own_code()),
-        _digest(_processor_files(_source(plan))),
-    ]
+    same += [*video_parts(images), *tokenizer_parts(plan.tokenizer)]
+    same += [_digest(sorted(OWN_CODE.rglob("*.py"))), _digest(_processor_files(Path(path)))]
     known = Path(cache_dir).expanduser() / "trials" / f"{digest_of(same)}.json"
     try:
         return f"{json.loads(known.read_text(encoding='utf-8'))['line']} (tried before)"
@@ -143,16 +135,6 @@ def check_ready(plan: ModelPlan, images: ReadyImageOptions, cache_dir: str) -> s
         known.parent.mkdir(parents=True, exist_ok=True)
         write_whole(known, json.dumps({"line": line}), shared=True)
     return line
-
-
-def _own_code() -> list[Path]:
-    root = Path(__file__).parents[2]
-    return [file for name in OWN_CODE for file in (sorted((root / name).rglob("*.py")) or [root / name])]
-
-
-def _source(plan: ModelPlan) -> Path:
-    """The model's folder, or the one under its adapter."""
-    return Path(plan.sources.vision_tower.path)
 
 
 def _processor_files(folder: Path) -> list[Path]:
@@ -219,7 +201,10 @@ def _random_frames(size: tuple[int, int], num_frames: int | None = None) -> Show
 def _image_processor(plan: ModelPlan, images: ReadyImageOptions):
     """The image processor that transformers opens from the model's folder; where flags change the sizes of images, from
     the files that the run will export."""
-    source, options = _source(plan), {"backend": "pil", "local_files_only": True, "trust_remote_code": False}
+    source, options = (
+        Path(plan.sources.vision_tower.path),
+        {"backend": "pil", "local_files_only": True, "trust_remote_code": False},
+    )
     if not sizes_differ(plan.architecture, images, plan.tokenizer, source):
         return AutoImageProcessor.from_pretrained(source, **options)
     with tempfile.TemporaryDirectory() as scratch:

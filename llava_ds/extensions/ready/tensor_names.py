@@ -21,7 +21,7 @@ from llava_ds.extensions.ready.family import ReadyFamily, ReadyModel
 from llava_ds.extensions.ready.known_families import register_text_models
 from llava_ds.files.model_files import library_errors
 from llava_ds.model.families.language import config_of, trunk_name
-from llava_ds.model.loading import persistent_buffers
+from llava_ds.model.open.loading import persistent_buffers
 from llava_ds.model.open.weights import WeightFiles, tensor_names
 
 TOWER, CONNECTOR = "tower.", "connector."  # prefixes of tensor names in these parts

@@ -6,7 +6,7 @@ import torch
 
 from llava_ds.constants import DataError
 from llava_ds.engine.placement import Slice, placement_of
-from llava_ds.model.loading import bit_sum
+from llava_ds.model.open.loading import bit_sum
 from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.waiting import waiting
 

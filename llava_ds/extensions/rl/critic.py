@@ -5,13 +5,13 @@ from dataclasses import replace
 from llava_ds.config.arguments import Arguments
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
-from llava_ds.engine.frozen import FrozenPlan, plan_frozen
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.extensions.active import active
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.plan import ModelPlan
+from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.ranks import Ranks, print_first
+from llava_ds.second_models.frozen import FrozenPlan, plan_frozen
 
 FLAG = "--critic_model_name_or_path"
 

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import NamedTuple
 
-from llava_ds.engine.frozen import FrozenPlan, plan_frozen
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.rl.critic import plan_critic
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss
@@ -12,6 +11,7 @@ from llava_ds.extensions.rl.rewards import Reward, open_rewards
 from llava_ds.extensions.rl.rollouts import Rollouts
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import on_every_rank
+from llava_ds.second_models.frozen import FrozenPlan, plan_frozen
 from llava_ds.train.objectives.objective import Objective
 from llava_ds.train.plan import Plan, PlanDraft
 

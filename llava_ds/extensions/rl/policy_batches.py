@@ -22,7 +22,7 @@ from llava_ds.extensions.rl.grpo import Drawn, advantages_of
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
-from llava_ds.train.sampling import Answer
+from llava_ds.train.evaluating.sampling import Answer
 
 
 @dataclass(frozen=True)

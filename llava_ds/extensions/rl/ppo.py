@@ -10,7 +10,7 @@ from torch import nn
 from llava_ds.batch import Batch
 from llava_ds.extensions.rl.grpo import GRPO, Drawn, clipped_losses
 from llava_ds.model.heads import LogProbs
-from llava_ds.model.value_head import Values
+from llava_ds.model.open.value_head import Values
 
 
 class Valued(NamedTuple):

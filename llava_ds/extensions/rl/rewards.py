@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.data.collate import LoadedSample
-from llava_ds.engine.frozen import Scorer
 from llava_ds.files.python_function import function_of_file
+from llava_ds.second_models.frozen import Scorer
 
 MODEL_REWARD = "reward_model"  # its name in the log
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -17,8 +17,6 @@ from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.loader import Counts, MicroBatch, Window
 from llava_ds.data.templates import TEMPLATES
-from llava_ds.engine.frozen import Scorer
-from llava_ds.engine.twin import frozen_copy, twin_of, whole_weights
 from llava_ds.extensions.base import SessionPart
 from llava_ds.extensions.rl.critic import add_critic
 from llava_ds.extensions.rl.flags import Flags
@@ -44,8 +42,10 @@ from llava_ds.model.heads import LogProbs
 from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.ranks import gather, on_every_rank
 from llava_ds.runtime.waiting import queuing, waiting
+from llava_ds.second_models.frozen import Scorer
+from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.twin import frozen_copy, twin_of, whole_weights
 from llava_ds.train.plan import Plan
-from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.start import Start
 
 

@@ -17,7 +17,7 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.final_export import write_model
 from llava_ds.files.reading import read_json
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
-from llava_ds.train.sampling import Answer, DrawRules
+from llava_ds.train.evaluating.sampling import Answer, DrawRules
 
 TIMEOUT_S = 3600.0  # for a rank's answers of a step
 

@@ -3,11 +3,11 @@
 import time
 
 from llava_ds.data.step_plan import steps_between
-from llava_ds.extensions.base import Extension, Hook, Phase
+from llava_ds.extensions.base import Extension, Hook, Measure, Phase
 from llava_ds.extensions.samples.sampled_answers import Decoding, answers, prompts_of
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.runtime.ranks import gather, print_first
-from llava_ds.train.evals import Measure, is_at
+from llava_ds.train.evaluating.evals import is_at
 from llava_ds.train.session import Session
 
 FILE = "samples.jsonl"

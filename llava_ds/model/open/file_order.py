@@ -4,8 +4,8 @@ from pathlib import Path
 
 import transformers
 
+from llava_ds.files.model_files import ADAPTER_FILES, is_adapter
 from llava_ds.files.processor_files import processor_template, settings_passed_over, templates_passed_over
-from llava_ds.model.open.merged_adapters import ADAPTER_FILES, is_adapter
 from llava_ds.model.open.weights import difference, weights_passed_over
 
 

@@ -1,6 +1,6 @@
 """A model's folder: configurations and weights of its parts, and the flags that it was trained with.
 
-read_folder reads a language model, a LLaVA in LLaVA's or transformers' format, or a LoRA adapter over one of them.
+read_folder reads a language model, a LLaVA in LLaVA's or transformers' format, or an adapter over one of them.
 """
 
 import dataclasses
@@ -19,10 +19,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, trains_projector_only
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.rules import data_problems
-from llava_ds.constants import ConfigError, DataError
-from llava_ds.extensions.active import folder_part
+from llava_ds.constants import ConfigError
+from llava_ds.extensions.active import folder_part, opener_of
 from llava_ds.extensions.architecture import Architecture
-from llava_ds.files.model_files import check_folder, is_there, own_file, read_config, shown
+from llava_ds.files.model_files import (
+    ADAPTER_CONFIG,
+    BESIDE_ADAPTER,
+    check_folder,
+    is_adapter,
+    is_there,
+    read_config,
+    shown,
+)
 from llava_ds.model.families.language import (
     EXPERTS,
     config_of,
@@ -34,16 +42,8 @@ from llava_ds.model.families.language import (
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.file_order import passed_over
-from llava_ds.model.open.merged_adapters import (
-    ADAPTER_CONFIG,
-    NON_LORA,
-    Adapter,
-    Merged,
-    is_adapter,
-    read_adapter,
-)
-from llava_ds.model.open.weights import Overlaid, Source, WeightFiles, Weights, tensor_names
-from llava_ds.model.vision import read_processor, vision_config
+from llava_ds.model.open.tower import read_processor, vision_config
+from llava_ds.model.open.weights import Over, Source, Weights, tensor_names
 
 FLAG = "--model_name_or_path"
 
@@ -120,13 +120,12 @@ class ModelFolder:
 def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
     """Read a folder of any format. model_base: the model under an adapter. Raises ConfigError and DataError."""
     if is_adapter(path):
-        return _read_adapter(path, model_base)
+        return opener_of(ADAPTER_CONFIG)(path, model_base)
     if model_base is not None:
         raise ConfigError(
-            f"--model_base {model_base} goes with a LoRA adapter, but {FLAG} {path} has no {ADAPTER_CONFIG}: "
-            "leave it out"
+            f"--model_base {model_base} goes with an adapter, but {FLAG} {path} has no {ADAPTER_CONFIG}: leave it out"
         )
-    config = _read_config(path)
+    config = read_model_config(path)
     kind = config.get("model_type")
     if kind in HF and "text_config" in config:
         return _read_hf(path, config)
@@ -160,7 +159,7 @@ def language_model_source(path: str, config: PreTrainedConfig, rename: Callable[
     return Source(FLAG, path, in_memory, changes)
 
 
-def _read_config(path: str) -> dict:
+def read_model_config(path: str) -> dict:
     file = Path(path) / "config.json"
     if not is_there(file):
         hint = _STAGE_1_HINT if _has_only_projector(path) else "expected the folder of a language model or of a LLaVA"
@@ -201,15 +200,15 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
         text_config,
         language_model_source(path, text_config, rename),
         tokenizer=path,
-        flags=_flags_of_llava(config),
+        flags=flags_of_llava(config),
         projector=Source(FLAG, path, formats.projector_from_llava),
         newline=Source(FLAG, path, formats.newline_from_llava) if has_newline else None,
         vision_tower=Source(FLAG, path, formats.tower_from_llava) if has_tower else None,
-        trained_with=_trained_with(path, config),
+        trained_with=trained_with_of(path, config),
     )
 
 
-def _trained_with(path: str, config: dict) -> tuple[str | None, int | None]:
+def trained_with_of(path: str, config: dict) -> tuple[str | None, int | None]:
     """The tower that a config.json in LLaVA's format names, and the width of its features."""
     for name, kind in (("mm_vision_tower", str), ("mm_hidden_size", int)):
         if not isinstance(value := config.get(name), (kind, type(None))):
@@ -246,106 +245,19 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
     )
 
 
-def _read_adapter(path: str, model_base: str | None) -> ModelFolder:
-    """A LoRA adapter of LLaVA's or peft's, over the model that it was trained from."""
-    adapter = read_adapter(path)
-    base_path = model_base or adapter.base
-    if base_path is None or not Path(base_path).is_dir():
-        raise ConfigError(
-            f"{FLAG} {path} is a LoRA adapter of {base_path}, which is no folder on this machine: name its folder by "
-            "--model_base"
-        )
-    if is_adapter(base_path):
-        raise ConfigError(f"--model_base {base_path} is an adapter itself: merge it, and give the folder of the result")
-    base = read_folder(base_path)
-    config = _read_config(path) if (Path(path) / "config.json").is_file() else {}
-    is_llava = is_llava_type(config.get("model_type")) and "text_config" not in config
-    renames = _renames_of_adapter(base, is_llava)
-    beside = Path(path) / NON_LORA
-    if is_there(beside):
-        own_file(beside)
-    sources = {}
-    for part, rename in renames.items():
-        source: Source | None = getattr(base, part)
-        over = Source(FLAG, str(beside), without_prefix(rename)) if beside.is_file() else None
-        if over is not None and not over.files().shapes:
-            over = None
-        merge = partial(Merged, adapter=adapter, rename=rename)
-        if source is None:
-            sources[part] = over if over is None else dataclasses.replace(over, changes=(merge,))
-            continue
-        changes = list(source.changes)
-        if over is not None:  # what is beside an adapter has no LoRA in it, which its layers may have, too
-            changes.append(partial(_overlay, over, is_tower=part == "vision_tower"))
-        sources[part] = dataclasses.replace(source, changes=(*changes, merge))
-    # The tower of a LLaVA that has been put together lies elsewhere, and the adapter may have LoRA of it.
-    merges_tower = partial(Merged, adapter=adapter, rename=renames["vision_tower"])
-    if is_llava and sources["projector"] is None:
-        raise DataError(f"{path} is LoRA of a LLaVA, but has no {NON_LORA} with its projector: copy it again")
-    _refuse_unknown_tensors(adapter, beside, renames.values())
-    has_tokenizer = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
-    return dataclasses.replace(
-        base,
-        path=path,
-        kind=f"a LoRA adapter over {base.kind}",
-        flags=_flags_of_llava(config) if is_llava else base.flags,
-        tokenizer=path if has_tokenizer else base.tokenizer,
-        trained_with=_trained_with(path, config) if is_llava else base.trained_with,
-        base=str(base_path),
-        tower_changes=(merges_tower,),
-        **sources,
-    )
-
-
-def _renames_of_adapter(base: ModelFolder, is_llava: bool) -> dict[str, Callable[[str], str | None]]:
-    """For each part, a function from names in an adapter's files, without peft's prefix, to the part's."""
-    renames: dict[str, Callable[[str], str | None]]
-    if is_llava or base.projector is None or base.vision_config is None:
-        from_llava = partial(formats.language_model_from_llava, trunk=trunk_name(base.text_config))
-        renames = {
-            "language_model": from_llava,
-            "projector": formats.projector_from_llava,
-            "vision_tower": formats.tower_from_llava,
-        }
-    else:
-        renames = {
-            "language_model": base.language_model.rename,
-            "projector": base.projector.rename,
-            "vision_tower": base.vision_tower.rename,
-        }
-    renames["newline"] = formats.newline_from_llava
-    return renames
-
-
 def without_adapter(source: Source | None) -> Source | None:
     """The source of a part under an adapter; None for a part that came with the adapter alone."""
-    if source is None or Path(source.path).name == NON_LORA:
+    if source is None or Path(source.path).name == BESIDE_ADAPTER:
         return None
-    changes = (each for each in source.changes if getattr(each, "func", None) not in (Merged, _overlay))
-    return dataclasses.replace(source, changes=tuple(changes))
+    return dataclasses.replace(source, changes=tuple(each for each in source.changes if not isinstance(each, Over)))
 
 
 def without_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """A renaming of names in files of LoRA runs, which have peft's prefixes."""
+    """A renaming of names in files of adapters, which have peft's prefixes."""
     return lambda name: rename(formats.plain_name(name))
 
 
-def _overlay(over: Source, below: Weights, is_tower: bool) -> Overlaid:
-    """LLaVA's files hold the whole tower, of which only the layers that run are used."""
-    return Overlaid(below, over.open(below.shapes.__contains__) if is_tower else over.open())
-
-
-def _refuse_unknown_tensors(adapter: Adapter, beside: Path, renames) -> None:
-    """Raise DataError for tensors in an adapter's files that belong to no part of the model."""
-    for file in filter(Path.is_file, (adapter.file, beside)):
-        for name in WeightFiles(file).shapes:
-            layer, lora, _ = name.partition(".lora_")
-            plain = formats.plain_name(adapter.changed_weight(layer) if lora else name)
-            if all(rename(plain) is None for rename in renames):
-                raise DataError(f"{file} holds {name}, which is in no part of the model")
-
-
-def _flags_of_llava(config: dict) -> dict[str, object]:
+def flags_of_llava(config: dict) -> dict[str, object]:
     """The flags in a config.json in LLaVA's format."""
     values = {name: config.get(name, default) for name, default in LLAVA_FLAGS.items()}
     values["version"] = config.get("llava_ds_version")  # in our own exports

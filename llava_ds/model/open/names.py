@@ -11,6 +11,9 @@ The learned newline is newline.embedding here, model.image_newline in LLaVA's fi
 """
 
 import re
+from pathlib import Path
+
+from llava_ds.files.model_files import is_there
 
 PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
@@ -20,8 +23,15 @@ SECOND_TOWER = "tower.second."  # in the tower, before the second one's own
 LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
 VALUE_HEAD = "value_head."  # in a file of its own, without this
+VALUE_HEAD_FILE = "value_head.safetensors"  # beside a model's other files; its one tensor is the head's weight
 LLAVA_NEWLINE = "model.image_newline"
 PARTS = ("vision_tower", "projector", "newline", "language_model", "value_head")
+
+
+def value_head_file(folder: str | Path) -> Path | None:
+    """The file of a model folder's value head; None for a model without."""
+    file = Path(folder) / VALUE_HEAD_FILE
+    return file if is_there(file) else None
 
 
 def is_of_child(name: str) -> bool:
@@ -42,7 +52,7 @@ def projector_to_llava(name: str, kind: str) -> str:
 def projector_from_llava(name: str) -> str | None:
     """A name in a projector file to one in the projector module ("layers.0.weight"); None for other tensors.
 
-    Accepts what LLaVA accepts: anything before "mm_projector.", as LoRA runs and whole checkpoints write it.
+    Accepts what LLaVA accepts: anything before "mm_projector.", as runs with adapters and whole checkpoints write it.
     """
     found = re.search(r"(?:^|\.)mm_projector\.((?:(?:\d+|pre_norm|proj|conv_pool)\.)*)(weight|bias)$", name)
     return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
@@ -54,7 +64,7 @@ def newline_from_llava(name: str) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """A name in files of LLaVA's LoRA runs or peft to the model's own name."""
+    """A name in files of LLaVA's adapters or peft to the model's own name."""
     if name.startswith(("base_model.model.", "model.model.")):
         name = name.removeprefix("base_model.").removeprefix("model.")
     return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")

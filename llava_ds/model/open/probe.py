@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelFo
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention, last_layer
 from llava_ds.model.families.language import EXPERT_WIDTHS, MLP_WIDTHS, final_logits, has_state, layer_configs
-from llava_ds.model.loading import persistent_buffers
+from llava_ds.model.open.loading import persistent_buffers
 
 LENGTHS = (3, 11, 7)  # of the samples
 WINDOW, CAP = 4, 2.0  # sliding windows and soft caps of the copy: so small that they matter

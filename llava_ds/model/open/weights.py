@@ -348,6 +348,10 @@ class TensorSource:
             yield name, lambda tensor=tensor: tensor
 
 
+class Over(partial):
+    """A change of a source's weights that an adapter makes of them."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Source of a part's weights: the flag that names it, a folder or file, and the names of its tensors there.
@@ -388,7 +392,7 @@ class Sources:
     """Sources of the weights of each part; None for a part that starts from random numbers.
 
     rest_of_tower: the tower's own folder, where the model's folder has the weights of the tower; export takes from it
-    what the model lacks. new_rows: a projector's file with rows for new tokens. value_head: of a reward model's folder.
+    what the model lacks. new_rows: a projector's file with rows for new tokens. value_head: of a folder that has one.
     """
 
     language_model: Source

@@ -1,9 +1,10 @@
 """Two ways to train the same, timed in turns: read each run, refuse runs that trained differently, compare the rest."""
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from llava_ds.constants import ConfigError
 from llava_ds.files.jsonl import read_metrics
@@ -55,29 +56,18 @@ def read_run(side: str, number: int, written: Path, peak_file: Path) -> Run:
     return Run(side, number, **values, **json.loads(peak_file.read_text()))
 
 
-def largest_difference(runs: list[Run]) -> dict[str, float]:
-    """The largest relative difference, of loss and gradient norm, of any run's step from the first run's, relative."""
-    first, found = runs[0], {}
-    for name in ("loss", "grad_norm"):
-        differences = [
-            abs(value - expected) / abs(expected)
-            for run in runs
-            for value, expected in zip(getattr(run, name), getattr(first, name), strict=True)
-        ]
-        found[name] = math.nan if any(map(math.isnan, differences)) else max(differences)
-    return found
-
-
 def refuse_different(runs: list[Run], what: str) -> dict[str, float]:
-    """The largest differences. Raises ConfigError where the runs did not train the same: their times say nothing then.
+    """The largest relative difference, of loss and gradient norm, of any run's step from the first run's.
 
-    what: the name of the comparison.
+    what: the name of the comparison. Raises ConfigError where the runs did not train the same: their times say nothing.
     """
     lengths = {len(values) for run in runs for values in (run.step_time_s, run.loss, run.grad_norm)}
     if len(lengths) > 1:
         raise ConfigError(f"{what}: the runs have different numbers of steps ({sorted(lengths)}): look at their logs")
-    found = largest_difference(runs)
-    for name, difference in found.items():
+    found = {}
+    for name in ("loss", "grad_norm"):
+        first, *others = (np.array(getattr(run, name)) for run in runs)
+        difference = found[name] = float(np.max(np.abs(np.array(others) - first) / np.abs(first)))
         if not difference <= LARGEST_DIFFERENCE:  # NaN, too
             raise ConfigError(
                 f"{what}: {name} differs by {difference:.1e} between {', '.join(sorted({run.side for run in runs}))}; "

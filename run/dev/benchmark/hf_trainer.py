@@ -35,7 +35,7 @@ from llava_ds.data.step_plan import sample_order
 from llava_ds.engine.process_group import init_ranks
 from llava_ds.extensions.active import architecture_of
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import first_rank_first, quiet_libraries
 from llava_ds.tracking.progress import peak_memory_bytes
 

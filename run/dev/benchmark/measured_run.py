@@ -48,7 +48,8 @@ def main() -> None:
         return
     if how == "profiled":
         report.update(idle_share=None, kernel_seconds=None)
-        session.build_model = drawn(session.build_model)
+        build = session.build_model
+        session.build_model = lambda *args, **more: draw(build(*args, **more))
     loop.run_steps = {"profiled": profiled, "loop": beside_bare}[how](loop.run_steps, report)
     spec = importlib.util.spec_from_file_location("script", script)
     train = importlib.util.module_from_spec(spec)
@@ -100,26 +101,16 @@ def with_ticks(run_steps: Callable[..., None], folder: Path) -> Callable[..., No
     return run
 
 
-def drawn(build_model: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """build_model, then random weights."""
-
-    def build(*args: object, **more: object) -> nn.Module:
-        model = build_model(*args, **more)
-        draw(model)
-        return model
-
-    return build
-
-
 @torch.no_grad()
-def draw(model: nn.Module, std: float = 0.02) -> None:
-    """Fill a model, or this rank's partitions of it, with random matrices, zero biases and ones."""
+def draw(model: nn.Module, std: float = 0.02) -> nn.Module:
+    """Fill a model, or this rank's partitions of it, with random matrices, zero biases and ones, and return it."""
     for name, parameter in model.named_parameters():
         held = getattr(parameter, "ds_tensor", parameter)  # under ZeRO-3 the parameter itself is an empty shell
         if len(getattr(parameter, "ds_shape", parameter.shape)) > 1:
             held.normal_(0.0, std)
         else:
             held.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
 
 
 def profiled(run_steps: Callable[..., None], report: dict[str, object]) -> Callable[..., None]:

@@ -1,15 +1,12 @@
 """LLaVA-1.5-7B in both stages on one large GPU, with random weights; without a GPU, a toy through the same code."""
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from benchmark import workload
-from benchmark.length_mix import FINETUNE, PRETRAIN, length_mix
 from benchmark.table import Row, Spread
-from benchmark.training import ROOT, SEED, TRAIN, data_flags, estimated_bytes, launch, work_of_steps, write_tokenizer
+from benchmark.training import TRAIN, Case, estimated_bytes, launch, work_of_steps, write_case
 from benchmark.workload import Shape
 
 from llava_ds.files.jsonl import read_metrics
@@ -28,63 +25,43 @@ TOY = Shape(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The settings of a stage. samples: of an optimizer step, LLaVA's own; asked: least share of H200_FLOPS."""
-
-    name: str
-    captions: bool
-    samples: int
-    zero_stage: int
-    tokens_per_micro_batch: int
-    asked: float
-
-
 # Weights, gradients and Adam's states of 6.76 billion parameters take 108 GB of an H200's 149. ZeRO-3 on a single GPU,
 # because it updates them in parts: at 1 and 2 the fp32 gradients of all of them would take 27 GB more, and flattening
 # them 14. What is left holds the activations of 4,096 tokens without recomputing any.
+# num_steps follows from --rounds.
 STAGES = (
-    Stage("stage 1", captions=True, samples=256, zero_stage=2, tokens_per_micro_batch=8192, asked=0.50),
-    Stage("stage 2", captions=False, samples=128, zero_stage=3, tokens_per_micro_batch=4096, asked=0.465),
+    Case("stage 1", LLAVA_7B, captions=True, batch_size=256, accumulation=1, num_steps=0, tokens_per_micro_batch=8192),
+    Case("stage 2", LLAVA_7B, captions=False, batch_size=128, accumulation=1, num_steps=0, tokens_per_micro_batch=4096),
 )
+ASKED = {"stage 1": 0.50, "stage 2": 0.465}  # least share of H200_FLOPS
 NOT_MEASURED = (
     "there is no GPU: a toy took the same way on the CPU, and its figures say nothing about LLaVA-1.5-7B",
     "not measured: tokens/s, memory and MFU at 7B, and the GPU's idle time",
 )
 
 
-def run_stage(stage: Stage, folder: Path, num_steps: int, more_flags: list[str]) -> dict[str, object]:
+def run_stage(case: Case, folder: Path, num_steps: int, more_flags: list[str]) -> dict[str, object]:
     """Run one stage, on the GPU if there is one, and measure it. more_flags: of run/train.py, which win."""
-    on_cuda = torch.cuda.is_available()
-    shape = LLAVA_7B if on_cuda else TOY
+    on_cuda, own = torch.cuda.is_available(), folder / case.name
     if not on_cuda:
-        stage = dataclasses.replace(stage, samples=8, tokens_per_micro_batch=256)
-    model, data, own = folder / "model", folder / stage.name / "data", folder / stage.name
-    model.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(model, shape.vocab)
-    workload.write_hollow_model(model, shape)
-    mix = length_mix(PRETRAIN if stage.captions else FINETUNE, num_steps * stage.samples, SEED)
-    workload.write_samples(data, shape, mix, captions=stage.captions)
-    flags = {
-        **data_flags(model, data, own / "cache", stage.captions),
-        "deepspeed_config": ROOT / "ds_configs" / f"zero{stage.zero_stage}.json",
+        case = replace(case, shape=TOY, batch_size=8, tokens_per_micro_batch=256)
+    flags = write_case(replace(case, num_steps=num_steps), own, num_ranks=1, hollow=True)
+    further = {
         "output_dir": own / "output",
         "bf16": True,
-        "per_device_train_batch_size": stage.samples,
-        "tokens_per_micro_batch": stage.tokens_per_micro_batch,
+        "tokens_per_micro_batch": case.tokens_per_micro_batch,
         "gradient_checkpointing": "auto" if on_cuda else "off",  # as few layers as memory needs: none on an H200
-        "max_steps": num_steps,
-        "learning_rate": 1e-3 if stage.captions else 2e-5,
+        "learning_rate": 1e-3 if case.captions else 2e-5,
         "dataloader_num_workers": 8 if on_cuda else 0,
     }
-    written = [token for name, value in flags.items() for token in (f"--{name}", str(value))] + more_flags
-    launch(1, "profiled", own / "profile.json", [str(TRAIN), *written], own / "log.txt", on_cpu=not on_cuda)
+    flags += [token for name, value in further.items() for token in (f"--{name}", str(value))] + more_flags
+    launch(1, "profiled", own / "profile.json", [str(TRAIN), *flags], own / "log.txt", on_cpu=not on_cuda)
     report = json.loads((own / "profile.json").read_text())
-    useful = [work.useful_flops for work in work_of_steps(written, num_ranks=1)]
+    useful = [work.useful_flops for work in work_of_steps(flags, num_ranks=1)]
     return {
-        "stage": stage.name,
+        "stage": case.name,
         **read_measured(report, read_metrics(own / "output" / "metrics.jsonl"), useful),
-        "estimated_bytes": estimated_bytes(written, num_ranks=1),
+        "estimated_bytes": estimated_bytes(flags, num_ranks=1),
     }
 
 
@@ -111,23 +88,15 @@ def read_measured(report: dict, rows: list[dict], useful_flops: list[float]) -> 
     }
 
 
-def rows_of(found: dict[str, object], asked: float) -> list[Row]:
+def rows_of(found: dict[str, object]) -> list[Row]:
     """A stage's figures for the table."""
-    what = {
-        "tokens/s": (found["tokens_per_s"], "{:,.0f}", None),
-        f"of products measured, {found['gemm_flops'] / 1e12:.3g} TFLOP/s": (found["of_gemm"], "{:.1%}", None),
-        "peak memory": ([found["peak_memory_bytes"] / 1e9], "{:.1f} GB", None),
-        "peak memory as estimated": ([found["estimated_bytes"] / 1e9], "{:.1f} GB", None),
-        f"MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s": (found["mfu"], "{:.1%}", asked),
-        "GPU idle (at most 2 % is asked)": (
-            None if found["idle_share"] is None else [found["idle_share"]],
-            "{:.2%}",
-            None,
-        ),
-    }
-    label = f"{found['stage']} on {found['device']}"
-    return [
-        Row(f"{label}: {name}", Spread.of(values), form, least)
-        for name, (values, form, least) in what.items()
-        if values is not None
-    ]
+    label, idle = f"{found['stage']} on {found['device']}", found["idle_share"]
+    rows = (
+        ("tokens/s", found["tokens_per_s"], "{:,.0f}", None),
+        (f"of products measured, {found['gemm_flops'] / 1e12:.3g} TFLOP/s", found["of_gemm"], "{:.1%}", None),
+        ("peak memory", [found["peak_memory_bytes"] / 1e9], "{:.1f} GB", None),
+        ("peak memory as estimated", [found["estimated_bytes"] / 1e9], "{:.1f} GB", None),
+        (f"MFU, of {H200_FLOPS / 1e12:.0f} TFLOP/s", found["mfu"], "{:.1%}", ASKED[found["stage"]]),
+        ("GPU idle (at most 2 % is asked)", None if idle is None else [idle], "{:.2%}", None),
+    )
+    return [Row(f"{label}: {name}", Spread.of(values), form, asked) for name, values, form, asked in rows if values]

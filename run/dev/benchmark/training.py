@@ -19,12 +19,12 @@ from llava_ds.data.dataset import open_data
 from llava_ds.data.packing import plan_by_count
 from llava_ds.data.step_plan import largest_share, sample_order
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
-from llava_ds.model.flops import model_flops
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
 from llava_ds.tiny.build_tokenizer import save_tokenizer, train_tokenizer
+from llava_ds.tracking.flops import model_flops
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -64,50 +64,37 @@ class StepWork:
     padded_tokens: int
 
 
-def data_flags(model: Path, data: Path, cache: Path, captions: bool) -> dict[str, object]:
-    """Flags for the model and data that were written. captions: stage 1."""
-    return {
-        "model_name_or_path": model,
-        "data_path": data / "data.json",
-        "image_folder": data / "images",
-        "cache_dir": cache,
-        "version": "plain" if captions else "mistral_instruct",
-        "tune_mm_mlp_adapter": captions,
-        "image_aspect_ratio": "square" if captions else "pad",
-        "shuffle": False,
-        "warmup_steps": 0.03,
-        "save_strategy": "no",
-    }
-
-
-def write_tokenizer(folder: Path, max_vocab_size: int) -> None:
-    """Train and write a LLaVA's tokenizer."""
-    save_tokenizer(train_tokenizer(workload.tokenizer_texts(), max_vocab_size), folder)
-
-
-def write_case(case: Case, folder: Path, num_ranks: int) -> list[str]:
-    """Write model and data; returns the flags that both sides train by."""
+def write_case(case: Case, folder: Path, num_ranks: int, *, hollow: bool = False) -> list[str]:
+    """Write model and data; returns the flags that all sides train by. hollow: weights of zeros, as they are drawn."""
     model, data = folder / "model", folder / "data"
     model.mkdir(parents=True, exist_ok=True)
     parts = PRETRAIN if case.captions else FINETUNE
     mix = length_mix(parts, case.num_batches(num_ranks) * case.batch_size, SEED)
-    flags = data_flags(model, data, folder / "cache", case.captions)
-    if case.shape.is_ready:
-        flags = {name: value for name, value in flags.items() if name not in OWN_COMPOSITION}
-    else:
-        write_tokenizer(model, case.shape.vocab)
-    workload.write_model(model, case.shape)
-    workload.write_samples(data, case.shape, mix, captions=case.captions)
-    stage = 2 if case.captions else 3
-    flags |= {
-        "deepspeed_config": ROOT / "ds_configs" / f"zero{stage}.json",
+    flags = {
+        "model_name_or_path": model,
+        "data_path": data / "data.json",
+        "image_folder": data / "images",
+        "cache_dir": folder / "cache",
+        "version": "plain" if case.captions else "mistral_instruct",
+        "tune_mm_mlp_adapter": case.captions,
+        "image_aspect_ratio": "square" if case.captions else "pad",
+        "shuffle": False,
         "group_by_modality_length": case.grouped,
+        "warmup_steps": 0.03,
+        "save_strategy": "no",
+        "deepspeed_config": ROOT / "ds_configs" / f"zero{2 if case.captions else 3}.json",
         "per_device_train_batch_size": case.batch_size,
         "gradient_accumulation_steps": case.accumulation,
         "max_steps": case.num_steps,
         "learning_rate": 1e-3 if case.captions else 1e-4,
         "max_grad_norm": 1.0,  # so that both compute the norm
     }
+    if case.shape.is_ready:
+        flags = {name: value for name, value in flags.items() if name not in OWN_COMPOSITION}
+    else:
+        save_tokenizer(train_tokenizer(workload.tokenizer_texts(), case.shape.vocab), model)
+    (workload.write_hollow_model if hollow else workload.write_model)(model, case.shape)
+    workload.write_samples(data, case.shape, mix, captions=case.captions)
     return [token for name, value in flags.items() for token in (f"--{name}", str(value))]
 
 

@@ -34,7 +34,7 @@ from llava_ds.extensions.infer.engines import EngineOptions
 from llava_ds.extensions.infer.generate import Answer, Prompt, answer
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 MAIN = "with picture"

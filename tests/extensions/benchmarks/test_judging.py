@@ -18,16 +18,16 @@ from llava_ds.data.collate import collate
 from llava_ds.data.dataset import PreflightOptions, open_encoded
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.frozen import open_frozen, plan_alone
 from llava_ds.extensions.benchmarks.benchmark_files import Given
 from llava_ds.extensions.benchmarks.judging import BestOfN, Judge, Preferring
 from llava_ds.extensions.benchmarks.llava_questions import preferences
 from llava_ds.extensions.benchmarks.question import with_blank_image, without_image
 from llava_ds.extensions.infer.engines import EngineOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
-from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import Values, answer_ends
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.value_head import Values, answer_ends
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.second_models.frozen import open_frozen, plan_alone
 
 RANKS = Ranks(0, 0, 1, torch.device("cpu"))
 STAGE_0 = {"zero_optimization": {"stage": 0}}

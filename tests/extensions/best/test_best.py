@@ -14,9 +14,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerControl, Trainer
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.extensions.base import Asked
 from llava_ds.extensions.best.extension import Best, complete
 from llava_ds.extensions.best.rule import BestRule, best_rule
-from llava_ds.train.evals import Asked
 
 
 def rows_of(values: list[float], name: str = "loss") -> list[dict]:

@@ -33,7 +33,7 @@ from llava_ds.export.output_folder import write_folder
 from llava_ds.export.tensors import Entry
 from llava_ds.export.tokenizer_files import hf_tokenizer
 from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.tokenizer import open_tokenizer
 
 GOLDENS = Path(__file__).parents[2] / "data" / "goldens" / "tokenizers"

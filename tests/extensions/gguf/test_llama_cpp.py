@@ -22,7 +22,7 @@ from transformers import LlavaForConditionalGeneration
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.engine.construct import build_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.launchers import free_port
 from llava_ds.tokenizer import begins_with_bos, open_tokenizer
 

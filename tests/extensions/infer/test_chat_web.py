@@ -19,7 +19,7 @@ from llava_ds.extensions.infer.generate import Prompt, answer
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.extensions.infer.web import import_gradio
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.launchers import free_port
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 

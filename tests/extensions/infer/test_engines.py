@@ -28,8 +28,8 @@ from llava_ds.extensions.infer.formats import open_model
 from llava_ds.extensions.infer.generate import Prompt, Sampling, answer, greedy_answers, stream
 from llava_ds.extensions.infer.load import fill_model, load_model
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.hf import TOLERANCE
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.hf import TOLERANCE
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 

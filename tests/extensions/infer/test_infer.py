@@ -42,7 +42,7 @@ from llava_ds.extensions.infer.generate import (
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.model.heads import Logits
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import printable
 
 

@@ -17,11 +17,11 @@ from llava_ds.export.tensors import Entry, read_entries
 from llava_ds.extensions.lora import layers as lora
 from llava_ds.extensions.lora.adapter_export import export_adapter, merged_entries
 from llava_ds.extensions.lora.expert_layers import wrap_experts
-from llava_ds.model.flops import model_flops
+from llava_ds.extensions.lora.merged_adapters import STACKED
 from llava_ds.model.mixture import check_way
-from llava_ds.model.open.merged_adapters import STACKED
-from llava_ds.model.plan import part_weights, plan_model
+from llava_ds.model.open.model_plan import part_weights, plan_model
 from llava_ds.runtime.ranks import Ranks
+from llava_ds.tracking.flops import model_flops
 
 peft = pytest.importorskip("peft")
 

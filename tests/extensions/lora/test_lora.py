@@ -35,7 +35,7 @@ from llava_ds.extensions.lora import layers as lora
 from llava_ds.extensions.lora import quantize
 from llava_ds.extensions.lora.adapter_export import compare_reloaded_adapter, export_adapter, merged_entries
 from llava_ds.model.heads import Logits
-from llava_ds.model.plan import ModelPlan, part_weights, plan_model
+from llava_ds.model.open.model_plan import ModelPlan, part_weights, plan_model
 from llava_ds.runtime.ranks import Ranks
 
 peft = pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from llava_ds.config.recipes import read_recipe
 from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.lora.flags import Flags
-from llava_ds.model.vision import read_tower
+from llava_ds.model.open.tower import read_tower
 from llava_ds.tiny import CLIP_PATH
 
 ZERO2 = str(CONFIGS / "zero2.json")

@@ -16,7 +16,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.construct import build_model
 from llava_ds.extensions.lora import layers as lora
 from llava_ds.extensions.lora.quantize import BLOCK
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 STEPS, SAVED = 8, 4

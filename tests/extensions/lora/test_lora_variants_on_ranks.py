@@ -18,7 +18,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.data.collate import collate
 from llava_ds.engine.construct import build_model
 from llava_ds.model.llava import merge_features
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.ranks import Ranks
 
 peft = pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from llava_ds.extensions.planning.activations import activation_bytes
 from llava_ds.extensions.planning.auto import FULL_TOKENS, Data, Devices, planned_run
 from llava_ds.extensions.planning.fit import GB, Run, fits
 from llava_ds.extensions.planning.shapes import shape_of
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.tower import plan_tower
 
 LAYERS, LONGEST = 4, 900
 TEXT = LlamaConfig(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from auto_sizes import zero_of_auto
 from benchmark.loss_cost import PeakBytes
 from known_flags import needs
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,8 +24,8 @@ from llava_ds.extensions.planning.memory import PLACEMENTS, Setup, ZeroPlacement
 from llava_ds.extensions.planning.named_models import NAMED
 from llava_ds.extensions.planning.shapes import ModelShape, shape_named, shape_of, shape_of_count
 from llava_ds.model.llava import assemble
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.output_loss import CHUNK_LOGITS, linear_cross_entropy
-from llava_ds.model.vision import plan_tower
 
 TEXT = LlamaConfig(
     hidden_size=64,
@@ -130,7 +131,7 @@ def test_properties_that_hold_for_any_shape(seed):
     rng = random.Random(seed)
     shape = random_shape(rng)
     ranks = rng.randint(2, 9)
-    zero = ZeroSettings.auto(8)
+    zero = zero_of_auto(8)
     by_stage = [estimate(shape, ZeroPlacement(stage), Setup(ranks, zero)) for stage in range(4)]
     trained = sum(map(sum, shape.groups))
     for stage in (1, 2, 3):  # ranks together hold everything, once

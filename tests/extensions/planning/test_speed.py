@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 import toys
+from auto_sizes import zero_of_auto
 from extension_there import if_there
 from launching import ROOT
 from transformers import CLIPVisionConfig
@@ -16,11 +17,11 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.planning.activations import MicroBatch
 from llava_ds.extensions.planning.fit import Run
-from llava_ds.extensions.planning.memory import Setup, ZeroPlacement, ZeroSettings
+from llava_ds.extensions.planning.memory import Setup, ZeroPlacement
 from llava_ds.extensions.planning.shapes import shape_named, shape_of
 from llava_ds.extensions.planning.speed import Load, Machine, step_time
 from llava_ds.extensions.planning.traffic import step_traffic
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.runtime.gpus import GPUS, gpu_named, gpu_of_device
 
 PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -83,7 +84,7 @@ def shape(**flags: str):
 
 
 def setup(num_gpus: int, overlaps: bool = True) -> Setup:
-    return Setup(num_gpus, dataclasses.replace(ZeroSettings.auto(4096), overlap_comm=overlaps, max_reuse_distance=0))
+    return Setup(num_gpus, dataclasses.replace(zero_of_auto(4096), overlap_comm=overlaps, max_reuse_distance=0))
 
 
 def test_traffic_is_deepspeeds_by_stage():
@@ -109,7 +110,7 @@ def test_what_does_not_train_is_gathered_and_not_reduced():
 
 
 def test_the_last_weights_of_forward_are_gathered_once():
-    model, half = shape(bf16="True"), dataclasses.replace(ZeroSettings.auto(4096), max_reuse_distance=10**9)
+    model, half = shape(bf16="True"), dataclasses.replace(zero_of_auto(4096), max_reuse_distance=10**9)
     kept = step_traffic(model, ZeroPlacement(3), Setup(8, half), 1)
     again = step_traffic(model, ZeroPlacement(3), setup(8), 1)
     assert again.total - kept.total == pytest.approx(2 * 5e8 * 7 / 8)

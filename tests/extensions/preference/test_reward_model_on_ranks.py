@@ -18,7 +18,7 @@ from textbook_pairs import BATCH, padded, read_pairs, scheduled, write_pairs
 from llava_ds.export.from_checkpoint import restore
 from llava_ds.export.output_folder import write_folder
 from llava_ds.files.jsonl import read_metrics
-from llava_ds.model.value_head import FILE
+from llava_ds.model.open.names import VALUE_HEAD_FILE
 
 pytestmark = pytest.mark.full
 STEPS = 8
@@ -172,7 +172,7 @@ def test_the_first_loss_is_ln_2_where_there_are_no_margins(runs, given):
 def test_a_resumed_run_is_bit_equal(runs):
     whole, resumed = (read_metrics(runs[name] / "metrics.jsonl") for name in ("whole", "resumed"))
     assert [row["loss"] for row in whole] == [row["loss"] for row in resumed]
-    assert torch.equal(*(load_file(runs[name] / FILE)["weight"] for name in ("whole", "resumed")))
+    assert torch.equal(*(load_file(runs[name] / VALUE_HEAD_FILE)["weight"] for name in ("whole", "resumed")))
     one, other = (load_file(runs[name] / "model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -210,5 +210,5 @@ def test_a_checkpoint_becomes_the_same_folder(runs, tmp_path):
     """The head trained, so it is not the start's zeros."""
     restored = restore(runs["whole"] / f"checkpoint-{STEPS}", {}, None)
     write_folder(restored.export, restored.entries, tmp_path)
-    head = load_file(tmp_path / FILE)["weight"]
-    assert head.abs().sum() > 0 and torch.equal(head, load_file(runs["whole"] / FILE)["weight"])
+    head = load_file(tmp_path / VALUE_HEAD_FILE)["weight"]
+    assert head.abs().sum() > 0 and torch.equal(head, load_file(runs["whole"] / VALUE_HEAD_FILE)["weight"])

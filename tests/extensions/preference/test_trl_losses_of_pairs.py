@@ -1,6 +1,6 @@
 """The losses are those of TRL's DPOTrainer and CPOTrainer: numbers that they gave, without TRL.
 
-run/dev/compare_trl.py fixture writes the file, by TRL's own code.
+run/dev/compare_trl.py --write renews the file, by TRL's own code.
 """
 
 import json

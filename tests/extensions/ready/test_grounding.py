@@ -24,7 +24,7 @@ from llava_ds.data.sources import SourceOptions, open_sources, read_samples
 from llava_ds.extensions.ready.ready_images import ReadyImageOptions
 from llava_ds.extensions.ready.ready_tilings import CellTiling
 from llava_ds.geometry import coordinate_frame, media_layout
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 from llava_ds.template_variables import set_variables
 
 SIZES = [(40, 70), (70, 40), (64, 64), (200, 90), (97, 131), (300, 300)]

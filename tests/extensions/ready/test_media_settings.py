@@ -29,7 +29,7 @@ from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.extensions.infer.generate import Prompt, media_of
 from llava_ds.extensions.ready.family import media_ids
 from llava_ds.extensions.ready.ready_tilings import cut_as_asked
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 from llava_ds.tilings import AskedSize
 from llava_ds.videos import Clip, Footage, FrameChoice
 

@@ -24,7 +24,7 @@ from llava_ds.extensions.benchmarks.tasks import read_questions
 from llava_ds.extensions.infer.chat_completions import read_completion
 from llava_ds.extensions.infer.generate import Sampling
 from llava_ds.extensions.ready.family import media_ids
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 
 IMAGE = {"type": "image"}
 ANSWER = [{"type": "text", "text": "A cat."}]

@@ -22,7 +22,7 @@ from llava_ds.extensions.ready.axes import axis_positions, tower_inputs
 from llava_ds.extensions.ready.exported_folder import write_image_sizes
 from llava_ds.extensions.ready.known_families import family_of
 from llava_ds.extensions.ready.ready_tilings import BudgetTiling, CellTiling, FrameCells
-from llava_ds.model.plan import plan_model, read_parts
+from llava_ds.model.open.model_plan import plan_model, read_parts
 from llava_ds.tilings import Grid
 from llava_ds.videos import FrameChoice
 

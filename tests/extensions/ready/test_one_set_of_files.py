@@ -22,7 +22,7 @@ from llava_ds.extensions.ready.ready_trial import _tiles_of
 from llava_ds.files.processor_files import SETTINGS_FILES
 from llava_ds.geometry import media_layout
 from llava_ds.model.open.file_order import passed_over
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 FIRST, WHOLE, VIDEO = SETTINGS_FILES
 DAILY = ("smolvlm", "qwen2_5_vl", "gemma4_e")

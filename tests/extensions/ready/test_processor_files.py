@@ -16,13 +16,13 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForCausalLM, Pr
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.infer.load import load_model
+from llava_ds.files.model_files import adapter_file
 from llava_ds.files.processor_files import image_settings, processor_template, video_settings
 from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.open.merged_adapters import adapter_file
+from llava_ds.model.open.model_plan import plan_model, read_parts
+from llava_ds.model.open.tower import plan_tower, read_processor, read_vision_config
 from llava_ds.model.open.weights import WeightFiles, weight_files, weights_passed_over
-from llava_ds.model.plan import plan_model, read_parts
-from llava_ds.model.vision import plan_tower, read_processor, read_vision_config
 from llava_ds.tiny import CLIP_PATH
 
 FIRST, WHOLE, VIDEO = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"

@@ -28,7 +28,7 @@ from llava_ds.data.prompt_check import PromptCheck, fitting_variables, has_thoug
 from llava_ds.data.sample import Message, Transcript
 from llava_ds.data.templates import TEMPLATES as LLAVAS
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 from llava_ds.template_variables import with_defaults
 from llava_ds.tokenizer import as_llava
 

@@ -11,14 +11,14 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.end_markers import end_markers
 from llava_ds.data.sample import Message
-from llava_ds.engine.twin import twin_of
 from llava_ds.extensions.infer.generate import Prompt, answer, decode_media, media_of
 from llava_ds.extensions.infer.load import load_model
 from llava_ds.model.llava import assemble
-from llava_ds.model.loading import load_weights
-from llava_ds.model.plan import open_part, plan_model
+from llava_ds.model.open.loading import load_weights
+from llava_ds.model.open.model_plan import open_part, plan_model
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.sampling import DrawRules, draw_answers
+from llava_ds.train.evaluating.sampling import DrawRules, draw_answers
+from llava_ds.train.evaluating.twin import twin_of
 
 TOKENS = 6
 QUICK = FAMILIES[-1]  # Qwen3-VL-MoE, which has all that others have

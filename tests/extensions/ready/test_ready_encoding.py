@@ -31,7 +31,7 @@ from llava_ds.extensions.ready.known_families import family_of
 from llava_ds.extensions.ready.ready_tilings import FrameCells
 from llava_ds.geometry import ImageOptions, media_layout
 from llava_ds.layouts import MediaLayout
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 from llava_ds.videos import Footage, video_frames
 
 SIZES = [(40, 70), (70, 40), (32, 32), (33, 31), (200, 20), (20, 200), (1, 1), (97, 96), (5, 90), (300, 300)]

@@ -17,7 +17,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.ready.refusals import COMPOSING_FLAGS
 from llava_ds.extensions.ready.tensor_names import ReadyNames, names_in_folder
 from llava_ds.model.open.folder import read_folder, take_from_model
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -17,11 +17,11 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.extensions.ready import axes as native_resolution
+from llava_ds.extensions.ready import delta_net, ready_trial
 from llava_ds.extensions.ready import family as ready_family
-from llava_ds.extensions.ready import ready_trial
-from llava_ds.model import attention, delta_net
+from llava_ds.model import attention
 from llava_ds.model.llava import LlavaModel
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.train.plan import _plan_model
 
 DAILY = ("smolvlm", "qwen3_vl", "gemma4")  # of what is not tried with every family every day
@@ -239,7 +239,7 @@ def test_the_result_is_kept(planned, monkeypatch, tmp_path):
     with pytest.raises(TypeError):
         ready_trial.check_ready(again, images, str(tmp_path))
     with monkeypatch.context() as changed:
-        changed.setattr(ready_trial, "OWN_CODE", ("tilings.py",))
+        changed.setattr(ready_trial, "OWN_CODE", ready_trial.OWN_CODE / "tracking")
         with pytest.raises(TypeError):
             ready_trial.check_ready(plan, images, str(tmp_path))
     assert ready_trial.check_ready(plan, images, str(tmp_path)) == f"{line} (tried before)"

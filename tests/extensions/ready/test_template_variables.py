@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 from llava_ds.template_variables import (
     default_values,
     parse_variables,

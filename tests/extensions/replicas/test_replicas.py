@@ -10,7 +10,7 @@ from llava_ds.engine.non_finite import _norm
 from llava_ds.engine.placement import Placement
 from llava_ds.extensions.replicas import replicas
 from llava_ds.extensions.replicas.replicas import check_replicas, replica_sums
-from llava_ds.model import loading
+from llava_ds.model.open import loading
 from llava_ds.runtime.ranks import Ranks
 
 RANKS = Ranks(0, 0, 3, torch.device("cpu"))

@@ -14,7 +14,6 @@ from llava_ds.constants import IGNORE_INDEX
 from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
-from llava_ds.engine.twin import frozen_copy, twin_of
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss, advantages_of
 from llava_ds.extensions.rl.policy_batches import (
     AskedPrompt,
@@ -28,10 +27,11 @@ from llava_ds.extensions.rl.policy_batches import (
 )
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import Logits, LogProbs
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.twin import frozen_copy, twin_of
 
 CPU = torch.device("cpu")
 MOST, GROUP = 5, 8

@@ -18,7 +18,6 @@ from llava_ds.data.collate import LoadedSample, collate
 from llava_ds.data.step_plan import Packing
 from llava_ds.engine.construct import build_model
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
-from llava_ds.engine.twin import twin_of
 from llava_ds.export.tensors import live_entries
 from llava_ds.extensions.rl.critic import plan_critic
 from llava_ds.extensions.rl.grpo import Drawn
@@ -27,11 +26,12 @@ from llava_ds.extensions.rl.ppo import PPO, ActorCritic, ActorCriticLoss, advant
 from llava_ds.extensions.rl.value_batches import rewarded_answers, value_batches
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import Logits
-from llava_ds.model.plan import plan_model
-from llava_ds.model.value_head import Values
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.value_head import Values
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
+from llava_ds.train.evaluating.twin import twin_of
 
 CPU = torch.device("cpu")
 MOST, GROUP = 5, 8

@@ -1,6 +1,6 @@
 """The losses are those of TRL's GRPOTrainer: numbers that it gave, without TRL.
 
-run/dev/compare_trl.py fixture writes the file, by TRL's own code.
+run/dev/compare_trl.py --write renews the file, by TRL's own code.
 """
 
 import json
@@ -17,7 +17,7 @@ from llava_ds.data.collate import LoadedSample
 from llava_ds.extensions.rl.grpo import GRPO, PolicyLoss, advantages_of
 from llava_ds.extensions.rl.policy_batches import AskedPrompt, Group, policy_batch, totals_of, trained_answers
 from llava_ds.runtime.mesh import Mesh
-from llava_ds.train.sampling import Answer
+from llava_ds.train.evaluating.sampling import Answer
 
 POLICY = json.loads((Path(toys.__file__).parent / "trl_losses.json").read_text())["policy"]
 FLOAT32 = 1e-6  # TRL computes in it, relative to the largest loss of some

@@ -14,7 +14,7 @@ from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, ConfigError, Dat
 from llava_ds.data.collate import LoadedSample
 from llava_ds.extensions.rl.vllm_client import VllmServer, with_one_token_an_image
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.sampling import DrawRules
+from llava_ds.train.evaluating.sampling import DrawRules
 
 ONE = Ranks(0, 0, 1, torch.device("cpu"))
 EXPORT = SimpleNamespace(form="hf", image_options=toys.image_options())

@@ -20,7 +20,7 @@ from llava_ds.extensions.base import Axis
 from llava_ds.extensions.sequence_parallel.cut import cut
 from llava_ds.extensions.sequence_parallel.shared_tokens import share_tokens
 from llava_ds.geometry import ImageOptions, media_layout
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import gather
 

@@ -15,7 +15,8 @@ from llava_ds.extensions.spikes import extension
 from llava_ds.extensions.spikes.extension import Spikes
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.train import hooks
-from llava_ds.train.hooks import Evaluate, Save, Stop
+from llava_ds.train.evaluating.evals import Evaluate
+from llava_ds.train.hooks import Save, Stop
 
 REWIND = ["--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json"), "--on_loss_spike", "rewind"]
 

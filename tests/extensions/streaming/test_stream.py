@@ -21,7 +21,7 @@ from llava_ds.data.sample_order import SampleOrder, by_shards, shards_in_order
 from llava_ds.data.sources import SourceOptions, open_sources
 from llava_ds.data.step_plan import Packing, StepPlan
 from llava_ds.extensions.streaming.streamed_dataset import StreamedDataset, streamed
-from llava_ds.model.plan import read_parts
+from llava_ds.model.open.model_plan import read_parts
 
 SIZE, NUMBER, BAD = 8, 44, (3, 17, 40)  # records of a shard, all records, and those that are rejected
 

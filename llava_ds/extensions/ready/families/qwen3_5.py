@@ -14,9 +14,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5VisionPatchMerger,
 )
 
+from llava_ds.extensions.ready.delta_net import Samples, keep_samples_apart, let_the_cpu_compute
 from llava_ds.extensions.ready.families import qwen_vl
 from llava_ds.extensions.ready.family import ReadyFamily, TileSpec, shrink
-from llava_ds.model.delta_net import Samples, keep_samples_apart, let_the_cpu_compute
 
 
 class PackedTrunk(Qwen3_5TextModel):

@@ -17,8 +17,8 @@ from llava_ds.extensions.planning.activations import MicroBatch, activation_byte
 from llava_ds.extensions.planning.named_models import NAMED
 from llava_ds.extensions.planning.shapes import CLIP_L_336, shape_of
 from llava_ds.model.heads import SummedLoss
-from llava_ds.model.plan import plan_model
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.tower import plan_tower
 
 pytestmark = pytest.mark.cuda
 ready_models = pytest.importorskip("ready_models")  # widths of whose language models are measured

@@ -10,7 +10,7 @@ from fake_models import arguments, backward, built, delta_net_kernels, flash_att
 
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
 from llava_ds.model.heads import SummedLoss
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 pytestmark = pytest.mark.cuda
 

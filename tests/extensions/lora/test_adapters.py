@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from llava_ds.constants import ConfigError, DataError
+from llava_ds.extensions.lora.merged_adapters import Adapter, read_adapter
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.open.merged_adapters import Adapter, read_adapter
-from llava_ds.model.plan import plan_model
+from llava_ds.model.open.model_plan import plan_model
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS = {
@@ -98,7 +98,7 @@ def test_the_base_is_the_one_that_the_adapter_names_unless_a_flag_does(base, tmp
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"is a LoRA adapter of lmsys/vicuna-7b-v1.5, which is no folder on"):
         opened(flags)
-    with pytest.raises(ConfigError, match=r"--model_base .* goes with a LoRA adapter, but --model_name_or_path"):
+    with pytest.raises(ConfigError, match=r"--model_base .* goes with an adapter, but --model_name_or_path"):
         opened({**flags, "model_name_or_path": base["model_name_or_path"], "model_base": str(tmp_path)})
 
 
@@ -186,7 +186,7 @@ def test_a_pattern_of_layer_names_takes_time_in_proportion_to_them():
     """Names and patterns may both be a stranger's. In a process of its own: re does not let go of one."""
     code = f"""
 from pathlib import Path
-from llava_ds.model.open.merged_adapters import Adapter
+from llava_ds.extensions.lora.merged_adapters import Adapter
 for pattern in {HOSTILE!r}:
     adapter = Adapter(Path("a"), Path("a/b"), None, 8.0, {{pattern: 4.0, "x.q": 2.0, "q": 1.0}}, False)
     print(adapter.alphas_of(["a" * 100_000, "x.q", "y.q", "xq", "layers.0.v"]))

@@ -24,8 +24,9 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open.folder import FLAG, take_from_model
-from llava_ds.model.plan import ModelPlan, plan_model
-from llava_ds.model.value_head import FILE, Values, answer_ends, value_head_file
+from llava_ds.model.open.model_plan import ModelPlan, plan_model
+from llava_ds.model.open.names import VALUE_HEAD_FILE, value_head_file
+from llava_ds.model.open.value_head import Values, answer_ends
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
@@ -52,7 +53,8 @@ def plan_alone(flag: str, path: str, max_length: int, value_head: bool = False, 
     if value_head and value_head_file(path) is None:
         learned = [name for name, traits in every_objective().items() if traits.scores]
         raise ConfigError(
-            f"{flag} {path} has no {FILE}: give the --output_dir of a run with --objective {' or '.join(learned)}"
+            f"{flag} {path} has no {VALUE_HEAD_FILE}: give the --output_dir of a run with --objective "
+            f"{' or '.join(learned)}"
         )
     model = ModelArguments(model_name_or_path=path, **given)
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset(given))

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import DataError
+from llava_ds.model.open.packed import is_packed
 from llava_ds.model.open.weights import Weights
-from llava_ds.model.packed import is_packed
 from llava_ds.runtime.mesh import sum_over
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting

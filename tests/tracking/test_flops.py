@@ -14,10 +14,10 @@ from llava_ds.data.collate import LoadedSample, collate, counts_of
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.geometry import media_layout
 from llava_ds.model.families.language import has_state, num_attention_layers
-from llava_ds.model.flops import ModelFlops, model_flops
 from llava_ds.model.llava import assemble
-from llava_ds.model.plan import plan_model
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.model_plan import plan_model
+from llava_ds.model.open.tower import plan_tower
+from llava_ds.tracking.flops import ModelFlops, model_flops
 
 TERA = 1e12
 LENGTH, TARGETS = 20, 5

@@ -8,9 +8,12 @@ from ds_json import arguments
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
+from llava_ds.extensions.active import values_of
 from llava_ds.runtime.ranks import Ranks
-from llava_ds.train.out_of_memory import MemoryWatch
+from llava_ds.tracking.out_of_memory import MemoryWatch
 from llava_ds.train.state import TrainState
+
+AUTO = f"--gradient_checkpointing {'auto' if values_of('gradient_checkpointing') else 'all'}"
 
 CPU = torch.device("cpu")
 BATCH = SimpleNamespace(input_ids=torch.zeros(1, 300), pixel_values=torch.zeros(4, 1), extra={})
@@ -38,7 +41,7 @@ def watched(whole: int, error: Exception, stage: int = 1, **flags: object) -> tu
     plans = {4: [[[0]], [[1, 2], [*range(3, 14)]]], 5: [[[14]], [[15]]]}  # by step, rank and micro-batch
     plan = SimpleNamespace(dataset=dataset, of_rank=lambda step, rank: plans[step - 1][rank])
     engine, state = Engine(whole, error), TrainState(4)
-    return MemoryWatch(engine, resolved, plan, state, Ranks(1, 1, 2, CPU)), engine, state
+    return MemoryWatch(engine, resolved, plan, lambda: state.step, Ranks(1, 1, 2, CPU)), engine, state
 
 
 def said(watch: MemoryWatch, engine: Engine, batches: int = 1) -> str:
@@ -103,7 +106,7 @@ def test_in_eval_and_in_a_hook_no_sample_of_a_step_is_named():
         (
             {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
             [
-                "--gradient_checkpointing auto",
+                AUTO,
                 "--tokens_per_micro_batch 150:",
                 "--per_device_train_batch_size 8 --gradient_accumulation_steps 4:",
                 "zero2.json",
@@ -124,7 +127,7 @@ def test_in_eval_and_in_a_hook_no_sample_of_a_step_is_named():
         (
             # Micro-batches of the longest sample's 40 tokens are no shorter: what is left is to share it.
             {"tokens_per_micro_batch": 40, "batch_tokens": 40},
-            ["--gradient_checkpointing auto", "below 40: the"],
+            [AUTO, "below 40: the"],
             ["--tokens_per_micro_batch", "per_device"],
         ),
         (

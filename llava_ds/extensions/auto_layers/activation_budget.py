@@ -18,12 +18,9 @@ from torch.utils._pytree import tree_leaves
 from llava_ds.engine.activation_checkpointing import checkpoint_spread, repeated_layers
 from llava_ds.engine.param_groups import num_elements
 from llava_ds.engine.runner import backward_with_weight_zero
-from llava_ds.engine.warm_up import (
-    LargestMicroBatch,
-    discard_gradients,
-    missing_state_bytes,
-)
-from llava_ds.runtime.ranks import Ranks, gather, local_ranks
+from llava_ds.engine.warm_up import LargestMicroBatch, discard_gradients, missing_state_bytes
+from llava_ds.runtime.device_memory import free_memory
+from llava_ds.runtime.ranks import Ranks, gather
 from llava_ds.runtime.waiting import waiting
 
 MARGIN = 0.05  # of the memory, left for the allocator's fragmentation and for other processes
@@ -224,15 +221,6 @@ def _gradient_bytes(engine) -> int:
     trained = (p for p in engine.module.parameters() if p.requires_grad)
     size = sum(num_elements(p) * p.element_size() for p in trained)
     return size // (engine.dp_world_size if engine.zero_optimization_stage() >= 2 else 1)
-
-
-def free_memory(device: torch.device) -> float:
-    """Free bytes of a GPU, or each rank's share of this machine's available memory."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return psutil.virtual_memory().available / local_ranks()
 
 
 def _size(num_bytes: float) -> str:

@@ -2,15 +2,11 @@
 """The value head: one number for a position, from the language model's last hidden state there."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from llava_ds.batch import Batch
-from llava_ds.files.model_files import is_there
-
-FILE = "value_head.safetensors"  # beside a model's other files; its one tensor is the head's weight
 
 
 class ValueHead(nn.Module):
@@ -42,12 +38,6 @@ class Values:
     def __call__(self, model: nn.Module, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return the numbers, (n,)."""
         return model.value_head(hidden)
-
-
-def value_head_file(folder: str | Path) -> Path | None:
-    """The file of a model folder's value head; None for a model without."""
-    file = Path(folder) / FILE
-    return file if is_there(file) else None
 
 
 def last_targets(batch: Batch) -> torch.Tensor:

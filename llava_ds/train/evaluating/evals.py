@@ -6,8 +6,6 @@ Nothing here draws random numbers or leaves anything in the engine: the steps af
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -15,7 +13,7 @@ from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import micro_batches
 from llava_ds.data.step_plan import Packing, steps_between
 from llava_ds.engine.runner import Runner
-from llava_ds.model.llava import LlavaModel
+from llava_ds.extensions.base import Hook, Measure, StepEnd
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.waiting import queuing, waiting
@@ -71,36 +69,6 @@ def numbers_of(plan: Plan) -> list[str]:
         known += ["loss", *plan.args.traits.metrics]
         known += [f"loss/{name}" for name in eval_set.sources] if len(eval_set.sources) > 1 else []
     return known
-
-
-class Measure:
-    """The part of an extension in evaluations (Evaluation.measures). All ranks call is_due and run together."""
-
-    def is_due(self, step: int, last: bool) -> bool:
-        """True if there is something to do at a step beside the eval loss. last: the run ends with it."""
-        return False
-
-    def was_done(self, step: int) -> bool:
-        """True if an earlier start did it at this step; on rank 0."""
-        return False
-
-    def run(self, step: int) -> None:
-        """Do it, after the eval loss was measured."""
-
-    def scores(self, precision: torch.autocast) -> dict[str, float]:
-        """Numbers beside the eval loss, by their names. precision: the engine's own. All ranks call it together."""
-        return {}
-
-    def why_over(self) -> str | None:
-        """The reason to end the run, by the evaluations so far; on rank 0."""
-
-
-class Asked(NamedTuple):
-    """What an extension measures of the model at every evaluation, in Plan.own. asks: makes its measure of the model,
-    on all ranks together, before the engine is started, which changes the model's modules; numbers: names of scores."""
-
-    asks: Callable[[LlavaModel], Measure]
-    numbers: tuple[str, ...]
 
 
 class Evaluation:
@@ -186,6 +154,31 @@ class Evaluation:
     def _measures(self, step: int, last: bool) -> bool:
         has_any = self._eval_set is not None or self._asked
         return bool(has_any) and is_at(step, self._eval_steps, last)
+
+
+class Evaluate(Hook):
+    """Measures the eval loss and asks the sample questions when that is due."""
+
+    def begin(self) -> None:
+        """Make the evaluation that the stop before this start left no time for."""
+        state, evaluation = self.session.state, self.session.evaluation
+        finished = state.step == self.session.plan.steps.num_steps
+        if state.step and evaluation.was_missed(state.step, finished):
+            self._run(state.step, finished)
+        elif state.step and not finished:  # the step may be the one with which an earlier start was over
+            state.is_over = evaluation.is_over()
+
+    def after_step(self, end: StepEnd) -> None:
+        if not end.stops and not end.at_checkpoint and self.session.evaluation.is_due(end.step, end.finished):
+            end.paused = True
+            end.finished = self._run(end.step, end.finished)
+
+    def _run(self, step: int, finished: bool) -> bool:
+        """Returns whether the run ends with this step."""
+        self.session.watchdog.set_phase("evaluation", step)
+        is_last = self.session.evaluation.run(step, finished)
+        self.session.state.is_over = is_last and not finished
+        return is_last
 
 
 def is_at(step: int, every: int | None, last: bool) -> bool:

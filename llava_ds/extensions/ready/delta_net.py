@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError, in_short
 from llava_ds.model.attention import HALF
-from llava_ds.model.families.language import has_state
 from llava_ds.model.open.probe import difference_of_a_pack
 
 # Module and function of each package, which transformers looks for when it is imported.
@@ -120,14 +119,12 @@ def missing_kernels() -> str | None:
     return "; ".join(problems) or None
 
 
-def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """A line about how a language model's layers with a state compute a pack; None for models without.
+def delta_net_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """A line about how a language model's layers with a state compute a pack.
 
     Where kernels do, a small random copy is computed on the device, packed and one by one. Raises ConfigError if they
     mix samples there.
     """
-    if not has_state(config):
-        return None
     if (problem := kernel_problem(device, dtype)) is not None:
         return f"Gated DeltaNet: sample by sample, all else packed ({problem})"
     if not (difference := difference_of_a_pack(config, device, dtype)) <= TOLERANCE:

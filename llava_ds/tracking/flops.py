@@ -211,7 +211,7 @@ def _projector_flops(
 ) -> float:
     """FLOPs of one tile. Only a tower or a norm that trains needs the gradient of what the first matrix is given.
 
-    parts, adapted: those that train, and that have LoRA.
+    parts, adapted: those that train, and that have adapters.
     """
     trains, changes = "projector" in parts, "projector" in parts | adapted
     matrices = [p for p in projector.parameters() if p.ndim > 1]

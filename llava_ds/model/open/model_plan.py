@@ -17,7 +17,6 @@ from llava_ds.files.model_files import is_there, library_errors
 from llava_ds.geometry import ImageSpec
 from llava_ds.model.families.language import has_layer_embeddings, length_problem
 from llava_ds.model.llava import assemble
-from llava_ds.model.loading import check_depth, check_fit
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.folder import (
     FLAG,
@@ -27,12 +26,14 @@ from llava_ds.model.open.folder import (
     read_folder,
     without_prefix,
 )
+from llava_ds.model.open.loading import check_depth, check_fit
+from llava_ds.model.open.names import value_head_file
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary, frozen_rows
+from llava_ds.model.open.tower import plan_tower, read_processor, read_tower
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.projector import Newline, build_projector
-from llava_ds.model.value_head import ValueHead, value_head_file
-from llava_ds.model.vision import TowerPlan, plan_tower, read_processor, read_tower
+from llava_ds.model.vision import TowerPlan
 from llava_ds.template_variables import set_variables
 from llava_ds.tokenizer import open_tokenizer, read_template
 
@@ -289,6 +290,8 @@ def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch
     """A projector or newline initialised at random, or a value head: the same for any stage, precision and number of
     ranks."""
     if name == "value_head":
+        from llava_ds.model.open.value_head import ValueHead
+
         return ValueHead(plan.hidden_size)
     with torch.random.fork_rng(devices=[]):  # drawn on the CPU
         torch.manual_seed(seed)

@@ -9,13 +9,19 @@ from transformers import CLIPVisionConfig, LlamaConfig
 
 from llava_ds.batch import Batch, Placing
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
-from llava_ds.engine.activation_budget import GB, ActivationMemory, PartLayers, choose_checkpointed_layers, measure
 from llava_ds.engine.activation_checkpointing import checkpoint_layers, checkpoint_spread, repeated_layers
 from llava_ds.engine.param_groups import choose_trainable
 from llava_ds.engine.runner import Direct
 from llava_ds.engine.warm_up import LargestMicroBatch, missing_state_bytes, warm_up
+from llava_ds.extensions.auto_layers.activation_budget import (
+    GB,
+    ActivationMemory,
+    PartLayers,
+    choose_checkpointed_layers,
+    measure,
+)
 from llava_ds.model.llava import assemble
-from llava_ds.model.vision import plan_tower
+from llava_ds.model.open.tower import plan_tower
 from llava_ds.runtime.ranks import Ranks
 
 LAYERS, TOWER_LAYERS = 5, 3

@@ -13,12 +13,10 @@ import pyarrow.compute
 import torch
 
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.files.model_files import own_file, read_json, said_by, shown
+from llava_ds.files.model_files import ADAPTER_CONFIG, ADAPTER_FILES, adapter_file, read_json, said_by, shown
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import OpenedFile, WeightFiles, Weights
 
-ADAPTER_CONFIG, NON_LORA = "adapter_config.json", "non_lora_trainables.bin"
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft reads, newest first
 PEFT_PREFIX = "base_model.model."  # before every name in peft's files, and in LLaVA's
 
 # Settings of peft with which a merged weight is not W + scale * B A.
@@ -81,19 +79,6 @@ class Adapter:
     def scale(self, alpha: float, rank: int) -> float:
         """The factor of B A at this rank."""
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
-
-
-def adapter_file(folder: str | Path) -> Path | None:
-    """The file with an adapter's weights; None if the folder has none."""
-    file = next((path for name in ADAPTER_FILES if (path := Path(folder) / name).is_file()), None)
-    if file is not None:
-        own_file(file)
-    return file
-
-
-def is_adapter(path: str | Path) -> bool:
-    """True for a folder with an adapter rather than a model."""
-    return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
 def read_adapter(path: str | Path) -> Adapter:

@@ -12,8 +12,8 @@ import deepspeed
 import torch
 from torch import nn
 
-from llava_ds.model.hf import attention_options
 from llava_ds.model.llava import LlavaModel
+from llava_ds.model.open.hf import attention_options
 
 
 def twin_of(model: LlavaModel) -> LlavaModel:

@@ -1,0 +1,1 @@
+"""As few recomputed layers as memory allows, measured before the first step: --gradient_checkpointing auto."""

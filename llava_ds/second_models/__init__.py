@@ -1,0 +1,1 @@
+"""Models beside the one that trains."""

@@ -1,0 +1,1 @@
+"""Evaluation while training: the eval loss, what extensions measure, and answers drawn from the weights as they are."""
