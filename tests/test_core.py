@@ -26,8 +26,8 @@ BARS = {
     "lines at the end": 33304,
     "feature words": 228,
     "kernel files": 46,
-    "kernel lines": 6467,
-    "all lines": 69281,
+    "kernel lines": 6468,
+    "all lines": 69374,
 }
 
 # What one reads to understand training.

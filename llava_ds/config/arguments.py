@@ -226,3 +226,15 @@ def flag_default(name: str) -> object:
     """The value of a flag that is not given; None for a name that is no flag."""
     sections = (*SECTIONS, *map(flags_class, owners([name])))
     return next((getattr(section, name) for section in sections if hasattr(section, name)), None)
+
+
+def rate_note(args: Arguments) -> list[str]:
+    """A line if the learning rate is the default, which is too high for the objective."""
+    training, usual = args.training, args.traits.learning_rate
+    is_default = "learning_rate" not in args.given and training.learning_rate == type(training).learning_rate
+    if usual is None or not is_default:
+        return []
+    return [
+        f"--learning_rate {training.learning_rate:g} is the default of tuning on answers: give one for --objective "
+        f"{training.objective} (usually about {usual:g})"
+    ]

@@ -87,9 +87,8 @@ class ObjectiveTraits(NamedTuple):
 
     one_answer: trains on the last answer of a record only; pairs: records have two answers; draws: the model generates
     answers, to be compared with the records'; scores: the model has a value head and generates no text; second_model: a
-    model of the same size trains as the model's child; metrics: names of eval metrics in addition to the loss; needs:
-    keys
-    of PROPERTIES, each with the reason.
+    model of the same size trains as the model's child; metrics: names of eval metrics in addition to the loss;
+    learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with the reason.
     """
 
     one_answer: bool = False
@@ -98,6 +97,7 @@ class ObjectiveTraits(NamedTuple):
     scores: bool = False
     second_model: bool = False
     metrics: tuple[str, ...] = ()
+    learning_rate: float | None = None
     needs: Mapping[str, str] = {}
 
 

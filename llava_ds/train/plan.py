@@ -9,7 +9,7 @@ from pathlib import Path
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, rate_note
 from llava_ds.config.properties import clashes, features
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.constants import ConfigError
@@ -115,6 +115,7 @@ class Plan:
             f"{steps.num_steps:,} optimizer steps of {steps.batch_size} samples ({epochs:.2f} epochs), {schedule}",
             f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
             *self.resolved.explain(),
+            *rate_note(self.args),
         ]
 
 
