@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 176,
-    "imported lines": 27574,
+    "imported lines": 27588,
     "files at the end": 225,
     "lines at the end": 33304,
     "feature words": 228,
     "kernel files": 46,
     "kernel lines": 6468,
-    "all lines": 69374,
+    "all lines": 69409,
 }
 
 # What one reads to understand training.
