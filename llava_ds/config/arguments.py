@@ -139,14 +139,25 @@ class Arguments:
         return any(flags.rewinds for flags in self.own.values())
 
     @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The axes of the mesh beside that of the data, in the order of their ranks."""
+    def all_axes(self) -> tuple[Axis, ...]:
+        """The axes of the mesh, in the order of their ranks, those inside that of the data last."""
         found = (flags.axis for flags in self.own.values())
-        return tuple(sorted((axis for axis in found if axis is not None and axis.size > 1), key=lambda a: a.order))
+        axes = (axis for axis in found if axis is not None and axis.size > 1)
+        return tuple(sorted(axes, key=lambda axis: (axis.in_data, axis.order)))
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Those beside that of the data, whose ranks have the same samples."""
+        return tuple(axis for axis in self.all_axes if not axis.in_data)
 
     def size_of(self, axis: str) -> int:
         """Ranks on an axis; 1 for one that the run does not have."""
-        return next((each.size for each in self.axes if each.name == axis), 1)
+        return next((each.size for each in self.all_axes if each.name == axis), 1)
+
+    @property
+    def broken(self) -> frozenset[str]:
+        """Keys of PROPERTIES that flags of extensions take away."""
+        return frozenset(key for flags in self.own.values() for *_, breaks in flags.features() for key in breaks)
 
     @property
     def ranks_per_sample(self) -> int:

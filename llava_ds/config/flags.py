@@ -13,7 +13,6 @@ GROUPS = {
     "model": "the model",
     "tower": "the vision tower",
     "trainable": "what trains",
-    "experts": "experts out of a dense model (MoE-LLaVA's stage 3)",
     "data": "the data",
     "images": "images and videos",
     "order": "order of the samples",
@@ -41,9 +40,10 @@ class Flag:
     resume: the value that a resumed run may have. compared: that of the checkpoint, unless --allow_changed_flags names
     the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless the
     run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
-    the layout.
+    the layout; placement: any, for the layout stays.
     per_machine: whether each machine may have another value. A path may be another on each.
     shares_samples: whether it is a number of ranks with the same samples.
+    of_micro_batch: whether the loss depends on the layout by another value than the default.
     goes_with: of an extension's flag, the values that read it of those that the extension adds to a flag of the core.
     """
 
@@ -51,9 +51,10 @@ class Flag:
     path: Literal["file", "folder", "model", "pattern", "output", "unchecked"] | None = None
     remote: bool = False
     only_to_train: bool = False
-    resume: Literal["compared", "free", "rewind", "layout"] = "compared"
+    resume: Literal["compared", "free", "rewind", "layout", "placement"] = "compared"
     per_machine: bool = False
     shares_samples: bool = False
+    of_micro_batch: bool = False
     goes_with: str = ""
 
 

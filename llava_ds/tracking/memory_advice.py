@@ -12,8 +12,7 @@ from llava_ds.extensions.table import EXTENSIONS
 def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -> list[str]:
     """List what to change, the cheapest first."""
     args, training, stage = resolved.args, resolved.args.training, resolved.zero_stage
-    ep, broken = training.ep_size, {name for each in features(args) for name in each.breaks}
-    has_experts = args.model.moe_enable or ep > 1
+    broken = {name for each in features(args) for name in each.breaks}
     # Of a rank.
     longest = -(-longest_sample // args.ranks_per_token)
     tokens = max(longest, batch.input_ids.shape[1] if batch is not None else 0)
@@ -30,8 +29,6 @@ def advice(resolved: ResolvedConfig, batch: Batch | None, longest_sample: int) -
     if offload_device(resolved.config, "offload_optimizer") == "none" and "offload" not in broken:
         name = "zero3_offload" if stage == 3 else "zero2_offload"
         lines.append(f"--deepspeed_config ds_configs/{name}.json: optimizer states into the node's memory, slower")
-    if has_experts:
-        lines.append(f"--ep_size {2 * ep}, on several GPUs: fewer experts on each")
     # A checkpoint belongs to its layout and stage.
     restart = "all but --gradient_checkpointing start the run again, with --resume never"
     return [f"to need less, the cheapest first ({restart}):", *(f"  {line}" for line in lines)]

@@ -29,7 +29,7 @@ QUICK = [
     "tests/config",
     "tests/checkpoint",
     "tests/train/test_hooks.py",
-    "tests/model/test_upcycling.py",
+    "tests/model/test_llava.py",
 ]
 QUICK += ["tests/test_imports.py", "tests/test_house.py", "tests/test_docs.py"]
 
