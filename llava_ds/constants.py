@@ -1,22 +1,22 @@
-"""Values with one meaning in the whole package, and the two errors that a user may see."""
+"""Constants shared by the whole package, and the two errors that a user may see."""
 
 import difflib
 import re
 from collections.abc import Iterable
 
-IGNORE_INDEX = -100  # label of a position that is not supervised (torch's cross-entropy default)
+IGNORE_INDEX = -100  # label of unsupervised positions (torch's cross-entropy default)
 IMAGE_TOKEN_INDEX = -200  # id of one image-feature position in encoded ids, before the collator replaces it (LLaVA)
 IMAGE_TOKEN = "<image>"
 IM_PATCH_TOKEN = "<im_patch>"  # never in a text, with --mm_use_im_patch_token (LLaVA)
 IM_START_TOKEN, IM_END_TOKEN = "<im_start>", "<im_end>"  # around every image, with --mm_use_im_start_end
 
-MAX_IMAGE_PIXELS = 50_000_000  # of an image, before decoding and after resizing, unless a flag changes it
-PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open an image with more, whatever the flag
+MAX_IMAGE_PIXELS = 50_000_000  # bound before decoding and after resizing, unless a flag changes it
+PILLOW_MAX_PIXELS = 178_956_970  # Pillow refuses to open larger images, whatever the flag
 
 EXIT_FAILURE = 1  # an error of the program, with a traceback
 EXIT_BAD_INPUT = 2
-EXIT_STOPPED = 75  # stopped on request, and nothing is lost: the same command resumes (EX_TEMPFAIL of sysexits.h)
-# Stopped on request, without a state to resume from. Not in sysexits.h, so that no program retries on it by itself.
+EXIT_STOPPED = 75  # stopped on request, without loss: the same command resumes (EX_TEMPFAIL of sysexits.h)
+# Stopped on request, without a state to resume from. Not in sysexits.h, so that no program retries automatically.
 EXIT_NOT_RESUMABLE = 79
 EXIT_INTERRUPTED = 130  # by Ctrl-C, as in a shell
 EXIT_READER_GONE = 141  # as in a shell for a program that SIGPIPE ended
@@ -24,11 +24,11 @@ EXIT_RANK_LOST = 70  # a rank died or hung, and another's watchdog ended the run
 
 
 class ConfigError(ValueError):
-    """The flags, the recipe or the DeepSpeed JSON can't be used as given. The text tells what to do."""
+    """The flags, the recipe or the DeepSpeed JSON can't be used as given. The message says what to do."""
 
 
 class FlagProblems(ConfigError):
-    """Flags that are known and can't be used as given. arguments: config.arguments.Arguments, as parsed."""
+    """Flags that are known but can't be used as given. arguments: config.arguments.Arguments, as parsed."""
 
     def __init__(self, message: str, arguments: object) -> None:
         super().__init__(message)
@@ -36,42 +36,42 @@ class FlagProblems(ConfigError):
 
 
 class DataError(ValueError):
-    """A data set, image or weight file can't be used as given. The text tells where and what to do."""
+    """A data set, image or weight file can't be used as given. The message says where, and what to do."""
 
 
 class FileProblem(DataError):
-    """A file that a record names is missing or can't be used: the record is fine once the file is."""
+    """A file named by a record is missing or unusable: the record becomes valid once the file is."""
 
 
 class FileChanged(DataError):
-    """A file has changed since its record was checked: the data have to be checked again."""
+    """A file has changed since its record was checked: the data must be checked again."""
 
 
 def nearest_names(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that a name may be a slip of, the most similar first.
+    """Find known names that `name` may be a misspelling of, the most similar first.
 
-    Names are compared word by word (words end at _ - . or a space), because whole names that share their last words
-    are similar as strings and mean different things: a name counts if each word has a counterpart that is spelled much
-    like it, or if it is a known name with a word too many or too few. Opposites (freeze, unfreeze) and other numbers
-    (beta1, beta3) are never slips; a word's first letters may stand for it.
+    Names are compared word by word (words end at _ - . or a space): whole names that share their last words are similar
+    as strings but mean different things. A known name matches if each word has a counterpart with similar spelling, or
+    if it has one word too many or too few. Opposites (freeze, unfreeze) and other numbers (beta1, beta3) never match; a
+    word may be abbreviated to its first letters.
     """
     scores = {each: _similarity(name, each) for each in known}
     return sorted((each for each, score in scores.items() if score), key=lambda each: -scores[each])
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The first of nearest_names; None if there is none."""
+    """Return the first of nearest_names, or None."""
     return next(iter(nearest_names(name, known)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The end of a message about an unknown name: "did you mean X?", or what to say where no known one is similar."""
+    """End of a message about an unknown name: "did you mean X?", or `otherwise` if no known name is similar."""
     nearest = nearest_name(name, known)
     return otherwise if nearest is None else f"did you mean {nearest}?"
 
 
 def _similarity(name: str, known: str) -> float:
-    """A number up to 1; 0 for names that don't count as similar."""
+    """Similarity up to 1; 0 for names that don't match."""
     words, others = _words(name), _words(known)
     if (joined := "".join(words)) == (other := "".join(others)):
         return 1.0
@@ -102,7 +102,7 @@ def _same_word(word: str, known: str) -> bool:
 
 
 def in_short(value: object) -> str:
-    """A value as a message shows it: what was written may be very long."""
+    """Format a value for a message, shortened if very long."""
     try:
         text = str(value)
     except ValueError:  # Python converts no whole number with more than 4,300 digits

@@ -1,4 +1,4 @@
-"""Arithmetic on sizes of images, and the layouts that follow from them. No files."""
+"""Arithmetic on image sizes, and the resulting layouts. No files."""
 
 import ast
 import dataclasses
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]  # width, height
 
-MAX_GRID_SIDE = 100  # tiles: 10,000 grids, where LLaVA-NeXT has 36
+MAX_GRID_SIDE = 100  # tiles: 10,000 grids, compared with LLaVA-NeXT's 36
 DEFAULT_GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))  # tiles across and down, in LLaVA-NeXT's order
 
-BILINEAR, BICUBIC = 2, 3  # Pillow's numbers of filters
+BILINEAR, BICUBIC = 2, 3  # Pillow's filter numbers
 FILTERS = (BILINEAR, BICUBIC)
 
-PIXEL_FLAGS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")  # of images of any size
+PIXEL_FLAGS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels")  # for images of any size
 
-_MAX_LAYOUTS = 4096  # in memory: they are small
+_MAX_LAYOUTS = 4096  # kept in memory: they are small
 
 
 @dataclass(frozen=True)
 class ImageSpec:
     """A tower's input, and its number of features.
 
-    size: side of the square in pixels; patch_size: side of what one projected feature stands for; mean, std: per
-    channel, in [0, 1]; stretch: its own processor makes an image square by stretching, not by a center crop;
-    class_token: a feature of the whole image comes before those of its patches; short_side: pixels that its processor
-    scales the shorter side to before it crops, None for the square's; resample: Pillow's number of its filter.
+    size: side of the square in pixels; patch_size: pixels along a side of one projected feature; mean, std: per
+    channel, in [0, 1]; stretch: the tower's own processor stretches images to a square, instead of cropping the center;
+    class_token: a feature of the whole image precedes the patch features; short_side: pixels to which its processor
+    scales the shorter side before cropping, None for `size`; resample: Pillow's filter number.
     """
 
     size: int
@@ -59,16 +59,16 @@ class ImageSpec:
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Everything that the pixels of an image or video, and the order of its features, depend on.
+    """Everything that determines an image's or video's pixels and the order of its features.
 
-    size: side of the tower's square in pixels; patch_size: side of one feature's patch; mean: per channel, in
-    [0, 1]; pinpoints: sizes that an anyres image may take, (width, height) in pixels, () for LLaVA-NeXT's five;
-    stretch: the tower's own processor stretches an image to the square, instead of cropping its centre; class_token:
-    the first feature of a tile is of the whole tile; short_side: pixels that a square image's shorter side is scaled to
-    before its centre is cropped, None for size; square_resample: Pillow's number of the filter for images that
-    become one tile; value_range: values of images of more than 8 bits that become black and white, LOW,HIGH, or "image"
-    for each image's own, None for those of its type; clip: settings of one video from its part of a message; the others
-    are the flags of similar names.
+    size: side of the tower's square in pixels; patch_size: side of one feature's patch; mean: per channel, in [0, 1];
+    pinpoints: sizes that an anyres image may take, (width, height) in pixels, () for LLaVA-NeXT's five; stretch: the
+    tower's own processor stretches an image to the square, instead of cropping its centre; class_token: the first
+    feature of a tile is of the whole tile; short_side: pixels to which a square image's shorter side is scaled before
+    its centre is cropped, None for size; square_resample: Pillow's filter number for images that become one tile;
+    value_range: values of images of more than 8 bits that become black and white, LOW,HIGH, or "image" for each image's
+    own range, None for the range of its type; clip: settings of one video from its part of a message; other fields are
+    the flags of similar names.
     """
 
     size: int
@@ -94,50 +94,51 @@ class ImageOptions:
 
     @property
     def tiling(self) -> Tiling | None:
-        """What cuts images into tiles; None for LLaVA's own."""
+        """Rule that cuts images into tiles; None for LLaVA's own."""
         return None
 
     @property
     def video(self) -> VideoRule | None:
-        """An architecture's own videos; None for LLaVA's, and for models that have none."""
+        """Rule for an architecture's own videos; None for LLaVA's, and for models without video."""
         return None
 
     @property
     def no_video_reason(self) -> str:
-        """Whose videos can't be read, and why, where a tiling has none."""
+        """Completes "videos of ..." with the reason why they can't be read, if a tiling has no videos."""
         return "a tower that sees images in their shape are not supported yet"
 
     @property
     def size_reason(self) -> str:
-        """Why one image or video can't have a size of its own."""
+        """Reason why one image or video can't have its own size."""
         return "a flag decides their size"
 
     def asking(self, kind: Literal["image", "frames", "video"], size: AskedSize) -> "ImageOptions | None":
-        """Return the options of an image or video for which its record asks a size; None where it can't."""
+        """Build the options for an image or video with a size set in its record; None if unsupported."""
         return None
 
     def encoder(self) -> "type | None":
-        """Return the class that encodes conversations for these images; None for that of templates."""
+        """Class that encodes conversations for these images; None for the template encoder."""
         return None
 
     def position_ids(self, input_ids: "torch.Tensor", layouts: Sequence[MediaLayout]) -> "torch.Tensor | None":
-        """Return the positions of a sample's tokens where they have three axes, (3, T) int64, else None.
+        """Compute a sample's token positions if they have three axes, (3, T) int64; otherwise None.
 
-        input_ids (T,), IMAGE_TOKEN_INDEX at features; layouts: of the images and videos, the last of which may be cut.
+        input_ids (T,), IMAGE_TOKEN_INDEX at features; layouts: of the images and videos, the last of which may be
+        truncated.
         """
         return None
 
     def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
-        """Return Batch.tower for the images and videos of a batch, or for one blank tile."""
+        """Build Batch.tower for the images and videos of a batch, or for one blank tile."""
         return {}
 
     def trunk_inputs(self, is_image: "torch.Tensor", cu_seqlens: "torch.Tensor") -> dict[str, object]:
-        """Return Batch.trunk. is_image (T,) bool, cu_seqlens as Batch's."""
+        """Build Batch.trunk. is_image (T,) bool, cu_seqlens as in Batch."""
         return {}
 
     @property
     def frame_choice(self) -> FrameChoice:
-        """The frames to use of a video."""
+        """Rule that selects the frames of a video."""
         return FrameChoice(self.video_fps, self.frames_upbound, self.force_sample, self.clip)
 
     @property
@@ -147,12 +148,12 @@ class ImageOptions:
 
     @property
     def boxes(self) -> BoxFormat:
-        """How boxes and points are written."""
+        """Format of boxes and points."""
         return LLAVA_BOXES
 
     @property
     def side(self) -> int:
-        """Features in a row, and in a column, of a tile."""
+        """Features along a side of a tile."""
         return self.size // self.patch_size
 
     @property
@@ -172,30 +173,30 @@ class ImageOptions:
 
     @property
     def pools_tiles(self) -> bool:
-        """True if 2 x 2 features of an anyres image's tiles are pooled to their maximum."""
+        """True if 2 x 2 features of an anyres image's tiles are max-pooled."""
         return "maxpool2x2" in self.merge_type
 
     @property
     def is_anyres(self) -> bool:
-        """True if the only image of a sample is cut into tiles."""
+        """True if a sample's only image is cut into tiles."""
         return self.aspect_ratio.startswith("anyres")
 
     @property
     def anyres_sizes(self) -> tuple[Size, ...]:
-        """The sizes that an anyres image may take."""
+        """Sizes that an anyres image may take."""
         return self.pinpoints or parse_pinpoints(None, self.size)
 
     @property
     def max_tiles(self) -> int | None:
-        """The N of anyres_max_N."""
+        """The N of anyres_max_N, or None."""
         found = re.fullmatch(r"anyres_max_(\d+)", self.aspect_ratio)
         return None if found is None else int(found[1])
 
 
 @dataclass(frozen=True)
 class TiledImageOptions(ImageOptions):
-    """The same of images that a tiling cuts. size: side of a tile; patch_size: side of what one feature of the language
-    model stands for; tiling: into which tiles; resample: Pillow's number of the filter."""
+    """Options of images that a tiling cuts. size: side of a tile; patch_size: pixels along a side of one language-model
+    feature; tiling: the rule; resample: Pillow's filter number."""
 
     tiling: Tiling | None = None
     resample: int = BICUBIC
@@ -203,21 +204,21 @@ class TiledImageOptions(ImageOptions):
 
 @dataclass(frozen=True)
 class NativeImageOptions(TiledImageOptions):
-    """The same of images in their own shape, for --mm_native_resolution, whose tiles are cells."""
+    """Options of images in their own shape, for --mm_native_resolution; tiles are cells."""
 
     def tower_inputs(self, layouts: Sequence[MediaLayout]) -> dict[str, object]:
-        """Return shapes, patches down and across of each image; cu_seqlens (images + 1,) int32 and max_seqlen, where
-        the patches of images start, and the longest."""
+        """Return shapes (patches down and across of each image), cu_seqlens (images + 1,) int32 (start offsets of the
+        images' patches), and max_seqlen (most patches of an image)."""
         import torch
 
-        merge, cells = self.tiling.merge, [layout.cells for layout in layouts] or [(1, 1)]  # of the blank tile
+        merge, cells = self.tiling.merge, [layout.cells for layout in layouts] or [(1, 1)]  # for the blank tile
         shapes = tuple((down * merge, across * merge) for across, down in cells)
         lengths = torch.tensor([0, *(down * across for down, across in shapes)])
         return {"shapes": shapes, "cu_seqlens": lengths.cumsum(0).to(torch.int32), "max_seqlen": int(lengths.max())}
 
 
 def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> NativeImageOptions:
-    """Image options of images in their own shape. Raises ConfigError for flags that make other images of them."""
+    """Build image options for images in their own shape. Raises ConfigError for flags that change the shape."""
     model, data, most = args.model, args.data, tiling.most
     if data.max_pixels is not None:
         most = data.max_pixels // tiling.side**2
@@ -248,7 +249,7 @@ def native_options(args: Arguments, spec: ImageSpec, tiling: FlexTiling) -> Nati
 
 
 def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -> ImageOptions:
-    """Image options from checked flags and the tower. Raises ConfigError for flags that don't fit the tower."""
+    """Build image options from checked flags and the tower. Raises ConfigError for flags that don't fit the tower."""
     size, patch_size = spec.size, spec.patch_size
     ratio, stride = data.image_aspect_ratio, data.mm_spatial_pool_stride
     if given := [f"--{name} {value}" for name in PIXEL_FLAGS if (value := getattr(data, name))]:
@@ -286,10 +287,10 @@ def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -
 
 
 def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
-    """Parse --image_grid_pinpoints to (width, height) in pixels, in its order, which decides ties.
+    """Parse --image_grid_pinpoints to (width, height) in pixels, in order (the first wins ties).
 
-    Takes LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range "(1x1),...,(6x6)" of grids from the first to the
-    last. None gives LLaVA-NeXT's five. Raises ConfigError for other texts and for sizes that are no multiples of size.
+    Takes LLaVA's list "[(336,672),(672,336)]", or LLaVA-NeXT's range of grids "(1x1),...,(6x6)". None gives
+    LLaVA-NeXT's five. Raises ConfigError for other texts, and for sizes that are not multiples of size.
     """
     if text is None:
         return tuple((across * size, down * size) for across, down in DEFAULT_GRIDS)
@@ -321,9 +322,9 @@ def parse_pinpoints(text: str | None, size: int) -> tuple[Size, ...]:
 
 
 def resized_size(width: int, height: int, short_side: int) -> Size:
-    """(width, height) after scaling the shorter side to short_side.
+    """Compute (width, height) after scaling the shorter side to short_side.
 
-    Source: transformers' get_resize_output_image_size with default_to_square=False, which rounds the long side down.
+    Source: transformers' get_resize_output_image_size with default_to_square=False. It rounds the long side down.
     """
     if width <= height:
         return short_side, int(short_side * height / width)
@@ -331,16 +332,16 @@ def resized_size(width: int, height: int, short_side: int) -> Size:
 
 
 def centre_box(width: int, height: int, size: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the size x size square in the centre of an image at least that large.
+    """Compute (left, top, right, bottom) of the size x size square in the centre of an image at least that large.
 
-    Source: transformers' center_crop, which rounds the margins down.
+    Source: transformers' center_crop. It rounds the margins down.
     """
     left, top = (width - size) // 2, (height - size) // 2
     return left, top, left + size, top + size
 
 
 def square_padding(width: int, height: int) -> tuple[int, int, int]:
-    """(side, left, top): the side of the padded square, and the place of the image's corner in it.
+    """Compute (side, left, top): the side of the padded square, and the position of the image's corner in it.
 
     Source: LLaVA's expand2square.
     """
@@ -349,9 +350,10 @@ def square_padding(width: int, height: int) -> tuple[int, int, int]:
 
 
 def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> CoordinateFrame:
-    """The frame of coordinates on an image of a sample with num_media images and videos: the image, or LLaVA's square.
+    """Build the coordinate frame of an image in a sample with num_media images and videos: the image, or LLaVA's
+    square.
 
-    Raises DataError where the image is cropped, so that boxes may lie where the model sees nothing.
+    Raises DataError if the image is cropped: boxes could then be outside the visible part.
     """
     corner, whole, resized = (0, 0), size, size
     if options.tiling is not None:
@@ -368,7 +370,7 @@ def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> Coord
 
 
 def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
-    """The pinpoint that preserves most pixels of an image and, among equals, wastes fewest of its own.
+    """Choose the pinpoint that preserves most pixels of an image and, among equals, wastes the fewest of its own.
 
     Source: LLaVA's select_best_resolution.
     """
@@ -384,7 +386,7 @@ def best_pinpoint(size: Size, pinpoints: tuple[Size, ...]) -> Size:
 
 
 def fitted_size(size: Size, target: Size) -> Size:
-    """The size of an image scaled to fit into the target.
+    """Compute the size of an image scaled to fit into the target.
 
     Source: LLaVA's resize_and_pad_image.
     """
@@ -396,9 +398,9 @@ def fitted_size(size: Size, target: Size) -> Size:
 
 
 def unpadded_box(size: Size, across: int, down: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of the features without padding, of across x down features.
+    """Compute (left, top, right, bottom) of the features without padding, among across x down features.
 
-    A very narrow image may have no column (or row) left. Source: LLaVA's unpad_image, which rounds the image down.
+    A very narrow image may have no column (or row) left. Source: LLaVA's unpad_image. It rounds the image down.
     """
     width, height = size
     if width / height > across / down:
@@ -416,10 +418,10 @@ def media_layout(
     options: ImageOptions,
     footage: Footage | None = None,
 ) -> MediaLayout:
-    """The layout of one image (a size) or video (a size per frame) of a sample with num_media of them. footage: of a
-    video that the options have a rule for.
+    """Compute the layout of one image (a size) or video (a size per frame). num_media: images and videos of the sample.
 
-    Only a sample's single image is cut into tiles. Source: LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
+    footage: for a video with a rule in the options. Only a sample's single image is cut into tiles. Source:
+    LLaVA-NeXT's prepare_inputs_labels_for_multimodal.
     """
     side, newline, class_token = options.side, options.has_newline, options.class_token
     whole = (0, 0, side, side)
@@ -465,7 +467,8 @@ def media_layout(
 
 
 def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
-    """The tiles that an image is cut into, or each frame of a video. Raises DataError where a model has none."""
+    """Compute the tiles of an image, or of each video frame. Raises DataError if the model has no videos, or for frames
+    of several sizes."""
     if kind == "image":
         return options.tiling.cut(sizes[0])
     if options.video is None:
@@ -479,7 +482,7 @@ def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
 
 
 def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, footage: Footage | None) -> MediaLayout:
-    """The layout of an image or video that a tiling cuts: all features of its tiles, in order."""
+    """Compute the layout of an image or video that a tiling cuts: all features of its tiles, in order."""
     tiling = options.tiling
     cut, written = tiled_cut(kind, sizes, options), None
     n, side, moments = cut.num_tiles, options.side, 1
@@ -502,10 +505,10 @@ def _tiled_layout(kind: str, sizes: tuple[Size, ...], options: ImageOptions, foo
 
 
 def _scaled_down(width: int, height: int, max_tiles: int | None, side: int) -> tuple[int, int] | None:
-    """The size to scale features of more than max_tiles tiles to; None if they stay."""
+    """Size to which features of more than max_tiles tiles are scaled; None to leave them unchanged."""
     if max_tiles is None:
         return None
     times = math.sqrt(height * width / (max_tiles * side**2))
     if times <= 1.1:
         return None
-    return max(1, int(width // times)), max(1, int(height // times))  # LLaVA-NeXT crashes where it gets none
+    return max(1, int(width // times)), max(1, int(height // times))  # LLaVA-NeXT crashes if none are left

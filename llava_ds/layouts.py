@@ -1,5 +1,5 @@
-# P features of a tile (side x side of them), n tiles of one image or video, R pooled features made of up to K others
-"""The order of an image's or video's features in a sequence. No tensors, no files."""
+# P features of a tile (side x side), n tiles of one image or video, R pooled features, each of up to K patch features
+"""Order of an image's or video's features in a sequence. No tensors, no files."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ import numpy as np
 
 from llava_ds.tilings import Grid, Size
 
-_MAX_ROWS = 64  # layouts whose indices are in memory
+_MAX_ROWS = 64  # layouts whose indices are kept in memory
 
 
 class ImageText(NamedTuple):
-    """What an own processor writes in an image's or video's place, and the features for each of its tokens
-    there."""
+    """Text that a model's own processor writes for an image or video, and the number of features per image token in
+    it."""
 
     text: str
     features: int
@@ -34,62 +34,63 @@ class MediaLayout:
     num_tokens: int
     side: int
     grid: tuple[int, int] | None  # tiles across and down after the overview; None: no overview, each tile is a block
-    box: tuple[int, int, int, int]  # of each block's features: left, top, right, bottom
-    pooled: tuple[int, int] | None  # width and height that each block is pooled to; None: not pooled
-    pool_stride: int | None  # of average and max pooling; None: bilinear
-    newline: Literal["none", "end", "block", "row"]  # the place of newlines: behind this
-    class_token: bool  # each tile has a first feature outside of its grid
+    box: tuple[int, int, int, int]  # each block's features: left, top, right, bottom
+    pooled: tuple[int, int] | None  # width and height to which each block is pooled; None: not pooled
+    pool_stride: int | None  # for average and max pooling; None: bilinear
+    newline: Literal["none", "end", "block", "row"]  # newlines follow this unit
+    class_token: bool  # each tile has a first feature outside its grid
     sizes: tuple[Size, ...] = dataclasses.field(
         compare=False
     )  # the images' sizes; other sizes may give the same layout
     overview: bool = True
     pools_by_max: bool = False
-    text: ImageText | None = None  # of an own processor
-    cells: tuple[int, int] | None = None  # tiles across and down, where these are the cells of one whole image
-    moments: int = 1  # of a video, each with as many cells
+    text: ImageText | None = None  # written by a model's own processor
+    cells: tuple[int, int] | None = None  # tiles across and down, if they are cells of one whole image
+    moments: int = 1  # moments of a video, each with equally many cells
     seconds: float = 0.0  # from one moment to the next
     interval: float = 1.0  # between their positions in the language model
 
     @property
     def mark(self) -> int | ImageText:
-        """What the encoder puts in its place: positions in a row, or an own processor's text."""
+        """Value that the encoder inserts: a number of positions, or the text of a model's own processor."""
         return self.num_tokens if self.text is None else self.text
 
     @property
     def tile_pairs(self) -> int:
-        """Pairs of cells of an image of which one sees the other; 0 for tiles, which are images of their own."""
+        """Pairs of cells of an image that attend to each other; 0 for tiles: they count as separate images."""
         return 0 if self.cells is None else self.moments * (self.num_tiles // self.moments) ** 2
 
     @property
     def is_video(self) -> bool:
-        """True for a video with a text of its own."""
+        """True for a video with its own text."""
         return self.text is not None and self.text.is_video
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """The cells of the image, or of the moments of a video whose features are in a row, in order."""
+        """Cells of the image, or of a video's moments with consecutive features, in order."""
         in_row = self.moments if self.text is None else self.text.features // (self.num_tiles // self.moments)
         return (Grid(*self.cells, in_row, self.interval),) * (self.moments // in_row)
 
     @property
     def rows(self) -> np.ndarray:
-        """(num_tokens,) int64: below n * P, a feature of the tiles; n * P, the newline; above, a pooled feature."""
+        """Feature rows (num_tokens,) int64: below n * P, a feature of the tiles; n * P, the newline; above, a pooled
+        feature."""
         return _indices(self)[0]
 
     @property
     def pool_index(self) -> np.ndarray:
-        """(R, K) int64: the features of the tiles that each pooled feature is computed from."""
+        """Features of the tiles that each pooled feature is computed from, (R, K) int64."""
         return _indices(self)[1]
 
     @property
     def pool_weight(self) -> np.ndarray:
-        """(R, K) float32: their weights, which add up to 1; infinity for max pooling."""
+        """Weights of the pooled features' sources, (R, K) float32: they add up to 1; infinity for max pooling."""
         return _indices(self)[2]
 
 
 @lru_cache(maxsize=_MAX_ROWS)
 def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """rows, pool_index, pool_weight."""
+    """Compute rows, pool_index and pool_weight."""
     n, side = layout.num_tiles, layout.side
     if layout.class_token:  # all features in order
         return np.arange(layout.num_tokens), np.zeros((0, 1), np.int64), np.zeros((0, 1), np.float32)
@@ -125,7 +126,7 @@ def _indices(layout: MediaLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _windows(blocks: np.ndarray, width: int, height: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and weights of torch's avg_pool2d or max_pool2d; edges that fill no window are left out."""
+    """Sources and weights of torch's avg_pool2d or max_pool2d; edges that fill no window are dropped."""
     used = blocks[:, : height * stride, : width * stride].reshape(len(blocks), height, stride, width, stride)
     index = used.transpose(0, 1, 3, 2, 4).reshape(-1, stride * stride)
     return index, np.full(index.shape, 1 / stride**2, np.float32)
@@ -146,9 +147,9 @@ def _bilinear(blocks: np.ndarray, width: int, height: int) -> tuple[np.ndarray, 
 
 
 def _taps(length: int, new_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per new position: the two old positions beside it, and the weight of the second.
+    """Compute the two nearest old positions of each new position, and the weight of the second.
 
-    In single precision with a fused multiply-add, as torch's kernels compute it.
+    In single precision with a fused multiply-add, as in torch's kernels.
     """
     scale = np.float64(np.float32(length) / np.float32(new_length))
     place = (scale * (np.arange(new_length) + 0.5) - 0.5).astype(np.float32).clip(0)

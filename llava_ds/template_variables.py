@@ -1,6 +1,8 @@
-"""Variables of Jinja chat templates (--chat_template_kwargs), kept as defaults at the beginning of the template itself.
+"""Variables of Jinja chat templates (--chat_template_kwargs), stored as defaults at the beginning of the template
+itself.
 
-All that renders the template then asks alike without being told: training, an evaluation, transformers, servers.
+Every program that renders the template (training, evaluation, transformers, servers) then uses the same values without
+options.
 """
 
 import json
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 200  # characters of a flag in a message
-FLAG = "chat_template_kwargs"  # of Hugging Face's, TRL's and servers' renderers
+FLAG = "chat_template_kwargs"  # the name in Hugging Face's, TRL's and servers' renderers
 
-# Arguments of transformers' renderers and of what calls them, which a variable of the same name would take the place
-# of; and names that they define for every template.
+# Arguments of transformers' renderers and their callers (variables must not override them), and names that the
+# renderers define for every template.
 RESERVED = frozenset(
     {
         *("messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize", "processor"),
@@ -34,14 +36,15 @@ RESERVED = frozenset(
     }
 )
 
-# One variable's default: a line that transformers' renderer leaves no trace of (it removes the line break).
+# One variable's default. transformers' renderer removes the line break, so that the line leaves no trace.
 _DEFAULT = "{{%- if {name} is not defined %}}{{%- set {name} = {value} %}}{{%- endif %}}\n"
 _KEPT = re.compile(r"\{%- if (\w+) is not defined %\}\{%- set \1 = (.*) %\}\{%- endif %\}\n")
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
 
 def parse_variables(text: str | None) -> dict[str, object]:
-    """The variables in --chat_template_kwargs, {} for none. Raises ConfigError where it is no JSON object."""
+    """Parse the variables in --chat_template_kwargs, {} for none. Raises ConfigError for anything except a JSON
+    object."""
     if text is None:
         return {}
     shown = text[:_SHOWN].encode("utf-8", "backslashreplace").decode() + "..." * (len(text) > _SHOWN)
@@ -64,7 +67,7 @@ def parse_variables(text: str | None) -> dict[str, object]:
 
 
 def read_variables(source: str, tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """The names of the variables that a template reads. Raises ConfigError for a template that is none."""
+    """Find the names of the variables that a template reads. Raises ConfigError for an invalid template."""
     try:
         names = _undeclared(source)
     except (jinja2.TemplateError, RecursionError) as error:
@@ -75,10 +78,10 @@ def read_variables(source: str, tokenizer: "PreTrainedTokenizerBase") -> set[str
 
 @lru_cache(maxsize=8)
 def _undeclared(source: str) -> frozenset[str]:
-    """All names that a template reads before it sets them. Raises jinja2's errors.
+    """Find all names that a template reads before it sets them. Raises jinja2's errors.
 
-    The template is only parsed: jinja2.meta compiles it, which computes what is constant, and constants of a stranger's
-    template may take all memory.
+    The template is only parsed. jinja2.meta would compile it and compute constants; constants of an untrusted template
+    may exhaust memory.
     """
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = environment.parse(_GENERATION.sub(_as_condition, source))
@@ -87,7 +90,7 @@ def _undeclared(source: str) -> frozenset[str]:
     macros = [*tree.find_all(nodes.Macro)]
     stored |= {macro.name for macro in macros}
     _read(tree, stored, loaded)
-    for macro in macros:  # which run when all around them is set
+    for macro in macros:  # they run after everything around them is set
         own = stored | {argument.name for argument in macro.args}
         for node in (*macro.defaults, *macro.body):
             _read(node, own, loaded)
@@ -95,7 +98,7 @@ def _undeclared(source: str) -> frozenset[str]:
 
 
 def _read(node: nodes.Node, stored: set[str], loaded: set[str]) -> None:
-    """Add the names that a part of a template sets, and those that it reads before, in the order of the text."""
+    """Collect the names that a part of a template sets, and those that it reads first, in text order."""
     if isinstance(node, nodes.Macro):
         return
     if isinstance(node, nodes.Name):
@@ -105,19 +108,19 @@ def _read(node: nodes.Node, stored: set[str], loaded: set[str]) -> None:
             loaded.add(node.name)
         return
     inner = [*node.iter_child_nodes()]
-    if isinstance(node, (nodes.Assign, nodes.For)):  # their targets are written first, and set last
+    if isinstance(node, (nodes.Assign, nodes.For)):  # targets are written first, but set last
         inner = [node.node if isinstance(node, nodes.Assign) else node.iter, *inner]
     for each in inner:
         _read(each, stored, loaded)
 
 
 def is_reserved(name: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """True for names that every rendering sets by itself: its arguments, and the special tokens."""
+    """True for names set by every rendering: its arguments, and the special tokens."""
     return name in RESERVED or name in tokenizer.special_tokens_map
 
 
 def variables_problem(variables: dict[str, object], source: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """The reason why a template can't be given these variables, as a predicate; None if it can."""
+    """Explain, as a predicate, why a template can't take these variables; None if it can."""
     if taken := [name for name in variables if is_reserved(name, tokenizer)]:
         return f"sets {taken[0]!r}, which is set for every conversation: leave it out"
     known = read_variables(source, tokenizer)
@@ -128,14 +131,14 @@ def variables_problem(variables: dict[str, object], source: str, tokenizer: "Pre
 
 
 def with_defaults(source: str, variables: dict[str, object]) -> str:
-    """The template with these values for variables that a rendering does not set, in place of those it has."""
+    """Prefix a template with default values for variables, replacing existing defaults."""
     kept, rest = split_defaults(source)
     values = {**kept, **{name: _literal(value) for name, value in variables.items()}}
     return "".join(_DEFAULT.format(name=name, value=value) for name, value in values.items()) + rest
 
 
 def split_defaults(source: str) -> tuple[dict[str, str], str]:
-    """Values of variables, as Jinja writes them, that a template begins with, and the rest of it."""
+    """Split a template into the defaults at its beginning (as Jinja literals, by name) and the rest."""
     kept: dict[str, str] = {}
     while (match := _KEPT.match(source)) is not None and _is_literal(match[2]):
         kept.setdefault(match[1], match[2])
@@ -144,14 +147,15 @@ def split_defaults(source: str) -> tuple[dict[str, str], str]:
 
 
 def default_values(source: str) -> dict[str, object]:
-    """The same values as Python has them."""
+    """The template's defaults as Python values."""
     return {name: _evaluated(value) for name, value in split_defaults(source)[0].items()}
 
 
 def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, version: str) -> list[str]:
-    """Let a tokenizer's chat template begin with the variables of --chat_template_kwargs, and return lines about them.
+    """Prefix a tokenizer's chat template with the variables of --chat_template_kwargs. Returns lines that describe
+    them.
 
-    version: the conversation template. Raises ConfigError where they can't be used.
+    version: the conversation template. Raises ConfigError if the variables can't be used.
     """
     variables = parse_variables(text)
     is_jinja = version in ("chat_template", "processor")
@@ -182,19 +186,19 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, versio
 
 
 def _literal(value: object) -> str:
-    """A JSON value as Jinja writes it, on one line."""
+    """Format a JSON value as a Jinja literal, on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_literal(key)}: {_literal(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
-    if isinstance(value, str):  # not json's escapes of half characters, which Jinja does not join
+    if isinstance(value, str):  # not json's escapes of surrogate pairs: Jinja does not join them
         text = json.dumps(value, ensure_ascii=False)
         return "".join(f"\\u{ord(char):04x}" if char in "\x7f\x85\u2028\u2029" else char for char in text)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _evaluated(literal: str) -> object:
-    """The value of a literal in a template, which may be a stranger's: nothing is computed. Raises ValueError for other
+    """Evaluate a literal from a template, possibly an untrusted one: nothing is computed. Raises ValueError for other
     expressions."""
     try:
         [output] = jinja2.Environment().parse("{{ " + literal + " }}").body
@@ -225,7 +229,7 @@ def _is_literal(text: str) -> bool:
 
 
 def _as_condition(match: re.Match) -> str:
-    """{% generation %} and {% endgeneration %}, which only transformers' own environment knows, as an `if`."""
+    """Replace {% generation %} and {% endgeneration %} by an `if`: only transformers' own environment knows them."""
     return f"{match[1]}{'endif' if match[2] else 'if true'}{match[3]}"
 
 

@@ -1,6 +1,6 @@
-"""Tiles that images are cut into: sizes, their order, and the text in an image's place. No pixels, no files.
+"""Tilings of images: sizes, order, and placeholder text. No pixels, no files.
 
-A tiling says into which tiles an image of a size is cut, so that lengths are known without decoding it.
+A tiling computes the tiles of an image from its size, so that lengths are known without decoding.
 """
 
 import math
@@ -14,9 +14,9 @@ Size = tuple[int, int]  # width, height
 class Cut:
     """Steps from an image to its tiles.
 
-    steps: sizes that it is resized to, one after the other; grid: tiles across and down of the last one, row by row;
-    overview_from: the image that is resized to one more tile, which comes last (0: the one before all steps, 1: the one
-    after the first); None without.
+    steps: sizes to which it is resized in sequence; grid: tiles across and down of the last size, row by row;
+    overview_from: index of the image that is resized to one further, last tile (0: the original, 1: after the first
+    step), or None.
     """
 
     steps: tuple[Size, ...]
@@ -25,14 +25,17 @@ class Cut:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles, with the overview."""
+        """Number of tiles, overview included."""
         return self.grid[0] * self.grid[1] + (self.overview_from is not None)
 
 
 class Tiling(Protocol):
-    """What cuts images into tiles. side: of a tile in pixels; image_token: stands in a conversation for as many
-    features as an image has for each, None where image positions have no text; placeholder: what the chat template
-    writes for an image; takes_whole_images: tiles are the cells of an image, which a tower sees as a whole."""
+    """Rule that cuts images into tiles.
+
+    side: pixels of a tile; image_token: placeholder in a conversation, one per group of features, None if image
+    positions have no text; placeholder: the chat template's text for an image; takes_whole_images: tiles are the cells
+    of an image, and the tower takes the image as a whole.
+    """
 
     side: int
     image_token: str | None
@@ -40,19 +43,19 @@ class Tiling(Protocol):
     takes_whole_images: bool
 
     def cut(self, size: Size) -> Cut:
-        """Return the tiles of an image. Raises DataError for one that can't be cut."""
+        """Compute the tiles of an image. Raises DataError for one that can't be cut."""
 
     def text(self, cut: Cut) -> str:
-        """Return the text in the image's place."""
+        """Placeholder text of the image."""
 
 
 @dataclass(frozen=True)
 class AskedSize:
-    """Size of an image, or of each frame of a video, by the settings of its part of a message.
+    """Size of an image, or of each video frame, from the settings of its part of a message.
 
-    least, most: pixels, of a frame for a video; total: pixels of a video, of which two frames count once; resized:
-    width and height before they are rounded to cells. None where the part has no such setting.
-    Source: fetch_image and fetch_video of qwen-vl-utils, whose bounds take the place of those that are not given.
+    least, most: pixels, per frame for a video; total: pixels of a video, counting two frames as one; resized: width and
+    height before rounding to cells. None for settings that are missing.
+    Source: fetch_image and fetch_video of qwen-vl-utils. Missing bounds take its defaults.
     """
 
     least: float | None = None
@@ -62,9 +65,9 @@ class AskedSize:
 
 
 class Grid(NamedTuple):
-    """Cells of an image, or of a video's moments whose features are in a row, in a sequence.
+    """Cells of an image, or of a video's moments with consecutive features, in a sequence.
 
-    across, down: of a moment; moments: of time; interval: between their positions in the language model.
+    across, down: per moment; moments: in time; interval: between their positions in the language model.
     """
 
     across: int
@@ -75,9 +78,9 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class FlexTiling:
-    """Cells of SigLIP 2 NaFlex: the image in its own shape, at as many cells as there may be, each one feature.
+    """Cells of SigLIP 2 NaFlex: the image in its own shape, with as many cells as allowed, one feature each.
 
-    side: of a cell in pixels; merge: patches along it; most: cells of an image.
+    side: of a cell in pixels; merge: patches along a side; most: cells of an image.
     Source: transformers' Siglip2ImageProcessor, whose cells are single patches.
     """
 
@@ -89,11 +92,11 @@ class FlexTiling:
     merge: int
     most: int
 
-    window: ClassVar[None] = None  # all patches of an image see each other
+    window: ClassVar[None] = None  # all patches of an image attend to each other
 
     def cut(self, size: Size) -> Cut:
-        """The cells of an image."""
-        least, largest = _FLEX_STEP / 10, 100.0  # scales, between which the right one is searched for
+        """Compute the cells of an image."""
+        least, largest = _FLEX_STEP / 10, 100.0  # bounds for the scale search
         while largest - least >= _FLEX_STEP:
             scale = (least + largest) / 2
             across, down = self._cells(size, scale)

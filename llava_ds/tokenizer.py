@@ -1,8 +1,8 @@
-"""Tokenizers with the ids of LLaVA's own code, for any files that a folder may have.
+"""Tokenizers with the ids of LLaVA's own code, for any set of files in a folder.
 
-LLaVA trained with transformers 4.37: sentencepiece if the folder has tokenizer.model (use_fast=False), else
-tokenizer.json as written. transformers 5 rebuilds Llama's and Gemma's tokenizers by its own rules: it may leave out the
-first token, drop sentencepiece's space before a text, and split at other places.
+LLaVA trained with transformers 4.37: sentencepiece if the folder has tokenizer.model (use_fast=False), otherwise
+tokenizer.json as written. transformers 5 rebuilds Llama's and Gemma's tokenizers by its own rules: it may omit the
+first token, drop sentencepiece's space before a text, and split differently.
 """
 
 import copy
@@ -27,8 +27,8 @@ MAX_GAP = 1 << 16  # ids without a token
 _BEGINS_WITH_BOS = {"LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer"}
 # A space is added only at the beginning of the whole text: LlamaTokenizer with legacy=False.
 _FIRST_SPACE_ONLY = "sentencepiece_first_space_only"
-# In tokenizer_config.json of an export, whose tokenizer adds nothing: its chat template writes bos where training had
-# it. The encoder goes on as if the tokenizer added it.
+# Key in tokenizer_config.json of an export whose tokenizer adds nothing: the chat template writes bos as in training.
+# The encoder behaves as if the tokenizer added bos.
 _WITHOUT_ITS_BOS = "llava_ds_without_its_bos"
 
 
@@ -50,14 +50,14 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Texts of all special tokens: those with a name or listed, and those that its files only mark as special, as
-    Gemma's <end_of_turn>."""
+    """Texts of all special tokens: named or listed ones, and ones that the files only mark as special, such as Gemma's
+    <end_of_turn>."""
     marked = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return list(dict.fromkeys([*tokenizer.all_special_tokens, *marked]))
 
 
 def read_template(folder: Path, where: str) -> str | None:
-    """The chat template in a folder's chat_template.jinja; None without one."""
+    """Read the chat template in a folder's chat_template.jinja; None if missing."""
     file = folder / "chat_template.jinja"
     if not file.is_file():
         return None
@@ -83,8 +83,8 @@ def _auto_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_fast=True)
     except AttributeError:
-        # transformers 5.23 opens the config.json of an unknown model_type, as LLaVA's, with its base class, which fails
-        # for the rotary embeddings of Llama 3.1, YaRN and Phi-3.
+        # transformers 5.23 opens the config.json of an unknown model_type, such as LLaVA's, with its base class. That
+        # fails for the rotary embeddings of Llama 3.1, YaRN and Phi-3.
         config = read_config(Path(path) / "config.json", where)
         rest = {key: value for key, value in config.items() if not key.startswith("rope_")}
         rest = PreTrainedConfig.from_dict(rest)
@@ -96,7 +96,7 @@ def _auto_tokenizer(path: str | Path, where: str) -> PreTrainedTokenizerBase:
 def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Rebuild a tokenizer from the files in its folder, with the ids of LLaVA's own code.
 
-    One from no folder, or that was rebuilt already, is returned as it is.
+    A tokenizer without a folder, or one already rebuilt, is returned unchanged.
     """
     folder = Path(tokenizer.name_or_path or "")
     files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -124,7 +124,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
     backend.no_padding()
     backend.no_truncation()
     if declared in _BEGINS_WITH_BOS:
-        # transformers 5 writes flags of its own class that are at their defaults as false or null.
+        # transformers 5 writes flags of its own class that have their defaults as false or null.
         bos = tokenizer.bos_token if config.get("add_bos_token") in (True, None) else None
         eos = tokenizer.eos_token if config.get("add_eos_token") else None
         backend.post_processor = _framing(backend, bos, eos)
@@ -136,7 +136,7 @@ def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedToke
 
 
 def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids that training puts before and behind every text: those that the tokenizer adds."""
+    """Ids that training puts before and after every text: those that the tokenizer adds."""
     if tokenizer.init_kwargs.get(_WITHOUT_ITS_BOS) is True and tokenizer.bos_token_id is not None:
         return [tokenizer.bos_token_id], []
     where = f"the tokenizer of {tokenizer.name_or_path}"
@@ -149,18 +149,18 @@ def framing_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int
 
 
 def begins_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """True where training puts bos before every text, and nothing else."""
+    """True if training puts bos before every text, and nothing else."""
     return tokenizer.bos_token_id is not None and framing_ids(tokenizer) == ([tokenizer.bos_token_id], [])
 
 
 def leave_bos_to_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a tokenizer for which begins_with_bos holds add no token, and say so in its files."""
+    """Stop a tokenizer from adding bos, and note that in its files. Only if begins_with_bos is true."""
     tokenizer.backend_tokenizer.post_processor = _framing(tokenizer.backend_tokenizer, None, None)
     tokenizer.init_kwargs |= {_WITHOUT_ITS_BOS: True, "add_bos_token": False}
 
 
 def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> list[str]:
-    """Add the missing tokens of --mm_use_im_patch_token and --mm_use_im_start_end at the end, and return them.
+    """Append the missing tokens of --mm_use_im_patch_token and --mm_use_im_start_end, and return them.
 
     Source: LLaVA's initialize_vision_tokenizer.
     """
@@ -175,9 +175,9 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -
 
 
 def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows of an embedding that has one for every id: the tokenizer's length, but at least what its ids need.
+    """Number of embedding rows for all ids: the tokenizer's length, or more if its largest id needs more.
 
-    Raises ConfigError for ids so far apart that the rows between would fill the memory.
+    Raises ConfigError for ids so far apart that the rows between them would fill the memory.
     """
     count, last = len(tokenizer), max(tokenizer.get_vocab().values())
     if last > count + MAX_GAP:
@@ -189,23 +189,24 @@ def num_rows(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def note_rows(tokenizer: PreTrainedTokenizerBase, rows: int, leaving_out: tuple[str, ...] = ()) -> None:
-    """Note on a tokenizer how many rows the model's embedding has, for encoders: the two go everywhere together.
+    """Note on a tokenizer how many rows the model's embedding has, for encoders: the tokenizer goes wherever the
+    encoder goes.
 
-    leaving_out: tokens that may lie beyond them, for they stand for features.
+    leaving_out: tokens that may have ids beyond the rows, because features replace them.
     """
     beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows and token not in leaving_out}
     tokenizer._embedding_rows = (rows, dict(sorted(beyond.items()))) if beyond else None
 
 
 def rows_noted(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The rows of the model's embedding where the tokenizer has ids beyond them; None where all have a row, or where no
-    model is known."""
+    """Number of rows of the model's embedding if the tokenizer has ids beyond them; None if all ids have a row, or if
+    no model is known."""
     noted = getattr(tokenizer, "_embedding_rows", None)
     return None if noted is None else noted[0]
 
 
 def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A line about the tokens beyond the rows of the model's embedding (note_rows); [] where there are none."""
+    """Line about the tokens beyond the rows of the model's embedding (note_rows); [] if none."""
     if rows_noted(tokenizer) is None:
         return []
     rows, beyond = tokenizer._embedding_rows
@@ -218,7 +219,7 @@ def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
-    """Beginnings of texts that need one more space to be tokenized as by LLaVA; None if there are none.
+    """Pattern of text beginnings that need one more space to match LLaVA's tokenization, or None.
 
     With legacy=False, 4.37 adds a space to every text that does not begin with a special token. The tokenizers library
     adds none to a text that begins with a space or an added token.
@@ -230,7 +231,7 @@ def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None
 
 
 def _read_sentencepiece(path: Path):
-    """The parsed BPE model; None if there is none, or another kind of file (tiktoken's has the same name)."""
+    """Parse a BPE model; None if it is missing or another kind of file (tiktoken uses the same name)."""
     if not path.is_file():
         return None
     module = import_protobuf()
@@ -255,10 +256,10 @@ def _declared_tokens(folder: Path, config: dict) -> set[str]:
 def _from_sentencepiece(
     tokenizer: PreTrainedTokenizerBase, proto, declared: set[str], first_space_only: bool
 ) -> Tokenizer:
-    """A backend with sentencepiece's steps: normalisation, spaces, symbols that are never split, merges.
+    """Build a backend with sentencepiece's steps: normalisation, spaces, unsplittable symbols, merges.
 
-    Source: sentencepiece's normalizer and 4.37's LlamaTokenizer, which tokenizes the text between added tokens
-    separately.
+    Source: sentencepiece's normalizer, and 4.37's LlamaTokenizer (it tokenizes the text between added tokens
+    separately).
     """
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     types = type(proto.pieces[0])
@@ -296,7 +297,7 @@ def _from_sentencepiece(
 
 
 def _escaped(text: str) -> str:
-    """The text as a regular expression for the tokenizers library."""
+    """Escape a text as a regular expression for the tokenizers library."""
     return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
 
 
@@ -318,7 +319,7 @@ def _framing(backend: Tokenizer, bos: str | None, eos: str | None) -> processors
 
 
 def _split_at_spaces(backend: Tokenizer) -> None:
-    """Apply merges word by word, which is many times faster, if no token crosses the beginning of a word."""
+    """Apply merges word by word (many times faster) if no token crosses the beginning of a word."""
     state = json.loads(backend.to_str())
     model, scheme = state["model"], state["pre_tokenizer"] or {}
     alone = scheme.get("type") == "Metaspace" and not scheme.get("split", True)
@@ -331,7 +332,7 @@ def _split_at_spaces(backend: Tokenizer) -> None:
 
 
 def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, marks: dict[str, bool]) -> TokenizersBackend:
-    """The backend in transformers' generic class, which reads tokenizer.json as written. marks: of our own, for
+    """Wrap the backend in transformers' generic class, which reads tokenizer.json as written. marks: our own keys for
     tokenizer_config.json."""
     named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     vocab = backend.get_vocab(with_added_tokens=True)
@@ -353,7 +354,7 @@ def _wrapped(tokenizer: PreTrainedTokenizerBase, backend: Tokenizer, marks: dict
 
 
 def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of the backend without padding, truncation, and added first or last tokens."""
+    """Copy the backend without padding, truncation, and added first or last tokens."""
     backend = copy.deepcopy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -363,7 +364,7 @@ def copy_of_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def with_token(backend: Tokenizer, text: str) -> Tokenizer:
-    """A copy with a text as one special token."""
+    """Copy a backend, with a text as one special token."""
     backend = copy.deepcopy(backend)
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
     return backend

@@ -1,4 +1,4 @@
-"""Videos: which frames of them are used. No pixels, no files."""
+"""Selection of video frames. No pixels, no files."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ import numpy as np
 from llava_ds.constants import DataError
 from llava_ds.tilings import Cut, Size
 
-LEAST_FRAMES = {2: 4}  # by Clip.factor, of a video whose part asks for no number of them. Source: qwen-vl-utils
+LEAST_FRAMES = {2: 4}  # by Clip.factor, for videos without a number of frames in their part. Source: qwen-vl-utils
 
 
 class Footage(NamedTuple):
-    """Frames that a video has, and how many of them are a second."""
+    """Number of frames of a video, and frames per second."""
 
     num_frames: int
     rate: float
@@ -23,9 +23,9 @@ class Footage(NamedTuple):
 class Clip:
     """Settings of one video, from its part of a message. None: the run's.
 
-    rate: frames of a second, where they are given as images; fps: frames of a second to choose; num_frames: in all;
-    least, most: bounds of their number where it is not given; start, end: seconds; factor: the number is a multiple of
-    it; chooses: False if the frames are the run's choice.
+    rate: frames per second, if they are given as images; fps: frames per second to choose; num_frames: total; least,
+    most: bounds of their number if it is not given; start, end: seconds; factor: the number is a multiple of it;
+    chooses: False if the run's flags choose the frames.
     """
 
     rate: float | None = None
@@ -39,7 +39,8 @@ class Clip:
     chooses: bool = False
 
     def span(self, footage: Footage) -> tuple[int, int]:
-        """The first and the last frame between start and end. Raises DataError where there are no two.
+        """Return the first and last frame between start and end. Raises DataError if fewer than two frames are in
+        between.
 
         Source: qwen-vl-utils' calculate_video_frame_range.
         """
@@ -58,9 +59,9 @@ class Clip:
         return first, final
 
     def frames(self, footage: Footage, choice: "FrameChoice") -> list[int]:
-        """Rising indices of the frames to use of a video file. Raises DataError for a number that it can't have.
+        """Return ascending indices of the frames to use from a video file. Raises DataError for an impossible number.
 
-        Source: qwen-vl-utils' smart_nframes, with the bounds of the run in the place of its own.
+        Source: qwen-vl-utils' smart_nframes, with the run's bounds instead of its own.
         """
         first, last = self.span(footage)
         total, factor = last - first + 1, self.factor
@@ -83,8 +84,8 @@ class Clip:
 
 
 class FrameChoice(NamedTuple):
-    """Frames to use of a video: --video_fps, --frames_upbound (0: no bound) and --force_sample; clip: settings of its
-    part of a message."""
+    """Which frames of a video to use: --video_fps, --frames_upbound (0: no bound) and --force_sample. clip: settings of
+    its part of a message."""
 
     fps: int
     most: int
@@ -93,9 +94,8 @@ class FrameChoice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A video in a sequence. moments: its frames that are features of their own; seconds: from one to the next;
-    interval: between their positions in the language model; text: in the video's place, with image_token for features.
-    """
+    """A video in a sequence. moments: groups of frames with separate features; seconds: from one to the next; interval:
+    between their positions in the language model; text: placeholder text, with image_token for features."""
 
     moments: int
     seconds: float
@@ -105,16 +105,16 @@ class Timing(NamedTuple):
 
 
 class VideoRule(Protocol):
-    """An architecture's own videos. moment: frames that share tiles."""
+    """Rule for an architecture's own videos. moment: frames that share tiles."""
 
     moment: int
 
     def cut(self, size: Size, num_frames: int) -> Cut:
-        """Return the tiles of each frame of a video. Raises DataError for one that the model can't read."""
+        """Compute the tiles of each frame of a video. Raises DataError for one that the model can't read."""
 
     def timing(self, cut: Cut, indices: list[int], footage: Footage, span: int) -> Timing:
-        """Return moments and text of a video's frames. indices: of the frames; span: frames of the video between the
-        first and the last that may be used."""
+        """Compute moments and text of a video's frames. indices: of the frames; span: number of frames of the video
+        from the first to the last usable one."""
 
 
 def even_frames(num_frames: int, most: int) -> list[int]:
@@ -123,10 +123,10 @@ def even_frames(num_frames: int, most: int) -> list[int]:
 
 
 def video_frames(num_frames: int, frame_rate: float, choice: FrameChoice) -> list[int]:
-    """Rising indices of the frames to use of a video file: so many per second, evenly spread if too many.
+    """Ascending indices of the frames to use from a video file: choice.fps per second, evenly spread if too many.
 
-    A forced choice has always as many, some repeated if the video has fewer.
-    Source: LLaVA-NeXT's process_video_with_decord.
+    A forced choice always has the same number, with repetitions if the video has fewer. Source: LLaVA-NeXT's
+    process_video_with_decord.
     """
     if choice.clip is not None and choice.clip.chooses:
         return choice.clip.frames(Footage(num_frames, frame_rate), choice)
@@ -136,14 +136,14 @@ def video_frames(num_frames: int, frame_rate: float, choice: FrameChoice) -> lis
 
 
 def used_frames(kind: Literal["frames", "video"], footage: Footage, choice: FrameChoice) -> list[int]:
-    """Rising indices of the frames to use of a list of frames, or of a video file."""
+    """Ascending indices of the frames to use from a list of frames or a video file."""
     if kind == "frames":
         return even_frames(footage.num_frames, choice.most)
     return video_frames(*footage, choice)
 
 
 def _rounded_spread(first: int, last: int, count: int) -> list[int]:
-    """Indices from first to last, evenly spread, to the nearest. Source: torch.linspace in single precision."""
+    """Indices from first to last, evenly spread and rounded. Source: torch.linspace in single precision."""
     step = np.float32(last - first) / np.float32(max(1, count - 1))
     numbers = np.arange(count, dtype=np.float32)
     from_first, from_last = first + step * numbers, last - step * (count - 1 - numbers)

@@ -1,1 +1,1 @@
-"""The flags of a run: their fields, bounds, parsing and checks."""
+"""The flags of a run: fields, bounds, parsing and checks."""

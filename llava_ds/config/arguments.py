@@ -1,4 +1,4 @@
-"""The flags of a training run: LLaVA's and Hugging Face's names, in three frozen sections and those of extensions.
+"""The flags of a training run, under LLaVA's and Hugging Face's names: three frozen sections, and extensions' sections.
 
 parsing.py reads them.
 """
@@ -48,17 +48,17 @@ __all__ = [
 
 
 def declared_by(section: object) -> dict[str, Flag]:
-    """The flags that a section, or its class, declares."""
+    """Return the flags declared by a section or its class."""
     return {field.name: field.metadata["flag"] for field in dataclasses.fields(section) if "flag" in field.metadata}
 
 
-SECTIONS = (ModelArguments, DataArguments, TrainingArguments)  # of the core; each extension has one of its own
+SECTIONS = (ModelArguments, DataArguments, TrainingArguments)  # the core's; each extension has its own section
 FLAGS = {name: flag for section in SECTIONS for name, flag in declared_by(section).items()}
 
 
 def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> dict[str, ExtensionFlags]:
-    """The extensions that a run has, by their flags, in the table's order: those that are always there or that a flag
-    of the core asks for, and those with a flag that has not its default. core: the sections of the core."""
+    """Select the extensions of a run, in the table's order: those always on, requested by a flag of the core, or with a
+    flag that differs from its default. own: flags by extension; core: the sections of the core."""
     values = {name: value for section in core for name, value in vars(section).items()}
     found = {name: flags_class(name)() for name in asked_for(values)}
     by_flags = {name: flags for name, flags in own.items() if not EXTENSIONS[name].adds and flags != type(flags)()}
@@ -67,7 +67,7 @@ def loaded(own: Mapping[str, ExtensionFlags], core: Iterable[object] = ()) -> di
 
 
 def traits_of(objective: str, own: Mapping[str, ExtensionFlags]) -> ObjectiveTraits:
-    """The traits of an objective that the core has, or one of the extensions."""
+    """Return the traits of an objective, defined by the core or an extension."""
     return next(filter(None, (flags.traits(objective) for flags in own.values())), ObjectiveTraits())
 
 
@@ -75,7 +75,7 @@ def traits_of(objective: str, own: Mapping[str, ExtensionFlags]) -> ObjectiveTra
 class Arguments:
     """All sections, and the names of the flags that the user wrote (command line or recipe).
 
-    own: the flags of each extension that the run has, by its name.
+    own: flags of each of the run's extensions, by name.
     """
 
     model: ModelArguments
@@ -93,29 +93,29 @@ class Arguments:
 
     @property
     def sections(self) -> list[object]:
-        """The sections, with those of the extensions."""
+        """All sections, including the extensions'."""
         return [self.model, self.data, self.training, *self.own.values()]
 
     @property
     def flags(self) -> dict[str, Flag]:
-        """The declaration of every flag that the run has."""
+        """Declarations of all the run's flags."""
         return {name: flag for section in self.sections for name, flag in declared_by(section).items()}
 
     @property
     def traits(self) -> ObjectiveTraits:
-        """The traits of the objective that the run has."""
+        """Traits of the run's objective."""
         return traits_of(self.training.objective, self.own)
 
     @property
     def own_models(self) -> dict[str, Path]:
-        """The folders of models that flags of extensions name."""
+        """Model folders named by flags of extensions."""
         flags = {name: flag for section in self.own.values() for name, flag in declared_by(section).items()}
         values = self.as_dict()
         return {name: Path(values[name]) for name in flags if flags[name].path == "model" and values[name] is not None}
 
     @property
     def extra_moments(self) -> int:
-        """Numbers that extensions keep for each trained weight among the optimizer's states."""
+        """Numbers per trained weight that extensions add to the optimizer's states."""
         return sum(flags.moments for flags in self.own.values())
 
     @property
@@ -130,59 +130,59 @@ class Arguments:
 
     @property
     def mlp_tokens(self) -> int | None:
-        """Tokens that an MLP of the language model takes at a time; None for all."""
+        """Tokens that an MLP of the language model processes at a time; None for all."""
         return next((flags.mlp_tokens for flags in self.own.values() if flags.mlp_tokens is not None), None)
 
     @property
     def rewinds(self) -> bool:
-        """True if an extension may take the run back to a checkpoint."""
+        """True if an extension may return the run to an earlier checkpoint."""
         return any(flags.rewinds for flags in self.own.values())
 
     @property
     def all_axes(self) -> tuple[Axis, ...]:
-        """The axes of the mesh, in the order of their ranks, those inside that of the data last."""
+        """Axes of the mesh in rank order; those inside the data axis come last."""
         found = (flags.axis for flags in self.own.values())
         axes = (axis for axis in found if axis is not None and axis.size > 1)
         return tuple(sorted(axes, key=lambda axis: (axis.in_data, axis.order)))
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Those beside that of the data, whose ranks have the same samples."""
+        """Axes outside the data axis: their ranks have the same samples."""
         return tuple(axis for axis in self.all_axes if not axis.in_data)
 
     def size_of(self, axis: str) -> int:
-        """Ranks on an axis; 1 for one that the run does not have."""
+        """Number of ranks on an axis; 1 if the run does not have it."""
         return next((each.size for each in self.all_axes if each.name == axis), 1)
 
     @property
     def broken(self) -> frozenset[str]:
-        """Keys of PROPERTIES that flags of extensions take away."""
+        """Keys of PROPERTIES that flags of extensions make false."""
         return frozenset(key for flags in self.own.values() for *_, breaks in flags.features() for key in breaks)
 
     @property
     def ranks_per_sample(self) -> int:
-        """Ranks that train on the same samples."""
+        """Number of ranks that train on the same samples."""
         return math.prod(axis.size for axis in self.axes)
 
     @property
     def ranks_per_token(self) -> int:
-        """Of these, those that share the tokens of every micro-batch."""
+        """Number of these ranks that share the tokens of every micro-batch."""
         return math.prod(axis.size for axis in self.axes if not axis.divides_model)
 
     @property
     def zeros(self) -> dict[str, str]:
-        """The use of a 0, by the extension's flag."""
+        """Meaning of a 0, by the extension's flag."""
         return {name: what for flags in self.own.values() for name, what in flags.zeros.items()}
 
     @property
     def evaluates(self) -> bool:
-        """True if there is something that evaluations measure."""
+        """True if evaluations have something to measure."""
         data = self.data
         own = any(flags.evaluates for flags in self.own.values())
         return bool(data.eval_fraction) or data.eval_data_path is not None or own
 
     def replaced(self, **values: object) -> "Arguments":
-        """A copy in which every named flag has another value, in whichever section it is."""
+        """Copy with new values for the named flags, in whichever section they are."""
 
         def with_values(section: object) -> object:
             return dataclasses.replace(section, **{k: v for k, v in values.items() if k in declared_by(section)})
@@ -198,7 +198,7 @@ class Arguments:
         return {name: getattr(section, name) for section in self.sections for name in declared_by(section)}
 
     def same_on_every_rank(self) -> dict[str, object]:
-        """The flags whose value no rank may have differently: all but paths and those of a machine, by their name."""
+        """Flags that must have the same value on every rank (no paths, no per-machine flags), by name."""
         flags = self.flags
         return {
             f"--{name}": value
@@ -208,23 +208,23 @@ class Arguments:
 
 
 def every_objective() -> dict[str, ObjectiveTraits]:
-    """The objectives that extensions add, and their traits."""
+    """Objectives added by extensions, and their traits."""
     names = [(name, value) for name, trigger in EXTENSIONS.items() for value in trigger.adds.get("objective", ())]
     return {value: flags_class(name)().traits(value) for name, value in names}
 
 
 def every_section() -> list[type]:
-    """The classes of all sections, with those of extensions that no flag asked for."""
+    """Classes of all sections, including extensions that no flag requested."""
     return [*SECTIONS, *map(flags_class, EXTENSIONS)]
 
 
 def every_flag() -> dict[str, Flag]:
-    """The declaration of every flag that there is."""
+    """Declarations of all existing flags."""
     return {name: flag for section in every_section() for name, flag in declared_by(section).items()}
 
 
 def declared_in(names: Collection[str]) -> dict[str, Flag]:
-    """The declarations of the core's flags, and of those of the extensions that some names belong to."""
+    """Declarations of the core's flags, and of extensions that own any of these names."""
     return {**FLAGS, **{flag: of for name in owners(names) for flag, of in declared_by(flags_class(name)).items()}}
 
 
@@ -234,7 +234,7 @@ def flags_free_on_resume(flags: Mapping[str, Flag], rewinds: bool = False) -> se
 
 
 def flag_default(name: str) -> object:
-    """The value of a flag that is not given; None for a name that is no flag."""
+    """Default of a flag; None for an unknown name."""
     sections = (*SECTIONS, *map(flags_class, owners([name])))
     return next((getattr(section, name) for section in sections if hasattr(section, name)), None)
 

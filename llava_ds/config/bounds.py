@@ -1,4 +1,4 @@
-"""Numbers and lengths of time that people write: bounds, declared beside the field or flag and checked in one place."""
+"""Numbers and durations given by users: bounds, declared with the field or flag and checked in one place."""
 
 import argparse
 import json
@@ -11,13 +11,13 @@ from typing import Annotated
 
 from llava_ds.constants import ConfigError, in_short
 
-MOST = 2**31 - 1  # of counts: what torch, numpy and C accept everywhere, and more than anybody needs
+MOST = 2**31 - 1  # largest count: torch, numpy and C accept it everywhere
 _UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The values that a number may have; above and below: without the end itself. nan is never one."""
+    """Allowed values of a number. above, below: exclude the limit itself. nan is never allowed."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -33,7 +33,7 @@ class Bounds:
 
     @property
     def range(self) -> str:
-        """A sentence for the help text, like "At least 1."; empty where any whole number is allowed."""
+        """Sentence for the help text, like "At least 1."; empty if any whole number is allowed."""
         if self.least <= -MOST:
             return ""
         if self.most >= MOST:
@@ -43,7 +43,7 @@ class Bounds:
         return f"{self.least:g} to {'below ' * self.below}{self.most:,.10g}."
 
     def expected(self, value: float) -> str:
-        """The values to give in place of one outside: "1 or more"."""
+        """Remedy for a value out of bounds, like "1 or more"."""
         if 1 < self.most < value < math.inf:
             return f"{self.most:,} or less"
         if self.least == -math.inf:
@@ -54,13 +54,13 @@ class Bounds:
         return f"a value {first} to {'below ' * self.below}{self.most:g}"
 
 
-OWN_RANGE = "image"  # of --image_value_range: each image's least and largest value
+OWN_RANGE = "image"  # value of --image_value_range: each image's own minimum and maximum
 
 
 def range_of_values(text: object) -> tuple[float, float] | None:
-    """The values of --image_value_range that become black and white; None for each image's own.
+    """Parse --image_value_range to the values that become black and white; None for each image's own range.
 
-    Raises ConfigError for other texts than image, or two finite numbers like 0,4095.
+    Raises ConfigError unless the text is image, or two finite numbers like 0,4095.
     """
     if text == OWN_RANGE:
         return None
@@ -79,27 +79,29 @@ def range_of_values(text: object) -> tuple[float, float] | None:
 Whole = Annotated[int, Bounds(-MOST, MOST)]
 NotNegative = Annotated[int, Bounds(0, MOST)]
 Count = Annotated[int, Bounds(1, MOST)]
-Workers = Annotated[int, Bounds(0, 4096)]  # processes; a machine ends before its kernel's limit
-Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # numpy takes no other
+Workers = Annotated[int, Bounds(0, 4096)]  # processes; a machine fails before its kernel's limit
+Seed = Annotated[int, Bounds(0, 2**32 - 1)]  # all that numpy accepts
 Number = Annotated[float, Bounds()]
 AtLeastOne = Annotated[float, Bounds(1)]
 Rate = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
-Seconds = Annotated[float, Bounds(0, 10**9)]  # the system's clocks and waits take no more than some 292 years
+Seconds = Annotated[float, Bounds(0, 10**9)]  # the system's clocks and waits accept at most some 292 years
 Part = Annotated[float, Bounds(0, 1)]
 PartAboveZero = Annotated[float, Bounds(0, 1, above=True)]
 PartBelowOne = Annotated[float, Bounds(0, 1, below=True)]
 
 
 def bounds_of(section: type) -> dict[str, Bounds]:
-    """The bounds of a dataclass's fields by name, of those whose types have some (also in `Count | None`)."""
+    """Collect the bounds of a dataclass's fields by name, for fields whose types have bounds (also in `Count |
+    None`)."""
     assert is_dataclass(section)
     kinds = typing.get_type_hints(section, include_extras=True)
     return {name: bounds for name, kind in kinds.items() if (bounds := _bounds_in(kind)) is not None}
 
 
 def out_of_bounds(values: dict[str, object], sections: Iterable[type]) -> list[str]:
-    """A line for every number outside the bounds of its field; words, which some fields take too, are skipped."""
+    """Describe every number out of the bounds of its field, one line each. Words, which some fields also accept, are
+    skipped."""
     problems = []
     for name, bounds in (pair for section in sections for pair in bounds_of(section).items()):
         value = values[name]
@@ -109,7 +111,7 @@ def out_of_bounds(values: dict[str, object], sections: Iterable[type]) -> list[s
 
 
 def number(kind: type) -> Callable[[str], float]:
-    """The `type=` of a flag of argparse's that takes one of the numbers above, like number(Count)."""
+    """Build the `type=` of an argparse flag for one of the number types above, like number(Count)."""
     base, bounds = typing.get_args(kind)
 
     def read(text: str) -> base:
@@ -126,13 +128,14 @@ def number(kind: type) -> Callable[[str], float]:
 
 
 def part_of_steps_problem(name: str, value: float | None) -> Iterator[str]:
-    """A line for a number of steps, or a part of all of them, that is neither."""
+    """Describe a value that is not a valid number of steps, and not a fraction of all steps."""
     if value is not None and math.isfinite(value) and value >= 1 and value != int(value):
         yield f"--{name} is {value:g}: give a whole number of steps, or a part of all steps below 1"
 
 
 def seconds_of(text: str) -> int:
-    """The seconds in 3h50m, 90s, 1d or a plain number of seconds. Raises ConfigError for anything else, and for 0."""
+    """Parse a duration like 3h50m, 90s, 1d or a plain number of seconds. Raises ConfigError for other texts, and for
+    0."""
     if text.isdecimal() and len(text) < 20:
         total = int(text)
     else:
@@ -147,7 +150,7 @@ def seconds_of(text: str) -> int:
 
 
 def json_object(text: str) -> dict:
-    """The object in a flag's JSON. Raises ValueError, also where a key comes twice or a number is not finite."""
+    """Parse a JSON object in a flag. Raises ValueError, also for repeated keys and non-finite numbers."""
     try:
         found = json.loads(text, object_pairs_hook=_each_once, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
@@ -171,13 +174,13 @@ def _finite(text: str) -> float:
 
 
 def in_a_line(message: str) -> str:
-    """Rewrite argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and its own words behind a colon."""
+    """Rewrite argparse's "argument --limit: is 0: ..." as "--limit is 0: ...", and put its own words after a colon."""
     pattern = r"^argument ([^\s:/]+)[^\s:]*:( (?:invalid|expected|ignored|not allowed) )?"
     return re.sub(pattern, lambda found: f"{found[1]}:{found[2]}" if found[2] else found[1], message)
 
 
 def takes(action: argparse.Action, value: str) -> bool:
-    """True if a flag may have been meant by a misspelled one that stands before this value ("" for none)."""
+    """True if a misspelled flag with this value ("" for none) may have meant this flag."""
     if not value or value.startswith("--"):
         return True
     if action.nargs == 0 or (value in ("True", "False") and not _is_switch(action)):

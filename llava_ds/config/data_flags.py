@@ -1,4 +1,4 @@
-"""Flags of the data: records and images, and how they become tokens."""
+"""Flags of the data: records and images, and their conversion to tokens."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,7 +8,7 @@ from llava_ds.config.bounds import MOST, Bounds, Count, NotNegative, Part, PartB
 from llava_ds.config.flags import flags_of
 from llava_ds.constants import MAX_IMAGE_PIXELS, PILLOW_MAX_PIXELS
 
-# Flags that choose an order of the samples, and its name in data/sample_order.py.
+# Flags that choose an order of the samples, with its name in data/sample_order.py.
 GROUPINGS = {
     "group_by_modality_length": "modality",
     "group_by_modality_length_auto": "modality_auto",
@@ -17,7 +17,7 @@ GROUPINGS = {
     "group_by_length_bucket": "bucket",
 }
 
-# Declarations of flags by their group; _free: of those that a resumed run may change freely.
+# Declarations of flags by group; _free: flags that a resumed run may change freely.
 _data, _data_free = flags_of("data")
 _images, _images_free = flags_of("images")
 _eval, _eval_free = flags_of("eval")

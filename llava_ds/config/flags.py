@@ -1,4 +1,4 @@
-"""The declaration of a flag: one dataclass field with its default, its help text and all that code asks about it."""
+"""Declaration of a flag: a dataclass field with default, help text and metadata."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 
 from llava_ds.config.hf_argparser import HfArg
 
-# Titles under which --help shows the core's flags, in its order; an extension's group has its name.
+# Titles of the core's flag groups in --help, in order; an extension's group has its name.
 GROUPS = {
     "run": "the run",
     "model": "the model",
@@ -29,22 +29,22 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Flag:
-    """All that code asks about a flag beside its type, bounds, default and help.
+    """Metadata of a flag besides type, bounds, default and help.
 
     group: a key of GROUPS, or an extension's name.
-    path: None for a flag that is no path. model: a model's folder, which might be mistaken for a name on the hub;
-    pattern: a file or folder, or a pattern like shard-*.tar; output: a folder that can be created; unchecked: one that
-    is looked at later.
-    remote: whether it may also be the URL of an object in a store.
-    only_to_train: whether the path is checked for training alone, and not for scripts that only read the flags.
-    resume: the value that a resumed run may have. compared: that of the checkpoint, unless --allow_changed_flags names
-    the flag; free: any, for it gives the same model (of a path: what lies there is compared); rewind: any, unless the
-    run may go back to a checkpoint, which makes it decide about steps; layout: any, where the loss does not depend on
-    the layout; placement: any, for the layout stays.
-    per_machine: whether each machine may have another value. A path may be another on each.
-    shares_samples: whether it is a number of ranks with the same samples.
-    of_micro_batch: whether the loss depends on the layout by another value than the default.
-    goes_with: of an extension's flag, the values that read it of those that the extension adds to a flag of the core.
+    path: None for a flag that is not a path. model: a model's folder, which might be mistaken for a name on the hub;
+    pattern: a file or folder, or a pattern like shard-*.tar; output: a folder that can be created; unchecked: checked
+    later.
+    remote: the path may also be the URL of an object in a store.
+    only_to_train: the path is checked only for training, not for scripts that merely read the flags.
+    resume: the values allowed in a resumed run. compared: the checkpoint's, unless --allow_changed_flags names the
+    flag; free: any, because the model stays the same (for a path, the contents are compared); rewind: any, unless the
+    run may go back to a checkpoint and the flag thus affects steps; layout: any, if the loss does not depend on the
+    layout; placement: any, because the layout stays the same.
+    per_machine: each machine may have another value. Paths may always differ.
+    shares_samples: the value is a number of ranks with the same samples.
+    of_micro_batch: the loss depends on the layout if the value is not the default.
+    goes_with: for an extension's flag: which of the values that the extension adds to a flag of the core use it.
     """
 
     group: str
@@ -59,9 +59,9 @@ class Flag:
 
 
 def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Two functions that declare fields as flags of a group; a resumed run may freely change those of the second.
+    """Build two functions that declare fields as flags of a group. A resumed run may freely change flags of the second.
 
-    about: more fields of Flag that all of them have.
+    about: further fields of Flag for all these flags.
     """
     return partial(_declare, group=group, **about), partial(_declare, group=group, resume="free", **about)
 
@@ -69,12 +69,12 @@ def flags_of(group: str, **about: object) -> tuple[Callable[..., object], Callab
 def _declare(
     default: object, help: str, *, aliases: tuple[str, ...] = (), argparse: dict | None = None, **about: object
 ) -> object:
-    """A field that is a flag. about: the fields of Flag; argparse: more options of add_argument."""
+    """Declare a field as a flag. about: the fields of Flag; argparse: further options of add_argument."""
     metadata = {**(argparse or {}), "flag": Flag(**about)}
     return HfArg(default=default, help=help, aliases=list(aliases), metadata=metadata)
 
 
 def joined(value: str | list[str] | None) -> str | None:
-    """Words with commas between them; None for none."""
+    """Join words with commas; None for none."""
     words = [value] if isinstance(value, str) else value or []
     return ",".join(word for each in words for word in each.replace(",", " ").split()) or None

@@ -1,5 +1,5 @@
-"""transformers' parser of dataclasses, from its own file alone: to import the package takes most of a second, which
---help and a wrong flag would wait for."""
+"""transformers' parser of dataclasses, loaded from its own file. Importing the whole package takes most of a second, a
+delay for --help and for wrong flags."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def _module() -> ModuleType:
-    """transformers/hf_argparser.py (5.23), which imports nothing else of the package."""
+    """Load transformers/hf_argparser.py (5.23). It imports nothing else of the package."""
     package = importlib.util.find_spec("transformers")
     path = Path(package.submodule_search_locations[0], "hf_argparser.py")
     spec = importlib.util.spec_from_file_location(f"{__name__}.transformers", path)

@@ -1,4 +1,4 @@
-"""Flags of the model: its folders, its composition, and which parts of it train."""
+"""Flags of the model: its folders, its composition, and its trained parts."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from llava_ds.config.bounds import Count, NotNegative, Whole
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import ExtensionFlags
 
-# Declarations of flags by their group; _free: of those that a resumed run may change freely.
+# Declarations of flags by group; _free: flags that a resumed run may change freely.
 _model, _model_free = flags_of("model")
 _tower, _tower_free = flags_of("tower")
 _trainable, _ = flags_of("trainable")
@@ -18,7 +18,7 @@ _images, _ = flags_of("images")
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Flags of the model, and of the parts of it that train. own: Arguments.own, for what extensions make of it."""
+    """Flags of the model and of its trained parts. own: Arguments.own, for extensions that change the model."""
 
     model_name_or_path: str | None = _model_free(
         None,
@@ -149,20 +149,21 @@ TUNABLE_PARTS = {
 }
 
 
-# A vendor's flags, of which one that is not given leaves its part frozen.
+# A vendor's flags. Omitted ones leave their part frozen.
 TUNING_FLAGS = {"tune_mm_vision": "vision_tower", "tune_mm_mlp": "projector", "tune_mm_llm": "language_model"}
 
 
 def adapted_parts(model: ModelArguments) -> frozenset[str]:
-    """The parts beside whose layers an extension trains others, of vision_tower, projector and language_model."""
+    """Parts with adapters: an extension trains additional layers in them. From vision_tower, projector and
+    language_model."""
     return frozenset(part for flags in model.own.values() for part in flags.adapted_parts)
 
 
 def trained_parts(model: ModelArguments) -> frozenset[str]:
-    """The parts that train, of vision_tower, projector, language_model and output_layer (the language model's alone).
+    """Parts that train, from vision_tower, projector, language_model and output_layer (the language model's alone).
 
-    Of adapted_parts the language model alone is one of them, for the others train in full here. A part is one, too, if
-    only its last layers train (--unfreeze_topk_llm).
+    With adapters, only the language model of adapted_parts is included, because the others train in full here. A part
+    also counts if only its last layers train (--unfreeze_topk_llm).
     """
     last = {"language_model": model.unfreeze_topk_llm, "vision_tower": model.unfreeze_topk_vision}
     parts, adapted = chosen_parts(model) | {part for part, count in last.items() if count}, adapted_parts(model)
@@ -172,16 +173,16 @@ def trained_parts(model: ModelArguments) -> frozenset[str]:
 
 
 def tower_folders(vision_tower: str | None) -> tuple[str, ...]:
-    """The folders that --vision_tower names: one, or several with a comma between."""
+    """Folders in --vision_tower: one, or several separated by commas."""
     if vision_tower is None:
         return ()
     return (vision_tower,) if os.path.isdir(vision_tower) else tuple(vision_tower.split(","))
 
 
 def chosen_parts(model: ModelArguments) -> frozenset[str]:
-    """The parts that LLaVA's and the vendors' flags choose, whatever is said of adapters and of last layers.
+    """Parts chosen by LLaVA's and the vendors' flags, before adapters and last layers are considered.
 
-    Source: LLaVA's and LLaVA-NeXT's train(), whose --freeze_backbone leaves the output layer training, and
+    Source: LLaVA's and LLaVA-NeXT's train() (its --freeze_backbone leaves the output layer trainable), and
     qwen-vl-finetune's set_model.
     """
     tuned = {flag: getattr(model, flag) for flag in TUNING_FLAGS}
@@ -194,18 +195,18 @@ def chosen_parts(model: ModelArguments) -> frozenset[str]:
     if not model.freeze_mm_mlp_adapter:
         parts.add("projector")
     if not model.tune_mm_mlp_adapter:
-        # With adapters all of the language model is frozen: --freeze_backbone changes nothing beside them.
+        # Adapters freeze the whole language model: --freeze_backbone then changes nothing.
         parts.add("output_layer" if model.freeze_backbone and not adapted_parts(model) else "language_model")
     return frozenset(parts)
 
 
 def trains_projector_only(model: ModelArguments) -> bool:
-    """True for stage 1, which writes a projector and no whole model."""
+    """True for stage 1: it writes only a projector."""
     return trained_parts(model) == {"projector"} and not adapted_parts(model)
 
 
 def trains_new_rows(model: ModelArguments) -> bool:
-    """True if stage 1 trains the input embeddings beside the projector, for the tokens around images.
+    """True if stage 1 also trains the input embeddings, for the tokens around images.
 
     Source: LLaVA's initialize_vision_tokenizer.
     """

@@ -1,7 +1,7 @@
-"""Flags and words of other trainers' scripts: those that are accepted without effect, and those that have another name.
+"""Flags and words of other trainers' scripts: accepted ones without effect, and ones with another name here.
 
-LLaVA's and LLaVA-NeXT's scripts run as they are; the names of qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and
-DeepSpeed-Chat lead to ours.
+LLaVA's and LLaVA-NeXT's scripts run unchanged; names from qwen-vl-finetune, ms-swift, TRL, LLaMA-Factory and
+DeepSpeed-Chat are mapped to ours in messages.
 """
 
 import argparse
@@ -21,8 +21,8 @@ CHECKPOINTING = {
     **dict.fromkeys(("false", "f", "no", "n", "0"), "off"),
 }
 
-# Flags of LLaVA's and LLaVA-NeXT's scripts that change nothing: the values that may be given (None: any), and the
-# reason why no code reads them. Those that are given are printed at the start of a run.
+# Flags of LLaVA's and LLaVA-NeXT's scripts that change nothing: the allowed values (None: any), and the reason why no
+# code reads them. Those given are printed at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "mm_resampler_type": (("None", "none", ""), "there is no resampler between tower and projector"),
     "image_crop_resolution": (None, "it belongs to ways of cropping images that are not supported"),
@@ -38,11 +38,11 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
 
 
 def by_name(names: Mapping[str, str]) -> dict[str, str]:
-    """What is said of flags, by each of their names. names: the names, separated by spaces, by what is said."""
+    """Invert a mapping from text to flag names (separated by spaces)."""
     return {name: said for said, together in names.items() for name in together.split()}
 
 
-# Other trainers' names of our flags, where the most similar name would mislead.
+# Other trainers' names of our flags, for cases where the most similar name would mislead.
 ELSEWHERE = by_name(
     {
         "--data_path": (
@@ -104,7 +104,7 @@ ELSEWHERE = by_name(
     }
 )
 
-# Flags that have no counterpart here, and why.
+# Flags without a counterpart here, and the reason.
 NOT_HERE = by_name(
     {
         "the tower trains with --unfreeze_mm_vision_tower alone": "--freeze_vision_tower --freeze_vit",
@@ -124,7 +124,7 @@ NOT_HERE = by_name(
 
 
 def without_effect(values: object) -> tuple[list[str], list[str]]:
-    """Lines for the flags of WITHOUT_EFFECT that were given: problems, and notes. values: by attribute."""
+    """Lines for the given flags of WITHOUT_EFFECT: problems, and notes. values: by attribute."""
     problems, notes = [], []
     for name, (allowed, reason) in WITHOUT_EFFECT.items():
         value = getattr(values, name)
@@ -138,8 +138,8 @@ def without_effect(values: object) -> tuple[list[str], list[str]]:
 
 
 def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None]) -> Iterator[str]:
-    """A line for every flag that the parser left over, with our name for it. known: all options, and what reads them;
-    None for those of another parser."""
+    """Yield a line for every flag unknown to the parser, with our name for it. known: all options with their actions;
+    None for options of another parser."""
     after_flag = False
     sections = list(map(flags_class, EXTENSIONS))
     elsewhere = ELSEWHERE | {name: ours for each in sections for name, ours in by_name(each.other_names).items()}

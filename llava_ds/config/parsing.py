@@ -1,4 +1,4 @@
-"""From a command line and a recipe to checked flags: every problem is found before anything is built."""
+"""Parse a command line and a recipe to checked flags. Every problem is found before anything is built."""
 
 import argparse
 import contextlib
@@ -31,20 +31,20 @@ from llava_ds.constants import (
 from llava_ds.extensions.active import asked_for, flags_class, owners
 from llava_ds.extensions.table import EXTENSIONS, Trigger
 
-FEW_CHOICES = 5  # that stand beside a flag in --help
+FEW_CHOICES = 5  # most choices shown after a flag in --help
 KINDS = {int: "not a whole number", float: "not a number", string_to_bool: "neither True nor False"}
 
 
 class _Parser(HfArgumentParser):
-    """wrong: a list that takes a line for each value that is no value of its flag, which then has its default; None to
-    raise ConfigError for the first."""
+    """Parser whose errors are ConfigErrors. wrong: list that collects a line for each invalid value (the flag then gets
+    its default); None to raise ConfigError for the first."""
 
     wrong: list[str] | None = None
 
     def add_argument(self, *names: str, flag: Flag | None = None, **options: object) -> argparse.Action:
-        """Add an option. flag: its declaration, which --help takes group and kind from.
+        """Add an option. flag: its declaration, from which --help takes group and kind.
 
-        Extensions that add values to one flag may have options of one name, for no run has two of them.
+        Extensions that add values to one flag may use the same option name, because no run loads two of them.
         """
         for name in names:
             self._option_string_actions.pop(name, None)
@@ -56,13 +56,13 @@ class _Parser(HfArgumentParser):
         raise ConfigError("\n".join([*(self.wrong or ()), in_a_line(message)]))
 
     def _get_value(self, action: argparse.Action, text: str) -> object:
-        """The value of a text, also checked to be one of the choices."""
+        """Convert a text, and check the choices."""
         try:
             value = super()._get_value(action, text)
             super()._check_value(action, value)
             return value
         except argparse.ArgumentError as error:
-            # In place of argparse's "invalid int value".
+            # Replaces argparse's "invalid int value".
             is_plain = action.type in KINDS and action.choices is None
             why = f"--{action.dest} {in_short(text)} is {KINDS[action.type]}" if is_plain else in_a_line(str(error))
             if self.wrong is None:
@@ -71,13 +71,13 @@ class _Parser(HfArgumentParser):
             return action.default
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        """_get_value did it."""
+        """Do nothing: _get_value has checked it."""
 
     def format_help(self, topic: str | None = None) -> str:
-        """The flags by group, each spelled once: all are known with hyphens too, and true ones as --no_<name>.
+        """Format the flags by group, each spelled once: hyphens also work, and --no_<name> for flags that are true.
 
-        topic: an extension, for its flags alone; all, for those of the core and of every extension; None for the
-        core's, and a line for each extension. Raises ConfigError for any other.
+        topic: an extension, for its flags alone; all, for the core and every extension; None for the core, and a line
+        for each extension. Raises ConfigError for any other topic.
         """
         if topic not in (None, "all", *EXTENSIONS):
             known = f"give all, or an extension: {', '.join(EXTENSIONS)}"
@@ -86,7 +86,7 @@ class _Parser(HfArgumentParser):
         formatter.add_usage(f"{self.prog} [--recipe FILE] [--name value ...]", [], [])
         formatter.add_text(self.description)
         actions: dict[tuple, argparse.Action] = {}
-        for action in self._actions:  # of --name and --no_name the first, and of a name in several extensions each
+        for action in self._actions:  # the first of --name and --no_name; each of a name in several extensions
             actions.setdefault((action.dest, action.flag and action.flag.group), action)
         titles = {name: f"{name}: {trigger.title}" for name, trigger in EXTENSIONS.items()}
         titles = {topic: titles[topic]} if topic in titles else {**GROUPS, **(titles if topic == "all" else {})}
@@ -112,15 +112,15 @@ class _Parser(HfArgumentParser):
         return formatter.format_help()
 
     def add_values(self, trigger: Trigger) -> None:
-        """Give flags the values that an extension adds to them."""
+        """Add an extension's values to the flags of the core."""
         for name, values in trigger.adds.items():
             action = self._option_string_actions[f"--{name}"]
             action.choices = [*action.choices, *values]
             action.help = "; ".join([action.help[:-1], *(f"{value}: {text}" for value, text in values.items())]) + "."
 
     def parse_known_args(self, args=None, namespace=None):
-        """Accepts --deepspeed without a value beside --deepspeed_config, as the switch of add_config_arguments, and a
-        range of values that begins with a minus."""
+        """Also accepts --deepspeed without a value together with --deepspeed_config (add_config_arguments' switch), and
+        ranges of values that begin with a minus."""
         if args is not None and any(token.split("=", 1)[0] == "--deepspeed_config" for token in args):
             pairs = zip(args, [*args[1:], "--"])
             args = [token for token, after in pairs if token != "--deepspeed" or not after.startswith("--")]
@@ -128,7 +128,7 @@ class _Parser(HfArgumentParser):
 
 
 def _joined_ranges(args: list[str]) -> list[str]:
-    """The arguments with --image_value_range and a value like -1000,3000, which looks like an option, in one."""
+    """Join --image_value_range and a value like -1000,3000 to one argument: the value looks like an option."""
     names, joined = ("--image_value_range", "--image-value-range"), []
     for token in args:
         if joined and joined[-1] in names:
@@ -168,7 +168,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
-    """The parser of run/train.py, with the flags of some extensions; with all, its --help all is the reference."""
+    """Build the parser of run/train.py, with the flags of some extensions. With all extensions, its --help all is the
+    reference."""
     sections = [*SECTIONS, *map(flags_class, extensions)]
     parser = _Parser(
         sections,
@@ -203,18 +204,17 @@ def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
 def parse_arguments(
     argv: list[str], defaults: dict[str, object] | None = None, to_train: bool = True, own_flags: Collection[str] = ()
 ) -> tuple[Arguments, list[str]]:
-    """Parsed and checked flags, ~ in paths expanded, and one line for every flag that was given but has no effect.
+    """Parse and check the flags. Returns them with ~ in paths expanded, and a line for every given flag without effect.
 
     argv: the command line without the program's name; defaults: flags below the recipe in precedence, which do not
-    count as given; to_train: whether to check what only training needs; own_flags: the script's other flags, for the
-    hint at a misspelled one. Raises ConfigError, which lists every problem found, and which of the flags that it names
-    are a recipe's.
+    count as given; to_train: also check requirements of training; own_flags: the script's other flags, for hints at
+    misspelled ones. Raises ConfigError that lists every problem found, and which of its flags come from a recipe.
     """
     try:
         return _parsed(argv, defaults, to_train, own_flags)
     except ConfigError as error:
         message = str(error)
-        with contextlib.suppress(ConfigError):  # the recipe is what the message is about
+        with contextlib.suppress(ConfigError):  # the message may be about the recipe itself
             message = explained(message, recipe_values(argv, defaults))
         if isinstance(error, FlagProblems):
             raise FlagProblems(message, error.arguments) from None
@@ -222,9 +222,10 @@ def parse_arguments(
 
 
 def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) -> dict[str, str]:
-    """A sentence for each flag that a recipe gives, and not the command line: its value, and the recipe.
+    """Describe each flag that comes from a recipe and not from the command line in a sentence: its value and the
+    recipe.
 
-    defaults: of the tiny model's recipe. Raises ConfigError for a recipe that can't be read.
+    defaults: from the tiny model's recipe. Raises ConfigError for a recipe that can't be read.
     """
     path, written = recipe_of(argv), _written(argv)
     recipe, defaults = _without_contradictions({} if path is None else read_recipe(path), defaults or {}, written)
@@ -234,7 +235,7 @@ def recipe_values(argv: list[str], defaults: dict[str, object] | None = None) ->
 
 
 def explained(message: str, sources: Mapping[str, str]) -> str:
-    """A message with a line for every flag in it that nobody wrote. sources: sentences by the flags' names."""
+    """Append a line to a message for each of its flags that a recipe set. sources: sentences by flag name."""
     named = dict.fromkeys(_flags_in(message))
     lines = [sources[name] for name in named if name in sources and sources[name] not in message]
     return "\n".join([message, *lines])
@@ -257,7 +258,7 @@ def _parsed(
     extensions = asked_for(dict.fromkeys(names) | _chosen_values(words))
     parser = build_parser(extensions)
     for name in sorted(names):
-        if (owned := owners([name])) and not set(owned) & set(extensions):  # of another value, which a rule refuses
+        if (owned := owners([name])) and not set(owned) & set(extensions):  # a rule refuses it for this value
             parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="*", default=argparse.SUPPRESS)
     wrong = parser.wrong = []
     model, data, training, *own, rest, unknown = parser.parse_args_into_dataclasses(
@@ -270,7 +271,7 @@ def _parsed(
         wrong += unknown_flags(unknown, known | dict.fromkeys(own_flags))
 
     if "eval_fraction" in written and not (data.eval_fraction or data.eval_data_path or "eval_steps" in written):
-        training = dataclasses.replace(training, eval_steps=None)  # of a recipe, whose eval samples are turned off
+        training = dataclasses.replace(training, eval_steps=None)  # from a recipe whose eval samples are turned off
         recipe.pop("eval_steps", None)
     names = {name.replace("-", "_") for name in recipe} | written
     given = {options[f"--{name}"].dest for name in names if f"--{name}" in options}
@@ -280,7 +281,7 @@ def _parsed(
     not_supported, notes = without_effect(rest)
     problems += [*not_supported, *problems_of(args, to_train)]
     if wrong:
-        # What else is said of these flags, and of those that were meant, may not hold of their right values.
+        # Other problems of these flags, and of the flags that were meant, may not apply to the right values.
         unsure = set(_flags_in("\n".join(wrong)))
         raise ConfigError("\n".join([*wrong, *(each for each in problems if unsure.isdisjoint(_flags_in(each)))]))
     if problems:
@@ -290,7 +291,7 @@ def _parsed(
 
 
 def _chosen_values(words: list[str]) -> dict[str, str]:
-    """The values on a command line of flags that extensions add values to."""
+    """Values on a command line for flags to which extensions add values."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in dict.fromkeys(name for trigger in EXTENSIONS.values() for name in trigger.adds):
         parser.add_argument(f"--{name}", nargs="?")
@@ -303,7 +304,7 @@ def _written(argv: Sequence[str]) -> set[str]:
 
 
 def _without_contradictions(recipe: dict, defaults: dict, written: set[str]) -> tuple[dict, dict]:
-    """Recipe and defaults without the flags that flags on the command line contradict under another name."""
+    """Remove flags from recipe and defaults that the command line contradicts under another name."""
     if {"per_device_train_batch_size", "gradient_accumulation_steps"} <= written:
         recipe = {name: value for name, value in recipe.items() if name != "train_batch_size"}
     if "eval_data_path" in written:
@@ -312,7 +313,7 @@ def _without_contradictions(recipe: dict, defaults: dict, written: set[str]) -> 
 
 
 def _with_full_paths(args: Arguments) -> Arguments:
-    """The same flags, with ~ expanded and the files of ds_configs/ found by name."""
+    """Expand ~ in paths, and find files of ds_configs/ by name."""
     flags = args.flags
     paths = {name: value for name, value in args.as_dict().items() if flags[name].path and value is not None}
     args = args.replaced(**{name: os.path.expanduser(value) for name, value in paths.items()})
@@ -324,8 +325,8 @@ def _with_full_paths(args: Arguments) -> Arguments:
 
 
 def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
-    """The flags that take words beside numbers or beside True and False, as code reads them, and a line for each value
-    that is neither."""
+    """Convert flags that accept words in addition to numbers or True and False. Also returns a line for each invalid
+    value."""
     values, problems = {}, []
     word = args.training.gradient_checkpointing
     if (known := CHECKPOINTING.get(word.lower())) is None:
@@ -356,7 +357,7 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
 
 
 def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
-    """--report_to as names separated by commas, or None where it was not given; and the names that are unknown."""
+    """Convert --report_to to names separated by commas (None if it was not given). Also returns the unknown names."""
     if value is None:
         return None, []
     words = [value] if isinstance(value, str) else value
@@ -369,7 +370,7 @@ def _trackers(value: str | list[str] | None) -> tuple[str | None, list[str]]:
 
 
 def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
-    """The tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
+    """Select the tiny model's recipe for the stage of a command line; empty if the user names a model or a recipe.
 
     No eval samples are split off the user's own data, or where answers are drawn, unless a flag says so.
     """
@@ -378,13 +379,13 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
         return {}
     tokens = [token for token in argv if token not in ("-h", "--help")]  # help comes later, with all sections
     parser = build_parser(())
-    parser.wrong = []  # which parse_arguments reports
+    parser.wrong = []  # parse_arguments reports these
     written = parser.parse_known_args(tokens)[0]
     defaults = read_recipe(recipes / f"tiny-{'pretrain' if written.tune_mm_mlp_adapter else 'finetune'}.yaml")
     traits = traits_of(written.objective, loaded({}, [written]))
     if ("data_path" in flags or traits.draws) and not flags & {"eval_fraction", "eval_data_path"}:
         flags |= {"eval_fraction", "eval_steps"}
-    if traits.scores:  # and gives no answers
+    if traits.scores:  # gives no answers
         asked_for = map(flags_class, owners(defaults))
         flags |= {flag for section in asked_for if section.needs_text for flag in declared_by(section)}
     return {name: value for name, value in defaults.items() if name not in flags}

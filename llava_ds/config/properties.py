@@ -1,7 +1,7 @@
-"""Needs of the features of a run, and what they take away: one check of all pairs, with one message.
+"""Requirements and effects of a run's features: one check of all pairs, with one message.
 
-An extension says so in its flags (ExtensionFlags.needs and .breaks), a feature of the core in core_features, and a
-model's folder where it is read.
+Extensions declare them in their flags (ExtensionFlags.needs and .breaks), the core in core_features, and a model's
+folder where it is read.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,8 +15,8 @@ from llava_ds.extensions.base import PROPERTIES
 
 
 class Feature(NamedTuple):
-    """A feature that a run has. name: the flag that asks for it, as it would be written, or words for what a model's
-    folder brings; needs: keys of PROPERTIES, and why, which may be empty; breaks: those that it takes away."""
+    """A feature of a run. name: its flag as written, or words for a property of the model's folder; needs: required
+    keys of PROPERTIES, with reasons (possibly empty); breaks: keys that it makes false."""
 
     name: str
     needs: Mapping[str, str] = {}
@@ -24,13 +24,13 @@ class Feature(NamedTuple):
 
 
 def features(args: Arguments) -> list[Feature]:
-    """The features that flags ask for, and that need or take away a property."""
+    """Collect the requested features that need or break a property."""
     own = (feature for flags in args.own.values() for feature in flags.features())
     return [*core_features(args), *(Feature(*feature) for feature in own)]
 
 
 def clashes(found: Collection[Feature]) -> list[str]:
-    """A line for every two features of which one needs what the other takes away: the first such property."""
+    """Describe every pair of features where one needs a property that the other breaks (the first such property)."""
     lines: dict[tuple[str, str], str] = {}
     for needing, breaking in product(found, found):
         for needed, why in needing.needs.items():
@@ -46,7 +46,7 @@ def clashes(found: Collection[Feature]) -> list[str]:
 
 
 def core_features(args: Arguments) -> Iterator[Feature]:
-    """The features of the core, but for what concerns a single flag."""
+    """Yield the features of the core that concern more than one flag."""
     yield from _ways_to_train(args)
     yield from _ways_to_run(args)
     training = args.training
@@ -64,7 +64,7 @@ def core_features(args: Arguments) -> Iterator[Feature]:
 
 
 def _ways_to_train(args: Arguments) -> Iterator[Feature]:
-    """Features of what trains."""
+    """Yield features about which parts train."""
     model = args.model
     if "language_model" not in trained_parts(model) | adapted_parts(model):
         yield Feature("--tune_mm_mlp_adapter or another flag of what trains", breaks=("trained_layers",))
@@ -77,7 +77,7 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
 
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:
-    """Features of how it trains."""
+    """Yield features about how the run trains."""
     training = args.training
     if training.gradient_checkpointing == "auto":
         yield Feature("--gradient_checkpointing auto", {"whole_layers": "it measures a whole model"})

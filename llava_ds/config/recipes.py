@@ -16,7 +16,7 @@ FLAT = "a YAML mapping of flag names to single values"
 
 
 def recipe_of(argv: list[str]) -> str | None:
-    """The recipe that a command line names; of two the last counts, as for every flag."""
+    """Find the recipe named on a command line; the last one counts, as for every flag."""
     path = None
     for i, token in enumerate(argv):
         if token.startswith("--recipe="):
@@ -29,7 +29,7 @@ def recipe_of(argv: list[str]) -> str | None:
 
 
 def read_recipe(path: str | Path) -> dict[str, object]:
-    """The flags of a recipe. Raises ConfigError when it is not a flat mapping of scalars."""
+    """Read the flags of a recipe. Raises ConfigError if it is not a flat mapping of scalars."""
     if problem := path_problem(str(path)):
         raise ConfigError(f"--recipe {problem}")
     file = Path(os.path.expanduser(found(str(path), RECIPES, ".yaml")))
@@ -44,7 +44,7 @@ def read_recipe(path: str | Path) -> dict[str, object]:
         raise ConfigError(f"--recipe {path} is nested too deeply: it must be {FLAT}") from error
     except ConfigError:
         raise
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that no calendar has
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: invalid UTF-8, or an impossible date
         raise ConfigError(f"--recipe {path} can't be read: {error}") from error
     if not isinstance(recipe, dict) or any(isinstance(v, (dict, list, set, bytes)) for v in recipe.values()):
         raise ConfigError(f"--recipe {path} must be {FLAT}")

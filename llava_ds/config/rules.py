@@ -1,4 +1,4 @@
-"""The checks of flags that concern more than one flag, or a path: small rules, each of which yields lines."""
+"""Checks that concern several flags, or a path: small rules that yield a line per problem."""
 
 import math
 import os
@@ -27,11 +27,11 @@ from llava_ds.files.urls import is_remote
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
 from llava_ds.template_variables import parse_variables
 
-CHOOSE_DS_CONFIG = "auto"  # for --deepspeed_config; a file of that name is ./auto
+CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config; a file of that name is ./auto
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
 
-# Flags that say how the records of --data_path are read.
+# Flags that control how the records of --data_path are read.
 OF_RECORDS = (
     "data_format",
     "data_columns",
@@ -41,7 +41,7 @@ OF_RECORDS = (
 )
 
 
-# LLaVA's and LLaVA-NeXT's flags of what trains.
+# LLaVA's and LLaVA-NeXT's flags that choose the trained parts.
 PART_FLAGS = (
     "mm_tunable_parts",
     "tune_mm_mlp_adapter",
@@ -50,12 +50,12 @@ PART_FLAGS = (
     "unfreeze_mm_vision_tower",
 )
 
-# What a 0 may be meant to say, of flags that take none.
+# Likely intention of a 0 for flags that don't accept it.
 INSTEAD_OF_ZERO = {
     "save_steps": "--save_strategy no saves no checkpoints",
     "save_total_limit": "leave it out to keep all checkpoints",
 }
-# What a 0 switches off, of the others.
+# Effect of a 0 for flags that accept it.
 SWITCHED_OFF = {
     "eval_steps": "the eval loss is computed at the end only",
     "max_steps": "--num_train_epochs says how long to train",
@@ -68,7 +68,7 @@ Rule = Callable[[Arguments], Iterator[str]]
 
 
 def problems_of(args: Arguments, to_train: bool) -> list[str]:
-    """A line for everything that is wrong with the flags. to_train: whether to check what only training needs."""
+    """List every problem of the flags, one per line. to_train: also check requirements of training."""
     zeros = {**INSTEAD_OF_ZERO, **args.zeros}
     problems = [_with_remedy(line, zeros) for line in out_of_bounds(args.as_dict(), map(type, args.sections))]
     problems += [f"--{name} {problem}" for name, value in _paths(args) if (problem := path_problem(value))]
@@ -80,7 +80,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
         problems += [*_missing_paths(args, only_to_train=True), *_lines(TRAINING_RULES, args)]
         problems += clashes(features(args))
     problems += template_variables(args)
-    # What makes another model is checked wherever the model is looked at.
+    # Settings that change the model are checked wherever the model is read.
     problems += [line for flags in args.own.values() if to_train or flags.of_model for line in flags.problems(args)]
     if to_train:
         unasked = [flags_class(name) for name in owners(args.given) if name not in args.own]
@@ -89,7 +89,7 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
 
 
 def data_problems(args: Arguments) -> list[str]:
-    """The same of the flags that say what is read, which a model's folder may give values to."""
+    """Do problems_of for the flags that control reading; a model's folder may set them."""
     return [*_missing_paths(args, only_to_train=False), *_lines(DATA_RULES, args)]
 
 
@@ -99,7 +99,7 @@ def _with_remedy(line: str, zeros: dict[str, str]) -> str:
 
 
 def switched_off(args: Arguments) -> list[str]:
-    """A line for every flag that was given as 0, by which it switches something off."""
+    """List the flags given as 0 that switch something off, one per line."""
     values = args.as_dict()
     zeros = {**SWITCHED_OFF, **args.zeros}
     return [f"--{name} 0: {what}" for name, what in zeros.items() if name in args.given and values[name] == 0]
@@ -123,7 +123,7 @@ def _missing_paths(args: Arguments, only_to_train: bool) -> Iterator[str]:
 
 
 def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str | None:
-    """The rest of a message about a path that is not there, or None where it is as its flag needs it.
+    """Complete a message about a path that is missing or unsuitable for its flag; None if it is fine.
 
     kind: the flag's Flag.path; remote: its Flag.remote.
     """
@@ -282,7 +282,7 @@ def checkpoints(args: Arguments) -> Iterator[str]:
 
 
 def trainable_parts(args: Arguments) -> Iterator[str]:
-    """Flags that contradict each other about a part that trains."""
+    """Yield contradictions about a trained part."""
     model, parts = args.model, trained_parts(args.model)
     if model.version == "plain" and "language_model" in parts:
         yield "--version plain is the template of stage 1: give --tune_mm_mlp_adapter True with it, or --version v1"
@@ -302,7 +302,7 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
 
 
 def tuning_flags(args: Arguments) -> Iterator[str]:
-    """A vendor's flags beside LLaVA's."""
+    """Check a vendor's flags against LLaVA's."""
     model = args.model
     tuned = [name for name in TUNING_FLAGS if getattr(model, name) is not None]
     others = [name for name in PART_FLAGS if getattr(model, name)]
@@ -313,7 +313,7 @@ def tuning_flags(args: Arguments) -> Iterator[str]:
 
 
 def template_variables(args: Arguments) -> Iterator[str]:
-    """The form of --chat_template_kwargs; the template itself is not read yet."""
+    """Check the form of --chat_template_kwargs; the template itself is read later."""
     try:
         parse_variables(args.model.chat_template_kwargs)
     except ConfigError as error:
@@ -321,7 +321,7 @@ def template_variables(args: Arguments) -> Iterator[str]:
 
 
 def rows_of_tokens(args: Arguments) -> Iterator[str]:
-    """What --resize_token_embeddings can't be used with."""
+    """Check the flags that need --resize_token_embeddings."""
     model = args.model
     multiple = model.pad_embeddings_to_multiple_of
     if not model.resize_token_embeddings and "pad_embeddings_to_multiple_of" in args.given and multiple is not None:
@@ -332,7 +332,7 @@ def rows_of_tokens(args: Arguments) -> Iterator[str]:
 
 
 def last_layers(args: Arguments) -> Iterator[str]:
-    """Last layers that train of parts that train whole, or that have adapters."""
+    """Check for last layers of parts that train completely, or that have adapters."""
     model, chosen = args.model, chosen_parts(args.model)
     by_parts, by_tuning = model.mm_tunable_parts is not None, any(getattr(model, name) for name in TUNING_FLAGS)
     freezing = {
@@ -346,7 +346,7 @@ def last_layers(args: Arguments) -> Iterator[str]:
 
 
 def objectives(args: Arguments) -> Iterator[str]:
-    """Flags that go with another objective, and what is for supervised answers alone."""
+    """Check flags that only apply to another objective."""
     training, objective = args.training, args.training.objective
     if args.traits.one_answer and training.loss_reduction != "token":
         yield f"--loss_reduction micro_batch is for --objective sft, which is {objective}: leave it out"
@@ -355,7 +355,7 @@ def objectives(args: Arguments) -> Iterator[str]:
 
 
 def misplaced(args: Arguments) -> Iterator[str]:
-    """Flags of extensions that go with other values of a flag of the core."""
+    """Check flags of extensions that only apply to other values of a core flag."""
     values = args.as_dict()
     for name in sorted(args.given):
         known: dict[str, list[str]] = {}
@@ -387,6 +387,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
 
 
 def is_installed(package: str) -> bool:
-    """True if a package can be imported; a folder of its name, as W&B creates them, is none."""
+    """True if a package can be imported; a folder with its name, as created by W&B, does not count."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None

@@ -1,10 +1,10 @@
-"""Files beside the package: the scripts of run/, their recipes, and ds_configs/."""
+"""Files shipped with the package: the scripts of run/, their recipes, and ds_configs/."""
 
 import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
-# Beside the package in a checkout; inside it after pip install (setup.py).
+# Next to the package in a checkout; inside it after pip install (setup.py).
 _ROOT = _PACKAGE if (_PACKAGE / "run").is_dir() else _PACKAGE.parent
 RUN = _ROOT / "run"
 RECIPES = RUN / "recipes"
@@ -12,7 +12,7 @@ DS_CONFIGS = _ROOT / "ds_configs"
 
 
 def found(path: str, shipped: Path, suffix: str) -> str:
-    """A user's path, or the shipped file of this name if nothing exists at the path.
+    """Return a user's path, or the shipped file of this name if nothing exists at the path.
 
     "zero3", "zero3.json" and "ds_configs/zero3.json" all find ds_configs/zero3.json, also outside the checkout.
     """

@@ -17,17 +17,17 @@ from llava_ds.config.bounds import (
 )
 from llava_ds.config.flags import flags_of
 
-# The values of --report_to, which are also the names of the packages and of the extras.
+# Values of --report_to; packages and extras have the same names.
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
-# Values of --optim, by the name that they have here: Hugging Face's, some of which mean the same.
+# Hugging Face's values of --optim, mapped to the names used here; some are synonyms.
 OPTIMS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw_torch"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), "adamw_8bit"),
     "paged_adamw_8bit": "paged_adamw_8bit",
 }
 
-# Declarations of flags by their group; _free: of those that a resumed run may change freely.
+# Declarations of flags by group; _free: flags that a resumed run may change freely.
 _, _run_free = flags_of("run")
 _objective, _ = flags_of("objective")
 _steps, _ = flags_of("steps")
@@ -252,7 +252,7 @@ class TrainingArguments:
 
 
 def steps_go_across_epochs(training: TrainingArguments) -> bool:
-    """True if steps are cut as LLaVA's trainer cuts them (see --steps_across_epochs)."""
+    """True if steps are cut as in LLaVA's trainer (see --steps_across_epochs)."""
     if training.steps_across_epochs is None:
         return training.loss_reduction == "micro_batch"
     return training.steps_across_epochs

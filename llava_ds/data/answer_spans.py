@@ -1,7 +1,7 @@
-"""The places of answers in a rendered conversation: their thoughts, texts and calls with the end marker.
+"""Find the answers in a rendered conversation: thoughts, texts and tool calls, each with its end marker.
 
-A second rendering, with markers in place of thoughts, texts and names of called functions, has to agree with the first
-in everything around them.
+The conversation is rendered twice. In the second rendering, markers replace the thoughts, texts and names of called
+functions; the text around the markers must be the same in both.
 """
 
 import re
@@ -28,8 +28,8 @@ MARKER = re.compile("\ue000([0-9]+)([a-z][0-9]*)\ue001")
 
 
 class AnswerParts(NamedTuple):
-    """The parts of an answer for which markers can stand, by their names: "t" thought, "c" text, "n0", "n1", …: names
-    of called functions. A part without a text has no marker. turn: number of the turn among all."""
+    """Parts of an answer that markers can replace, by name: "t" thought, "c" text, "n0", "n1", … names of called
+    functions. An empty part has no marker. turn: index of the turn in the conversation."""
 
     turn: int
     values: dict[str, str]
@@ -40,7 +40,7 @@ class AnswerParts(NamedTuple):
         return "n0" in self.values
 
     def marker(self, part: str) -> str:
-        """The marker of a part."""
+        """Marker text of one part."""
         return f"\ue000{self.turn}{part}\ue001"
 
 
@@ -51,14 +51,15 @@ def find_answers(
     marked_up_to: Callable[[int], str],
     special: re.Pattern[str],
 ) -> list[Span]:
-    """Find every answer in a text: from the first of its parts that is written to the end of its end marker.
+    """Find the span of every answer: from its first written part to the end of its end marker.
 
-    marked: the same text with markers; marked_up_to: the same of the first turns alone, by the number of the last;
-    special: spaces and the special token that may end an answer. Raises DataError where they don't agree.
+    marked: the same text with markers; marked_up_to: renders the marked text up to and including turn N; special:
+    pattern of spaces and the special token that may end an answer. Raises DataError if the two renderings differ around
+    the markers.
     """
     values = {answer.turn: answer.values for answer in answers}
     around, found = _split(marked, values)
-    ends: list[tuple[int, int]] = []  # start and end of every part
+    ends: list[tuple[int, int]] = []  # start and end of each part
     place = len(around[0])
     if not text.startswith(around[0]):
         raise DataError(UNSTABLE)
@@ -89,8 +90,8 @@ def find_answers(
 
 
 def _split(marked: str, values: dict[int, dict[str, str]]) -> tuple[list[str], list[tuple[int, str]]]:
-    """The texts around markers, and the turn and part of each. A name that is written again, such as in front of its
-    call's result, is text. values: of the parts by the number of their turn."""
+    """Split a marked text into the texts around markers and each marker's (turn, part). A repeated name, such as the
+    one before its call's result, is treated as text. values: part texts by turn index."""
     seen = set()
 
     def name_again(marker: re.Match) -> str:
@@ -105,7 +106,8 @@ def _split(marked: str, values: dict[int, dict[str, str]]) -> tuple[list[str], l
 
 
 def _written(text: str, place: int, value: str | None, after: str) -> str:
-    """What the text has at a place for a value: itself, or without some of its outer spaces, or of those of parts."""
+    """Return the form in which a value is written at `place`: unchanged, or stripped of outer spaces as a whole or part
+    by part."""
     if value is not None:
         whole = value.replace(PART_END, "")
         if text.startswith(whole + after, place):
@@ -121,16 +123,17 @@ def _written(text: str, place: int, value: str | None, after: str) -> str:
 def _length_behind(
     alone: tuple[list[str], list[tuple[int, str]]], answer: AnswerParts, around: list[str], parts: tuple[int, int]
 ) -> int:
-    """The number of characters behind the last marker of an answer with calls that are still the answer's.
+    """Return how many characters after the last marker still belong to an answer with tool calls.
 
-    alone: the conversation that ends with it, split, whose rest is all its own: what follows there as here. parts:
-    numbers of its first and last marker. Raises DataError where something else is between its parts, such as a result.
+    alone: the conversation up to and including this answer, split; everything after its last marker belongs to the
+    answer. parts: indices of its first and last marker. Raises DataError if anything else is written between its parts,
+    such as a result.
     """
     alone_around, alone_found = alone
     first, last = parts
     numbers = [i for i, (turn, _) in enumerate(alone_found) if turn == answer.turn]
     if len(numbers) == last - first + 2 and alone_found[numbers[0]][1] == "t":
-        del numbers[0]  # a thought that is left out where a question follows
+        del numbers[0]  # a thought that is omitted when a question follows
     if not numbers or len(numbers) != last - first + 1 or numbers[-1] + 2 != len(alone_around):
         raise DataError(UNWRITTEN_CALLS)
     if alone_around[numbers[0] + 1 : numbers[-1] + 1] != around[first + 1 : last + 1]:

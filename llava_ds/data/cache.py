@@ -1,7 +1,7 @@
-"""Cache of encoded rows on disk, which never change or move while a run may read them.
+"""On-disk cache of encoded rows. Published rows never change or move while a run may read them.
 
-A folder holds generations 1, 2, …, each a folder of Arrow files that appears in one rename. The newest complete one
-counts. Any number of processes make the next one together (llava_ds.data.shards), in the folder NUMBER.work.
+A folder holds generations 1, 2, …: each is a folder of Arrow files, published by one rename. Readers use the newest
+complete one. Any number of processes write the next one together (llava_ds.data.shards), in the folder NUMBER.work.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from typing_extensions import TypedDict
 from llava_ds.constants import DataError
 from llava_ds.files.reading import read_json
 
-DONE = "files.json"  # the list of a generation's files in order, written last
-STALE = "stale"  # marks a generation of which an image has changed
-NUM_KEPT = 2  # generations: earlier runs may still read the one before the newest
-NUM_OPEN = 512  # files of rows that a process keeps open: each takes some 20 kB of its memory
-SCRATCH_AGE_S = 24 * 3600  # a scratch folder without writes for so long was left by a killed process
+DONE = "files.json"  # ordered list of a generation's files, written last
+STALE = "stale"  # marks a generation one of whose images has changed
+NUM_KEPT = 2  # generations kept: earlier runs may still read the previous one
+NUM_OPEN = 512  # row files that a process keeps open: each takes some 20 kB of its memory
+SCRATCH_AGE_S = 24 * 3600  # a scratch folder without writes for this long was left by a killed process
 
 
 class Listed(TypedDict):
-    """Sizes in bytes of a generation's files, and of the files elsewhere that its rows point into."""
+    """Sizes in bytes of a generation's files, and of the outside files that its rows point into."""
 
     files: dict[str, int]
     elsewhere: dict[str, int]
@@ -38,9 +38,10 @@ class Listed(TypedDict):
 class RowTable:
     """Memory-mapped rows in Arrow files. Can be pickled.
 
-    Up to NUM_OPEN files are opened at once, and stay readable whatever becomes of their folder. Of more, each is opened
-    when it is read, which takes 0.3 ms: 100 M records have 24,000. All files but the last have the same number of rows,
-    as shards have (llava_ds.data.shards), so that two of them tell where a row is. Raises DataError for damaged files.
+    Up to NUM_OPEN files are opened at the start and stay readable even if their folder is deleted. Further files are
+    opened on access (0.3 ms each; 100 M records have 24,000 files). Every file but the last has the same number of
+    rows, as shards do (llava_ds.data.shards), so two files are enough to locate a row. Raises DataError for damaged
+    files.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -59,35 +60,35 @@ class RowTable:
         return (len(self.paths) - 1) * self._rows_per_file + self._rows_of_last
 
     def file(self, number: int) -> pa.Table:
-        """The rows of one file, which stays open until as many others were read as may be open."""
+        """Return the rows of one file, kept open in an LRU cache of NUM_OPEN files."""
         found = self._open.pop(number, None)
         if found is None:
             found = self._checked(number)
-        self._open[number] = found  # the last of all
+        self._open[number] = found  # most recently used
         if len(self._open) > NUM_OPEN:
             self._open.popitem(last=False)
         return found
 
     def files(self, names: Sequence[str], numbers: Sequence[int] | None = None) -> Iterator[pa.Table]:
-        """Some columns of all files, or of some of them, one file after the other."""
+        """Yield the named columns of the given files (default: all), one file at a time."""
         for number in range(len(self.paths)) if numbers is None else numbers:
             yield self._checked(number, names)
 
     def files_of(self, rows: np.ndarray) -> list[int]:
-        """The numbers of the files that have these rows, each once."""
+        """Sorted unique indices of the files that hold these rows."""
         return np.unique(rows // self._rows_per_file).tolist()
 
     def record(self, number: int) -> pa.Table:
-        """A table of one row."""
+        """Return one row as a table."""
         file, place = divmod(number, self._rows_per_file)
         return self.file(file).slice(place, 1)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """A column of all rows."""
+        """Return one column of all rows."""
         return pa.chunked_array([chunk for rows in self.files([name]) for chunk in rows.column(name).chunks])
 
     def take(self, names: list[str], rows: np.ndarray) -> pa.Table:
-        """Some columns of some rows, at least one, which ascend."""
+        """Return the named columns of the given rows: at least one, in ascending order."""
         files, places = np.divmod(rows, self._rows_per_file)
         numbers, firsts = np.unique(files, return_index=True)
         parts = zip(self.files(names, numbers.tolist()), np.split(places, firsts[1:]))
@@ -103,7 +104,7 @@ class RowTable:
 
 
 def map_rows(path: str, fields: list[int] | None = None) -> pa.Table:
-    """Map a file of rows. fields: of the columns to map (all). Raises OSError and ArrowException."""
+    """Map a file of rows. fields: indices of the columns to map (default: all). Raises OSError and ArrowException."""
     with pa.memory_map(path) as file:
         options = pa.ipc.IpcReadOptions(included_fields=fields or [], use_threads=False)
         return pa.ipc.open_stream(file, options=options).read_all()
@@ -122,31 +123,31 @@ def _damaged(path: str, why: str) -> DataError:
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Memory-mapped rows, and the folder of their generation."""
+    """Memory-mapped rows and the folder of their generation."""
 
     table: RowTable
     folder: Path
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Two numbers that differ between generations, also those that machines with caches of their own have."""
+        """Inode and mtime (ns) of the file list: unique per generation, also across machines with separate caches."""
         found = os.stat(self.folder / DONE)
         return found.st_ino, found.st_mtime_ns
 
     @property
     def is_stale(self) -> bool:
-        """True if a reader found a file changed since these rows were written."""
+        """True if a reader found a file that changed after these rows were written."""
         return (self.folder / STALE).exists()
 
 
 def note_stale(folder: Path) -> None:
-    """Make the next opening write the rows again, if their folder can be written to."""
+    """Make the next opening write the rows again (no effect if the folder is read-only)."""
     with contextlib.suppress(OSError):
         (folder / STALE).touch()
 
 
 def open_newest(folder: Path) -> CachedRows | None:
-    """The rows of the newest complete generation, or None."""
+    """Open the newest complete generation, or return None."""
     for number in sorted(_numbers(folder), reverse=True):
         if (rows := open_generation(folder / str(number))) is not None:
             return rows
@@ -154,18 +155,18 @@ def open_newest(folder: Path) -> CachedRows | None:
 
 
 def open_generation(generation: Path) -> CachedRows | None:
-    """The rows of a generation; None if it is not whole."""
+    """Open a generation; None if it is incomplete."""
     table = _open_rows(generation)
     return None if table is None else CachedRows(table, generation)
 
 
 def next_number(folder: Path) -> int:
-    """The number of the generation that would be the next one."""
+    """Return the number of the next generation."""
     return max(_numbers(folder), default=0) + 1
 
 
 def remove_older(generation: Path) -> None:
-    """Delete what came before a new generation, but for the one before it."""
+    """Delete old generations, keeping this one and the one before it."""
     newest = int(generation.name)
     for path in generation.parent.iterdir():
         number, _, kind = path.name.partition(".")
@@ -174,7 +175,7 @@ def remove_older(generation: Path) -> None:
 
 
 def put_in_place(scratch: Path, final: Path) -> bool:
-    """Rename scratch to final. False, with nothing changed, if another process was first."""
+    """Rename scratch to final. Returns False, and changes nothing, if another process was first."""
     try:
         scratch.rename(final)
     except OSError:
@@ -186,20 +187,20 @@ def put_in_place(scratch: Path, final: Path) -> bool:
 
 @contextlib.contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """A folder of this process to write in, deleted afterwards unless it was renamed."""
+    """Create a scratch folder for this process, deleted on exit unless it was renamed."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
     outer = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         inner = outer / folder.name
-        inner.mkdir()  # a folder of mkdtemp itself could be read by nobody else
+        inner.mkdir()  # mkdtemp's own folder is readable by its owner only
         yield inner
     finally:
         shutil.rmtree(outer, ignore_errors=True)
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Delete scratch folders of killed processes."""
+    """Delete scratch folders left by killed processes."""
     for scratch in parent.glob("*.tmp"):
         with contextlib.suppress(OSError):  # its owner may delete it right now
             written = max(path.stat().st_mtime for path in (scratch, *scratch.rglob("*")))
@@ -212,11 +213,11 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _open_rows(generation: Path) -> RowTable | None:
-    """The rows of a generation; None if its files, or files that they point into, are missing or of another size."""
+    """Open a generation's rows; None if its files, or files that they point into, are missing or have another size."""
     try:
         listed = read_json(generation / DONE, Listed)
         files = {str(generation / name): num_bytes for name, num_bytes in listed["files"].items()}
-        # An Arrow stream cut between two batches reads without error: only its size shows the damage.
+        # An Arrow stream truncated between two batches reads without error: only its size reveals the damage.
         if any(os.stat(path).st_size != num_bytes for path, num_bytes in {**files, **listed["elsewhere"]}.items()):
             return None
         return RowTable(list(files)) if files else None

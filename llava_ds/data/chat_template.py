@@ -1,4 +1,4 @@
-"""Rendering of conversations with a tokenizer's own Jinja chat template."""
+"""Render conversations with a tokenizer's own Jinja chat template."""
 
 import contextlib
 import functools
@@ -32,10 +32,10 @@ ROLES = {"system": "system", "human": "user", "gpt": "assistant", "tool": "tool"
 
 
 class _Chat(NamedTuple):
-    """All that a Jinja template is handed of a conversation: turns as dicts, tools, and values of its variables.
+    """Inputs of a Jinja template for one conversation: turns as dicts, tools, and template variables.
 
-    answers: the message of each turn that is an answer, by the turn's number; form: of the template's turns; is_plain:
-    True for a conversation without thoughts, calls and tools, for which the form was not looked for.
+    answers: each answer's message, by turn index; form: how the template writes turns; is_plain: True for a
+    conversation without thoughts, calls or tools (its form is then not probed).
     """
 
     turns: list[dict[str, object]]
@@ -46,7 +46,7 @@ class _Chat(NamedTuple):
     variables: dict[str, object]
 
     def marked(self, parts: Sequence[AnswerParts], num_turns: int | None = None) -> "_Chat":
-        """The chat, or its first turns, with markers in place of the parts of answers."""
+        """Return the chat, or its first turns, with the answers' parts replaced by markers."""
         turns = self.turns[:num_turns]
         for each in parts:
             if each.turn < len(turns):
@@ -64,8 +64,8 @@ class _Chat(NamedTuple):
 
 
 def _answer_parts(turn: int, message: Message) -> AnswerParts:
-    """The parts of an answer for which markers can stand: an empty thought, or an empty text beside calls, has none, as
-    templates write other words around it."""
+    """Return the parts of an answer that markers can replace. An empty thought, or an empty text next to calls, gets
+    none: templates write other words around it."""
     values = {"t": message.thought} if message.thought else {}
     if message.text or not message.tool_calls:
         values["c"] = message.text
@@ -76,7 +76,7 @@ def _answer_parts(turn: int, message: Message) -> AnswerParts:
 
 @functools.lru_cache(maxsize=64)
 def _turn_form(source: str, variables: str, special: str, as_parts: bool) -> TurnForm:
-    """The form of a template's turns. variables, special: its variables and special tokens, JSON objects."""
+    """Find how a template writes turns. variables, special: template variables and special tokens, as JSON objects."""
     given = {**json.loads(special), **json.loads(variables or "{}")}
 
     def render(turns: list[dict[str, object]], prompt: bool, tools: list | None) -> str:
@@ -89,8 +89,8 @@ def _turn_form(source: str, variables: str, special: str, as_parts: bool) -> Tur
 def _with_form(
     conversation: Transcript, tokenizer: PreTrainedTokenizerBase, source: str, as_parts: bool
 ) -> tuple[Transcript, TurnForm, bool]:
-    """The conversation with thoughts apart from texts, the form of the template's turns, and True where it is plain.
-    Raises DataError for what the template does not write, and for variables that it does not read."""
+    """Return the conversation with thoughts separated from texts, the template's turn form, and True if it is plain.
+    Raises DataError for content that the template does not write, and for variables that it does not read."""
     variables = json.loads(conversation.template_kwargs) if conversation.template_kwargs else {}
     if variables and (problem := variables_problem(variables, source, tokenizer)) is not None:
         raise DataError(f"its chat_template_kwargs {problem}")
@@ -104,7 +104,7 @@ def _with_form(
 
 
 def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_plain: bool) -> _Chat:
-    """The chat of a conversation with the content of each message."""
+    """Build the chat of a conversation from the content of each message."""
     turns, answers = [], {}
     for i, (message, content) in enumerate(zip(conversation.messages, contents, strict=True)):
         if message.role == "gpt":
@@ -127,17 +127,20 @@ def _chat(conversation: Transcript, contents: list[object], form: TurnForm, is_p
 
 @dataclass(frozen=True)
 class AnswerPrompt:
-    """The text that a template writes before an answer that is to come, "" for none; between that and an answer that is
-    there it writes one of gaps, such as a space or an empty thought, which is learned with the answer. end_marker: the
-    pattern of the tokenizer's special tokens, kept here as collecting them takes long; None where it is not known."""
+    """Text that a template writes before an answer is generated ("" if none). gaps: texts that it inserts between that
+    and an existing answer, such as a space or an empty thought; they are learned with the answer. end_marker: pattern
+    of the tokenizer's special tokens, cached because collecting them is slow; None if unknown."""
 
     text: str = ""
     gaps: tuple[str, ...] = ()
     end_marker: re.Pattern[str] | None = None
 
     def end_before(self, text: str, start: int, of_spaces: bool = False) -> int | None:
-        """The place behind the prompt before the answer that begins at start; None where it can't be told. of_spaces:
-        only a gap of spaces counts, as also where the template writes no prompt (Llama 2's, Mistral's)."""
+        """Return where the prompt before an answer ends; None if it can't be determined.
+
+        start: start of the answer. of_spaces: accept only gaps of spaces, as is done for templates without a prompt
+        (Llama 2, Mistral).
+        """
         has_prompt = bool(self.text.strip())
         of_spaces = of_spaces or not has_prompt
         for gap in self.gaps if has_prompt else filter(None, self.gaps):
@@ -155,11 +158,11 @@ def render_own(
     mm_use_im_start_end: bool = False,
     prompt: AnswerPrompt = NO_PROMPT,
 ) -> list[Segment]:
-    """Render a conversation in the tokenizer's own template; an answer is supervised with its end marker.
+    """Render a conversation in the tokenizer's own template; each answer is supervised together with its end marker.
 
-    If the template marks answers by {% generation %}, those spans are supervised. Otherwise a second rendering, with
-    other texts in place of the answers, has to agree with the first in everything around them. Raises DataError if the
-    template refuses the messages or changes more of an answer than its outer spaces.
+    If the template marks answers by {% generation %}, those spans are supervised. Otherwise the conversation is
+    rendered again with other texts as answers, and the text around the answers must stay the same. Raises DataError if
+    the template refuses the messages, or changes more of an answer than its outer spaces.
     """
     conversation = Transcript.of(conversation)
     source = own_template(tokenizer, bool(conversation.tools))
@@ -168,13 +171,13 @@ def render_own(
 
 @functools.lru_cache(maxsize=64)
 def _marks_answers(source: str) -> bool:
-    """True for a template that marks answers by {% generation %}."""
+    """True if a template marks answers by {% generation %}."""
     return re.search(r"\{%-?\s*generation\b", source) is not None
 
 
 def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPrompt, source: str) -> list[Segment]:
-    """Segments of a chat as render_own gives them. An answer is supervised from the end of its prompt on; source: the
-    template."""
+    """Split a rendered chat into segments, as in render_own. Supervision of an answer starts where its prompt ends.
+    source: the template."""
     if _marks_answers(source):
         text, given = _rendered(chat, tokenizer, source, marks=True)
         given = [(prompt.end_before(text, start, of_spaces=True) or start, end) for start, end in given]
@@ -201,15 +204,15 @@ def _segments(chat: _Chat, tokenizer: PreTrainedTokenizerBase, prompt: AnswerPro
 
 
 def _end_marker(tokenizer: PreTrainedTokenizerBase, behind: str = "") -> re.Pattern[str]:
-    """Spaces and the special token that may end an answer. behind: the text behind the last answer, which may begin
-    with an added token that no file marks as special."""
+    """Compile the pattern of spaces and the special token that may end an answer. behind: the text after the last
+    answer; it may begin with an added token that no file marks as special."""
     added = [token for token in _added_tokens(tokenizer) if behind.lstrip().startswith(token)]
     tokens = sorted({*special_tokens(tokenizer), *added}, key=len, reverse=True)
     return re.compile(r"\s*(?:" + "|".join(map(re.escape, tokens)) + ")")
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Ids of the tokens that a text is never split inside of, by their texts, without those of spaces."""
+    """Ids of the added tokens by text, without those made of spaces. Tokenizers never split a text inside them."""
     added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
     return {token: i for token, i in added.items() if token.strip()}
 
@@ -217,7 +220,7 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def _answers(
     chat: _Chat, text: str, tokenizer: PreTrainedTokenizerBase, source: str, prompt: AnswerPrompt
 ) -> list[Span]:
-    """The places of the answers in the rendered text."""
+    """Find the spans of the answers in the rendered text."""
     parts = [_answer_parts(turn, message) for turn, message in chat.answers.items()]
     if not parts:
         return []
@@ -239,9 +242,11 @@ def _answers(
 def _behind_header(
     text: str, between: tuple[int, int], chat: _Chat, turn: int, template: tuple[PreTrainedTokenizerBase, str]
 ) -> int:
-    """The place where an answer with a thought or calls begins: behind the prompt, or what every answer has of it.
+    """Return where an answer with a thought or calls begins: after the prompt, or after the part of it that every
+    answer has.
 
-    between: the end of the answer before it, and its own first part. Raises DataError where the place can't be told.
+    between: end of the previous answer and start of this answer's first part. Raises DataError if the position can't be
+    determined.
     """
     floor, first = between
     header = chat.form.header
@@ -249,7 +254,7 @@ def _behind_header(
     if at >= 0:
         asked = chat.form.prompt if text.startswith(chat.form.prompt, at, first) else header
         return at + len(asked)
-    # The answer goes on with a turn that is open, as Gemma 4's behind a tool's result.
+    # The answer continues an open turn, as Gemma 4's does after a tool's result.
     asked = _rendered(chat._replace(turns=chat.turns[:turn]), *template, prompt=True)[0]
     if not text.startswith(asked) or not floor <= len(asked) <= first:
         raise DataError(UNSTABLE)
@@ -263,9 +268,11 @@ def render_parts(
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> list[Segment]:
-    """Render a conversation as a model's own processor does, with images where their marks are. prompt: of
-    answer_prompt; kinds: "image" or "video" for each mark; source: another template than the tokenizer's. Raises
-    DataError as render_own does."""
+    """Render a conversation as a model's own processor does, with images at their marks.
+
+    prompt: from answer_prompt; kinds: "image" or "video" for each mark; source: a template to use instead of the
+    tokenizer's. Raises DataError as render_own does.
+    """
     conversation = Transcript.of(conversation)
     source = own_template(tokenizer, bool(conversation.tools)) if source is None else source
     return _segments(_as_parts(conversation, tokenizer, source, kinds), tokenizer, prompt, source)
@@ -277,7 +284,7 @@ def render_parts_prompt(
     kinds: Sequence[str] = (),
     source: str | None = None,
 ) -> str:
-    """The text up to the beginning of the next answer, as a model's own processor writes it. kinds, source: as of
+    """Render the text up to the start of the next answer, as a model's own processor does. kinds, source: as in
     render_parts."""
     conversation = Transcript.of(conversation)
     source = own_template(tokenizer, bool(conversation.tools)) if source is None else source
@@ -287,8 +294,11 @@ def render_parts_prompt(
 def answer_prompt(
     tokenizer: PreTrainedTokenizerBase, variables: str = "", source: str | None = None, as_parts: bool = True
 ) -> AnswerPrompt:
-    """The prompt before an answer, in a template that is given the variables of a JSON object, "" for none. source:
-    another template than the tokenizer's; as_parts: as render_parts writes messages, not as render_own."""
+    """Find the prompt before an answer.
+
+    variables: template variables as a JSON object, "" for none; source: a template to use instead of the tokenizer's;
+    as_parts: messages as in render_parts (True) or render_own.
+    """
     source = own_template(tokenizer) if source is None else source
     template = tokenizer, source
     question, mark = Message("human", "x"), _ANSWER
@@ -300,11 +310,11 @@ def answer_prompt(
 
     try:
         before, asked = written(), written(prompt=True)
-    except DataError:  # no conversation can be written, which every record says by itself
+    except DataError:  # the template writes no conversation at all: reported for every record
         return NO_PROMPT
     gaps, behind = {}, ""
     for answer in (Message("gpt", mark), Message("gpt", "y", thought=mark)):
-        with contextlib.suppress(DataError):  # of a template without thoughts
+        with contextlib.suppress(DataError):  # templates without thoughts
             text = written(answer)
             behind = behind if answer.thought else text.partition(mark)[2]
             if text.startswith(asked) and mark in text:
@@ -313,12 +323,12 @@ def answer_prompt(
     return AnswerPrompt(prompt, tuple(sorted(gaps, key=len, reverse=True)), _end_marker(tokenizer, behind))
 
 
-_ANSWER = "\ue000\ue001"  # in the place of an answer or a thought
+_ANSWER = "\ue000\ue001"  # placeholder of an answer or a thought
 
 
 class AnswerEnd(NamedTuple):
-    """The end of an answer in a tokenizer's template. token: that is learned as the last one, and its id, None where
-    the text ends with no token of its own; learned, behind: texts of an answer "y" and of what comes after it."""
+    """End of an answer in a tokenizer's template. token: the last learned token, and its id; None if the text does not
+    end with a special token. learned, behind: text learned for an answer "y", and the text that follows."""
 
     token: str | None
     id: int | None
@@ -327,8 +337,8 @@ class AnswerEnd(NamedTuple):
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase, as_parts: bool = True, variables: str = "") -> AnswerEnd:
-    """The end of an answer. as_parts: as render_parts writes messages, not as render_own; variables: of the template, a
-    JSON object. Raises DataError where the template does not write a question and its answer."""
+    """Find the end of an answer. as_parts: messages as in render_parts (True) or render_own; variables: template
+    variables as a JSON object. Raises DataError if the template does not write a question and its answer."""
     answer = Transcript((Message("human", "x"), Message("gpt", "y")), template_kwargs=variables)
     prompt = answer_prompt(tokenizer, as_parts=as_parts)
     segments = render_parts(answer, tokenizer, prompt) if as_parts else render_own(answer, tokenizer, prompt=prompt)
@@ -344,8 +354,8 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, as_parts: bool = True, variab
 def _as_parts(
     conversation: Transcript, tokenizer: PreTrainedTokenizerBase, source: str, kinds: Sequence[str] = ()
 ) -> _Chat:
-    """Turns whose content is a list of parts: images where their marks are, and the text between without its outer
-    spaces, as the vendors' own trainers cut it."""
+    """Build turns whose content is a list of parts: images at their marks, and the texts between them without outer
+    spaces, as the vendors' own trainers split it."""
     if not any(message.role == "human" for message in conversation.messages):
         raise DataError("there is no question in the conversation")
     conversation, form, is_plain = _with_form(conversation, tokenizer, source, as_parts=True)
@@ -360,9 +370,9 @@ def _as_parts(
 
 
 def parts_of(text: str, kinds: Iterator[str], keeps_spaces: bool = False) -> list[dict[str, str]]:
-    """A message's text as parts of type "text", and of the next kinds where its marks are; of "image" behind these.
+    """Split a message's text into "text" parts and media parts. Marks take the next kinds, then "image".
 
-    keeps_spaces: the parts that a record has; else texts without their outer spaces, and no empty one beside a mark.
+    keeps_spaces: keep the record's parts unchanged; otherwise strip outer spaces and drop empty texts next to marks.
     """
     if not keeps_spaces and IMAGE_TOKEN not in text:
         return [{"type": "text", "text": text}]
@@ -375,7 +385,7 @@ def parts_of(text: str, kinds: Iterator[str], keeps_spaces: bool = False) -> lis
 def render_own_prompt(
     conversation: Transcript | Sequence[Message], tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False
 ) -> str:
-    """The text up to the beginning of the next answer, in the tokenizer's own template."""
+    """Render the text up to the start of the next answer, in the tokenizer's own template."""
     conversation = Transcript.of(conversation)
     source = own_template(tokenizer, bool(conversation.tools))
     chat = _as_chat(conversation, tokenizer, source, mm_use_im_start_end)
@@ -399,7 +409,7 @@ def _rendered(
     prompt: bool = False,
     marks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the spans inside {% generation %} blocks."""
+    """Return the text, and the spans inside {% generation %} blocks."""
     return template_process.render(
         **chat.variables,
         conversations=[chat.turns],

@@ -1,6 +1,6 @@
 # T tokens of all samples laid end to end, M image positions, S supervised positions, N tiles, P patches each,
-# n tiles of one image or video, R pooled features made of up to K others
-"""Collation of encoded samples and their uint8 tiles, laid end to end, to a Batch."""
+# n tiles of one image or video, R pooled features, each of up to K patch features
+"""Collate encoded samples and their uint8 tiles, laid end to end, into a Batch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from llava_ds.layouts import MediaLayout
 
 @dataclass(frozen=True)
 class LoadedSample:
-    """input_ids and labels (length,) int64, IMAGE_TOKEN_INDEX at image positions.
+    """One encoded sample. input_ids and labels (length,) int64, with IMAGE_TOKEN_INDEX at image positions.
 
-    media: per image or video in reading order, its tiles (n, 3, S, S) uint8, (n, 3, T * S, S) where a tile has T
-    frames, or what will decode them, and their layout. Samples that share an image hold the same object, which is
-    computed once. source: the number of the data source of the sample; weights (length,) float32: of each token's loss,
-    None where all are 1; extra: further numbers of the sample, by the names that they have in Batch.extra.
+    media: per image or video in reading order, its tiles (n, 3, S, S) uint8 (or (n, 3, T * S, S) with T frames per
+    tile, or an object that decodes them) and its layout. Samples that share an image hold the same object, so that its
+    features are computed once. source: index of the sample's data source; weights (length,) float32: loss weight of
+    each token, None if all are 1; extra: further numbers, by their names in Batch.extra.
     """
 
     input_ids: torch.Tensor
@@ -35,12 +35,12 @@ class LoadedSample:
 
     @property
     def samples(self) -> tuple["LoadedSample", ...]:
-        """The samples of this item of the data: itself."""
+        """The samples of this item: itself."""
         return (self,)
 
     @property
     def num_targets(self) -> int:
-        """Supervised tokens. The first has no token before it that would be asked for it."""
+        """Number of supervised tokens. The first token is never predicted."""
         return int((self.labels[1:] != IGNORE_INDEX).sum())
 
 
@@ -53,12 +53,12 @@ class LoadedPair:
 
     @property
     def samples(self) -> tuple[LoadedSample, ...]:
-        """Both, the chosen one first."""
+        """Both samples, the chosen one first."""
         return self.chosen, self.rejected
 
 
 class ItemCounts(NamedTuple):
-    """Of one item of the data, a sample or a pair: samples is how many a batch has of it; the others as in Counts."""
+    """Counts of one item, a sample or a pair. samples: how many samples it adds to a batch; the others as in Counts."""
 
     samples: int
     tokens: int
@@ -69,7 +69,7 @@ class ItemCounts(NamedTuple):
 
 
 def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
-    """What an item adds to the work of a step; an image of both answers of a pair counts once."""
+    """Count the work that an item adds to a step. An image shared by both answers of a pair counts once."""
     lengths = [len(sample.input_ids) for sample in item.samples]
     layouts = {id(one): layout for sample in item.samples for one, layout in sample.media}.values()
     return ItemCounts(
@@ -83,10 +83,10 @@ def counts_of(item: LoadedSample | LoadedPair) -> ItemCounts:
 
 
 def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: bool = True) -> Batch:
-    """One micro-batch of any samples, or of none. with_pixels: False leaves the tiles empty, (N, 3, 0, 0).
+    """Collate samples (possibly none) into one micro-batch. with_pixels: False leaves the tiles empty, (N, 3, 0, 0).
 
-    A rank without samples takes part with one unsupervised token, and a batch without images with one blank tile that
-    is placed nowhere. Both count for nothing; they are there so that the collectives of all ranks match.
+    A rank without samples contributes one unsupervised token, and a batch without images one blank tile that is placed
+    nowhere. Both count for nothing; they keep the collectives of all ranks matched.
     """
     if not samples:
         token = torch.zeros(1, dtype=torch.int64)
@@ -96,7 +96,7 @@ def collate(samples: list[LoadedSample], options: ImageOptions, with_pixels: boo
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     ids = torch.cat([sample.input_ids for sample in samples])  # (T,)
     labels = torch.cat([sample.labels for sample in samples])  # (T,)
-    labels[cu_seqlens[:-1]] = IGNORE_INDEX  # the position before a sample's first token is in another sample
+    labels[cu_seqlens[:-1]] = IGNORE_INDEX  # a sample's first token would be predicted from the previous sample
     supervised = (labels != IGNORE_INDEX).nonzero()[:, 0]  # (S,)
 
     is_image = ids == IMAGE_TOKEN_INDEX
@@ -146,14 +146,15 @@ def _position_ids(samples: list[LoadedSample], options: ImageOptions) -> torch.T
 
 
 def _of_one_height(tiles: list[torch.Tensor]) -> torch.Tensor:
-    """All tiles; an image's cells are repeated beside a video's, which have the frames of a moment below each other."""
+    """Concatenate all tiles. A video tile stacks its frames vertically; image tiles next to such videos are repeated to
+    that height."""
     height = max(each.shape[2] for each in tiles)
     times = [height // each.shape[2] for each in tiles]
     return torch.cat([each if n == 1 else each.repeat(1, 1, n, 1) for each, n in zip(tiles, times)])
 
 
 def padded_left(rows: torch.Tensor, samples: list[LoadedSample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of samples laid end to end (T, ...), as (B, L, ...) behind zeros, and a mask (B, L), 0 at these."""
+    """Turn samples laid end to end (T, ...) into left-padded rows (B, L, ...) and a mask (B, L), 0 at the padding."""
     parts = rows.split([len(sample.input_ids) for sample in samples])
     tokens = [torch.ones(len(part), dtype=torch.int64, device=rows.device) for part in parts]
     padded, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (parts, tokens))
@@ -161,12 +162,12 @@ def padded_left(rows: torch.Tensor, samples: list[LoadedSample]) -> tuple[torch.
 
 
 def blank_tile(size: int) -> torch.Tensor:
-    """(1, 3, S, S): what the tower sees where there is no image."""
+    """A black tile (1, 3, S, S), the tower's input for a batch without images."""
     return torch.zeros(1, 3, size, size, dtype=torch.uint8)
 
 
 def _extra(samples: list[LoadedSample]) -> Inputs:
-    """Numbers of samples by their names, (samples,) float64 each; 0 for a sample without."""
+    """Collect the samples' further numbers by name, (samples,) float64 each; 0 if a sample lacks one."""
     names = dict.fromkeys(name for sample in samples for name in sample.extra)
     numbers = {name: [sample.extra.get(name, 0.0) for sample in samples] for name in names}
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()}
@@ -183,10 +184,10 @@ def _weights(samples: list[LoadedSample], supervised: torch.Tensor) -> torch.Ten
 def _feature_table(
     layouts: dict[int, MediaLayout], num_tiles: int, patches: int
 ) -> tuple[dict[int, np.ndarray], torch.Tensor, torch.Tensor]:
-    """The rows of the batch's features that each image or video uses, and pool_index and pool_weight (R, K).
+    """Return the feature rows that each image or video uses, and pool_index and pool_weight (R, K).
 
-    These are the layouts' own indices, moved: the N * P features of all tiles come first, then all pooled features; -1
-    is a newline.
+    These are the layouts' own indices, shifted: the N * P patch features of all tiles come first, then all pooled
+    features; -1 is a newline.
     """
     rows, indices, weights = {}, [], []
     tiles = pooled = 0
@@ -204,13 +205,13 @@ def _feature_table(
 
 
 def _rows(sample: LoadedSample, rows_of: dict[int, np.ndarray]) -> np.ndarray:
-    """The rows at a sample's image positions. A sample cut inside an image uses its first rows only."""
+    """Feature rows at a sample's image positions. A sample truncated inside an image uses its first rows only."""
     wanted = int((sample.input_ids == IMAGE_TOKEN_INDEX).sum())
     return np.concatenate([np.zeros(0, np.int64), *(rows_of[id(tiles)] for tiles, _ in sample.media)])[:wanted]
 
 
 def _stacked(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
-    """(R, K), with zeros where a part has fewer columns than the widest."""
+    """Stack parts into (R, K), padding narrower ones with zeros."""
     wide = max((part.shape[1] for part in parts), default=1)
     stacked = np.zeros((sum(map(len, parts)), wide), dtype)
     first = 0

@@ -1,4 +1,4 @@
-"""The encoded data set: every record checked and tokenized once, in Arrow files read through the page cache."""
+"""The encoded data set: every record is checked and tokenized once, and stored in memory-mapped Arrow files."""
 
 import copy
 import itertools
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from llava_ds.data.sources.source import Source
 
 ENCODING_VERSION = 8  # raise it when the same records would give other rows
-ROWS_FORMAT = "shards 4"  # of the files; another one is another cache, and no other data
-PAIR_ROWS_FORMAT = "pairs 4"  # the same of preferences
+ROWS_FORMAT = "shards 4"  # file format: changing it makes a new cache with the same fingerprint
+PAIR_ROWS_FORMAT = "pairs 4"  # the same for preferences
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 EXAMPLES_TRIED = 100
 
-KEYS_SHOWN = 20  # of those that are not read, in the first lines
+KEYS_SHOWN = 20  # keys of records that are not read, shown in the first lines
 
 SCANNED_TOGETHER = 1 << 16  # samples
 
@@ -85,7 +85,7 @@ class PreflightOptions:
 
 @dataclass(frozen=True)
 class BrokenSample:
-    """The place of an accepted sample whose images can't be loaded any more, and the reason."""
+    """Location of an accepted sample whose images can no longer be loaded, and the reason."""
 
     file: str
     line: int
@@ -96,7 +96,7 @@ class BrokenSample:
 
 @dataclass(frozen=True, eq=False)
 class Undecoded:
-    """An image or a video, of which the layout is known and no tile is decoded."""
+    """An image or a video with a known layout and no tile decoded."""
 
     media: Media
     sizes: tuple[geometry.Size, ...]
@@ -104,17 +104,17 @@ class Undecoded:
     options: geometry.ImageOptions
 
     def decode(self, tiles: Sequence[int] | None = None) -> torch.Tensor:
-        """Some of its tiles, or all, (n, 3, S, S) uint8. Raises DataError where they can't be read."""
+        """Decode the given tiles (default: all), (n, 3, S, S) uint8. Raises DataError if they can't be read."""
         return load_media(self.media, self.sizes, self.layout, self.options, tiles)
 
 
 class EncodedDataset(torch.utils.data.Dataset):
     """The accepted samples by index, with images decoded on access.
 
-    sources: a short name for each data source; fingerprint: a hash of everything that the samples depend on; index:
-    their lengths and other numbers; folder: the cache's, with the table; descriptions: of the sources, for a person;
-    are_pairs: True for preferences; has_boxes: True if boxes or points are on its images; of_answers: numbers of each
-    record's answers by their names in Batch.extra, (records, 2) float64, NaN where there is none, which a run adds.
+    sources: a short name per data source; fingerprint: a hash of everything that the samples depend on; index: lengths
+    and other numbers of samples; folder: the cache folder of the table; descriptions: of the sources, for a person;
+    are_pairs: True for preferences; has_boxes: True if there are boxes or points; of_answers: numbers that a run adds
+    per answer, by their names in Batch.extra, (records, 2) float64, NaN if missing.
     """
 
     def __init__(
@@ -138,36 +138,36 @@ class EncodedDataset(torch.utils.data.Dataset):
 
     @property
     def rows(self) -> np.ndarray:
-        """(samples,) int32: each sample's row in the table of all records."""
+        """Row of each sample in the table of all records, (samples,) int32."""
         return self.index.rows
 
     @property
     def lengths(self) -> np.ndarray:
-        """(samples,) int32: tokens."""
+        """Length of each sample in tokens, (samples,) int32."""
         return self.index.lengths
 
     @property
     def num_targets(self) -> np.ndarray:
-        """(samples,) int32: supervised tokens."""
+        """Supervised tokens of each sample, (samples,) int32."""
         return self.index.num_targets
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
-        """The sample, or the reason why its images can't be loaded."""
+        """Load a sample. Returns a BrokenSample with the reason if its images can't be loaded."""
         return self._sample(index, Undecoded.decode)
 
     def undecoded(self, index: int) -> LoadedSample | LoadedPair | BrokenSample:
-        """The same with no image decoded: Undecoded stands in the place of tiles."""
+        """Load a sample without decoding its images: Undecoded objects replace the tiles."""
         return self._sample(index, lambda undecoded: undecoded)
 
     def broken(self, index: int, reason: str) -> BrokenSample:
-        """A sample that can't be shown."""
+        """Describe a sample that can't be loaded."""
         return broken(self._record(int(self.rows[index])), reason)
 
     def note_error(self, error: DataError) -> None:
-        """Encode the data anew at the next start where an image has changed."""
+        """Mark the cache stale if an image has changed, so that the next start encodes the data again."""
         if isinstance(error, FileChanged):
             note_stale(self.folder)
 
@@ -197,39 +197,39 @@ class EncodedDataset(torch.utils.data.Dataset):
         chosen_length, margin = (row.column(name)[0].as_py() for name in ("chosen_length", "margin"))
         return _pair(sample, chosen_length, numbers | ({"margin": [margin, 0.0]} if margin else {}))
 
-    # The order of samples that are shuffled, and the number of shards that are shuffled together.
+    # How samples are shuffled, and how many shards are shuffled together.
     drawn: tuple[str, int] = ("random", 1)
 
     @property
     def is_whole(self) -> bool:
-        """True if all records are checked and encoded, and their lengths known."""
+        """True if all records are encoded and their lengths known."""
         return True
 
     def wait_for(self, samples: Sequence[int]) -> None:
-        """Return when these samples are encoded, and their lengths known: at once."""
+        """Wait until these samples are encoded: returns at once."""
 
     def heaviest_known(self, size: int, num_tokens: int | None) -> list[int]:
-        """The longest samples whose lengths are known, of a data set that is not whole: so many, or as make up a number
-        of tokens."""
+        """Return the longest samples encoded so far: `size` samples, or as many as add up to num_tokens. Only for data
+        sets that are still being encoded."""
         raise NotImplementedError
 
     @property
     def order_folder(self) -> Path:
-        """A folder whose name says which samples these are, beside which their orders may be kept."""
+        """Folder named after this set of samples; their orders are cached next to it."""
         return self.index.folder
 
     def _record(self, number: int) -> pa.Table:
-        """A record, by its number among all, as a table of one row."""
+        """Return one record, by its row among all records, as a table of one row."""
         return self.table.record(number)
 
     def lengths_for(self, how: str) -> np.ndarray:
-        """The lengths that an order of samples needs: LLaVA's own measure for all orders but "bucket"."""
+        """Lengths that a sample order sorts by: LLaVA's own word counts, except for "bucket"."""
         if how in ("modality", "modality_auto"):
             return self.index.words  # negative for samples without images
         return self.index.words_next if how in ("length", "varlen") else self.lengths
 
     def positions(self, images: bool) -> Iterator[int]:
-        """The samples with an image or a video, or those without, in order."""
+        """Yield the samples with images or videos, or those without, in order."""
         for first in range(0, len(self), SCANNED_TOGETHER):
             shown = self.index.num_images[first : first + SCANNED_TOGETHER] > 0
             yield from (first + np.flatnonzero(shown == images)).tolist()
@@ -249,7 +249,8 @@ class EncodedDataset(torch.utils.data.Dataset):
         return rejections(self.table, self._rejected)
 
     def row(self, index: int) -> dict[str, object]:
-        """All columns of one record, by its index among all records, with input_ids, labels and weights in full."""
+        """Return all columns of one record, by its index among all records, with input_ids, labels and weights in
+        full."""
         columns = self._record(index).to_pylist()[0]
         ids, labels = from_columns(*(np.array(columns.pop(name), np.int32) for name in ("ids", "flips")))
         weights = weights_from_column(columns["weights"], labels)
@@ -257,15 +258,16 @@ class EncodedDataset(torch.utils.data.Dataset):
         return {**columns, "input_ids": ids.tolist(), "labels": labels.tolist(), "weights": weights}
 
     def images_of(self, index: int) -> list[str | dict[str, object]]:
-        """The first file of each image and video of a sample: a path, or the fields of a FileRef for a slice."""
+        """First file of each image and video of a sample: a path, or the fields of a FileRef for a slice of a file."""
         media = media_from_text(self.row(int(self.rows[index]))["media"])
         refs = [one.media.refs[0] for one in media]
         return [ref.path if ref.num_bytes < 0 else asdict(ref) for ref in refs]
 
     def without_part(self, fraction: float, seed: int) -> tuple["EncodedDataset", "EncodedDataset"]:
-        """Split off a random part of the samples, drawn with the seed: the rest, and that part.
+        """Split off a random part of the samples. Returns the remaining samples and that part.
 
-        fraction: of the samples, above 0 and below 1; both have at least one. Raises DataError for fewer than two.
+        fraction: share to split off, above 0 and below 1; each part gets at least one sample. Raises DataError for
+        fewer than two samples.
         """
         number = len(self)
         num_held_out = num_of_part(number, fraction)
@@ -279,14 +281,15 @@ class EncodedDataset(torch.utils.data.Dataset):
         return part("rest", slice(num_held_out, None)), part("held out", slice(num_held_out))
 
     def part(self, name: str, draw: Callable[[], np.ndarray]) -> "EncodedDataset":
-        """Some of the samples. name: all that they depend on; draw: gives them in order."""
+        """Select some of the samples. name: everything that the selection depends on; draw: returns the samples in
+        order."""
         part = copy.copy(self)
         part.index = self.index.part(name, draw, self.table)
         part.fingerprint = digest_of([self.fingerprint, part.index.facts["drawn"]])
         return part
 
     def example(self) -> LoadedSample:
-        """A sample to try a model on, with an image if one of the first ones can be read."""
+        """Return a sample to try a model on, with an image if one of the first can be read."""
         first = itertools.islice(self.positions(images=True), EXAMPLES_TRIED)
         for index in itertools.chain(first, itertools.islice(self.positions(images=False), 1)):
             sample = self[index]
@@ -297,7 +300,7 @@ class EncodedDataset(torch.utils.data.Dataset):
         return LoadedSample(ids[text], labels[text], [])
 
     def changes_since(self, run_dir: Path) -> str:
-        """A clause on how the files differ from those of the run in a folder; "" where that is not known."""
+        """Describe how the files differ from an earlier run's; "" if unknown."""
         return changes_since(self.table, run_dir)
 
     def summary(self) -> list[str]:
@@ -336,7 +339,7 @@ class EncodedDataset(torch.utils.data.Dataset):
 
 
 def _unread_lines(facts: dict[str, object]) -> list[str]:
-    """Lines about keys of records that are not read, and thoughts that the chat template does not write."""
+    """Lines about record keys that are not read, and about thoughts that the chat template omits."""
     lines, (thoughts, records) = [], facts["left_out"]
     if thoughts:
         lines.append(
@@ -350,7 +353,7 @@ def _unread_lines(facts: dict[str, object]) -> list[str]:
 
 
 def num_of_part(number: int, fraction: float) -> int:
-    """The number of samples that --eval_fraction holds back. Raises DataError where none would be left."""
+    """Number of samples that --eval_fraction holds back. Raises DataError if no training sample would remain."""
     if number < 2:
         raise DataError(f"--eval_fraction {fraction} holds samples back, but there is only {number}: bring more")
     return min(max(1, round(number * fraction)), number - 1)
@@ -365,7 +368,7 @@ def open_data(
 ) -> EncodedDataset:
     """Open the data that the flags name. All ranks call it together.
 
-    refuse_bad: apply --on_bad_sample, which may refuse bad records.
+    refuse_bad: apply --on_bad_sample to bad records.
     """
     dataset = data_spec(args, tokenizer, image_options, refuse_bad, ranks).open(ranks)
     if args.traits.one_answer:
@@ -380,7 +383,7 @@ def data_spec(
     refuse_bad: bool = True,
     ranks: Ranks = ALONE,
 ) -> "DataSpec":
-    """The data that the flags name, as open_data takes them."""
+    """Build the DataSpec of the flags. Arguments as in open_data."""
     model, data = args.model, args.data
     for flags in args.own.values():
         flags.prepare(args)
@@ -407,13 +410,13 @@ def data_spec(
 
 
 def _open_records(*args: object) -> "Checker":
-    from llava_ds.data.open_records import open_records  # the encoding: where the cache does not know the records
+    from llava_ds.data.open_records import open_records  # only if the cache lacks the records
 
     return open_records(*args)
 
 
 def _noted(note: Path, data_path: str, opening: "Opening", cache_dir: Path) -> KnownRecords:
-    """Open the records, and note the facts of them for other ranks and later starts."""
+    """Open the records, and save their facts for other ranks and later starts."""
     from llava_ds.data.open_records import facts_of, files_read
 
     began = time.time()
@@ -426,7 +429,7 @@ def _noted(note: Path, data_path: str, opening: "Opening", cache_dir: Path) -> K
 def open_together(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, image_options: geometry.ImageOptions, ranks: Ranks
 ) -> EncodedDataset:
-    """Open the data on every rank, and compare them. All ranks call it together."""
+    """Open the data on every rank, and check that all ranks have the same. All ranks call it together."""
     dataset = open_data(args, tokenizer, image_options, ranks=ranks)
     check_same_data(dataset.fingerprint, ranks)
     return dataset
@@ -440,30 +443,30 @@ def open_encoded(
     options: PreflightOptions,
     ranks: Ranks = ALONE,
 ) -> EncodedDataset:
-    """Open the checked and encoded records of all sources, from the cache or made now. All ranks call it together.
+    """Open the encoded records of all sources, from the cache or encoded now. All ranks call it together.
 
-    The cache's name is a hash of everything the result depends on. Any number of processes may do this at once.
-    Raises DataError when more records are bad than options allow, or none is left.
+    The cache folder is named by a hash of everything the result depends on. Any number of processes may do this at
+    once. Raises DataError if more records are bad than the options allow, or if no record remains.
     """
     return DataSpec.of(sources, tokenizer, encoding, image_options, options, ranks).open(ranks)
 
 
 class Opening:
-    """Opens records to encode them, once, when that is needed."""
+    """Opens the records for encoding, once and only if needed."""
 
     def __init__(self, open_records: Callable[[], "Checker"]) -> None:
         self._open_records = open_records
 
     @cached_property
     def checker(self) -> "Checker":
-        """What checks and encodes the records."""
+        """The checker that validates and encodes the records."""
         return self._open_records()
 
 
 @dataclass(frozen=True)
 class EncodingForm:
-    """Texts that differ where a tokenizer and options give other rows. encoding: of the conversations; images: of their
-    images; others: which make rows anew, and show in the fingerprint by what comes out."""
+    """Texts that change whenever a tokenizer and options would give other rows. encoding: for conversations; images:
+    for images; others: force re-encoding, and change the fingerprint only through the resulting rows."""
 
     image_options: geometry.ImageOptions
     encoding: list[str]
@@ -474,9 +477,9 @@ class EncodingForm:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, encoding: EncodingOptions, image_options: geometry.ImageOptions
     ) -> "EncodingForm":
-        """The form of rows under a tokenizer and options."""
-        # A newer library may make other ids. More rows of the embedding may accept what is rejected now; what is
-        # accepted stays the same.
+        """Build the form of rows under a tokenizer and options."""
+        # A newer library may produce other ids. A larger embedding may accept samples that are rejected now; accepted
+        # samples stay the same.
         rows = rows_noted(tokenizer)
         return cls(
             image_options,
@@ -493,9 +496,9 @@ class EncodingForm:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Records and how they are encoded: all that their rows in the cache depend on, before these are there.
+    """Records and their encoding options: everything that determines the rows in the cache, known before encoding.
 
-    known: the facts of the records; note: the file where these are, None if they are noted nowhere.
+    known: facts of the records; note: file that stores these facts, None if they are not stored.
     """
 
     known: KnownRecords
@@ -516,7 +519,7 @@ class DataSpec:
     ) -> "DataSpec":
         """Hash the files of opened sources. All ranks call it together.
 
-        Raises ConfigError where the first records would not be learned as they are asked for (prompt_check).
+        Raises ConfigError if the first records would not be learned as requested (prompt_check).
         """
         from llava_ds.data.open_records import checker_of, facts_of
 
@@ -527,29 +530,29 @@ class DataSpec:
 
     @cached_property
     def common(self) -> list[str]:
-        """Parts of the fingerprint that are known without rows: of the encoding."""
+        """Fingerprint parts of the encoding, known before the rows."""
         types = [source["bbox_type"] for source in self.known["sources"]]
         readings = [source["reading"] for source in self.known["sources"]]
         return [*self.form.encoding, *readings, *(f"{i} {kind}" for i, kind in enumerate(types) if kind != "real")]
 
     @cached_property
     def contents(self) -> list[str]:
-        """Parts of the fingerprint that are known without rows: of the records' files."""
+        """Fingerprint parts of the records' files, known before the rows."""
         return [source["contents"] for source in self.known["sources"]]
 
     @cached_property
     def folder(self) -> Path:
-        """The folder of the data set in the cache."""
+        """Cache folder of the data set."""
         form = PAIR_ROWS_FORMAT if self.known["are_pairs"] else ROWS_FORMAT
         stamps = [source["stamp"] for source in self.known["sources"]]
-        # The folders of images decide what is found, so they count for the cache; moved data have the same fingerprint.
+        # Image folders decide which images are found, so they name the cache; moving the data keeps the fingerprint.
         roots = [real_path(path) for source in self.known["sources"] for path in source["roots"]]
         digest = digest_of([form, *self.common, *self.form.images, *stamps, *roots, *self.form.others])
         return Path(self.options.cache_dir).expanduser() / "encoded" / digest
 
     @property
     def checker(self) -> "Checker":
-        """What checks and encodes the records."""
+        """The checker that validates and encodes the records."""
         return self.opening.checker
 
     @property
@@ -568,7 +571,7 @@ class DataSpec:
         return [source["description"] for source in self.known["sources"]]
 
     def note_on_earlier(self) -> str:
-        """A line about earlier answers of a conversation, "" where there is nothing to say of them."""
+        """Line about earlier answers of a conversation, "" if none."""
         line = self.known["earlier"]
         if line is None:
             line = self.checker.prompts.note_on_earlier()
@@ -577,7 +580,7 @@ class DataSpec:
         return line
 
     def open(self, ranks: Ranks) -> EncodedDataset:
-        """Open the rows, encoded first if need be, by the first rank of every machine with all its cores."""
+        """Open the rows. If needed, the first rank of each machine encodes them first, on all its cores."""
         number, rows = self.find(ranks)
         on_every_rank(ranks, lambda: ranks.local_rank == 0 and rows is None and self.encode(number))
         rows = rows or open_newest(self.folder)
@@ -588,7 +591,7 @@ class DataSpec:
         return self.with_rows(rows, ranks)
 
     def find(self, ranks: Ranks) -> tuple[int, CachedRows | None]:
-        """The number of the next generation, and the rows of the newest, or None if there is none that still holds."""
+        """Return the next generation's number, and the newest rows, or None if they are missing or outdated."""
         number, rows = next_number(self.folder), open_newest(self.folder)
 
         share = _share(rows, ranks)
@@ -604,15 +607,15 @@ class DataSpec:
         return number, None if reasons else rows
 
     def encode(self, number: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
-        """Encode a generation together with others that do. order: as encode_together takes it."""
+        """Encode a generation, shared with other processes that do the same. order: as in encode_together."""
         from llava_ds.data.shards import encode_together
 
         with write_errors(self.options.cache_dir, "the encoded data"):
             encode_together(self.folder, number, self.checker, self.options.num_workers, order)
 
     def with_rows(self, rows: CachedRows, ranks: Ranks) -> EncodedDataset:
-        """The data set of these rows. Raises DataError when more records are bad than options allow. All ranks call it
-        together."""
+        """Build the data set of these rows. Raises DataError if more records are bad than the options allow. All ranks
+        call it together."""
         with first_rank_first(ranks), write_errors(Path(self.options.cache_dir).expanduser(), "the encoded data"):
             index = index_of(rows.table, rows.folder)
             _refuse_if_bad(rows.table, index.rejected, self.options, rows.folder)
@@ -628,16 +631,16 @@ class DataSpec:
 
 
 def _share(rows: CachedRows | None, ranks: Ranks) -> tuple[int, int]:
-    """The part of the rows whose files a rank looks at, and the number of parts: one for each rank with the same cache.
-    Machines with caches of their own may have images of their own, too."""
+    """Return which part of the rows' files this rank checks, and the number of parts: one per rank with the same cache.
+    Machines with separate caches may also have separate images."""
     own = None if rows is None else rows.identity
     everyone = gather(own, ranks)
     return everyone[: ranks.rank].count(own), everyone.count(own)
 
 
 def _why_outdated(rows: CachedRows, spec: DataSpec, share: tuple[int, int], processes: int) -> str:
-    """The reason why the records have to be checked again, or "". share: the part of the rows to look at; processes:
-    that look."""
+    """Return why the records must be checked again, or "". share: part of the rows to check; processes: number of
+    processes."""
     if rows.is_stale:
         return "an image file that was read has changed since the data was checked"
     table, index = rows.table, index_of(rows.table, rows.folder)
@@ -651,12 +654,12 @@ def _why_outdated(rows: CachedRows, spec: DataSpec, share: tuple[int, int], proc
 
 
 def sample_ids(dataset: EncodedDataset, samples: Iterable[int]) -> list[str]:
-    """The ids that the records of samples have in their files."""
+    """Return the ids of these samples in their record files."""
     return [str(dataset.row(int(dataset.rows[sample]))["id"]) for sample in samples]
 
 
 def check_same_data(fingerprint: str, ranks: Ranks) -> None:
-    """Raise DataError on every rank if they don't all have the same samples. All ranks call it together."""
+    """Raise DataError on every rank if ranks have different samples. All ranks call it together."""
     prints = gather(fingerprint, ranks)
     others = [str(rank) for rank, each in enumerate(prints) if each != prints[0]]
     if others:
@@ -667,12 +670,12 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
 
 
 def _rejection_line(row: dict[str, object]) -> str:
-    """One line with the place, the id and the reason."""
+    """Describe a rejected record in one line: location, id and reason."""
     return f"{printable(place_of(row))}: record {row['index']} ({row['id']}): {row['reason']}"
 
 
 def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, folder: Path) -> None:
-    """Raise DataError, with the reasons and the path of a full list, if more was rejected than the options allow.
+    """Raise DataError, with the reasons and the path of a full list, if more records are bad than the options allow.
 
     bad: rows of the rejected records.
     """
@@ -700,7 +703,7 @@ def _refuse_if_bad(table: RowTable, bad: np.ndarray, options: PreflightOptions, 
 
 
 def _refuse_weights(dataset: EncodedDataset, objective: str) -> None:
-    """Raise DataError where an answer has a weight that only the loss of supervised fine-tuning takes."""
+    """Raise DataError if an answer has a loss weight: only supervised fine-tuning supports them."""
     number = dataset.index.facts["weighed"]
     if not number:
         return
@@ -715,12 +718,12 @@ def _refuse_weights(dataset: EncodedDataset, objective: str) -> None:
 
 
 def broken(row: pa.Table, reason: str) -> BrokenSample:
-    """A record that can't be shown, from a table of it alone."""
+    """Describe a record that can't be loaded, from its one-row table."""
     return BrokenSample(*(row.column(name)[0].as_py() for name in ("file", "line", "index", "id")), reason)
 
 
 def _pair(both: LoadedSample, chosen_length: int, numbers: dict[str, list[float]]) -> LoadedPair:
-    """Split the ids and labels of two answers, which lie one after the other. numbers: of each answer, by name."""
+    """Split the ids and labels of two answers laid end to end. numbers: values of both answers, by name."""
     parts = slice(chosen_length), slice(chosen_length, None)
     extra = [{name: values[i] for name, values in numbers.items()} for i in range(len(parts))]
     cut = [
@@ -731,6 +734,6 @@ def _pair(both: LoadedSample, chosen_length: int, numbers: dict[str, list[float]
 
 
 def _ids_and_labels(row: pa.Table) -> tuple[torch.Tensor, torch.Tensor]:
-    """(L,) int64 each, from a table of one record."""
+    """Return ids and labels, (L,) int64 each, of a one-row table."""
     ids, labels = from_columns(*(row.column(name).chunk(0).flatten().to_numpy() for name in ("ids", "flips")))
     return torch.from_numpy(ids), torch.from_numpy(labels)

@@ -1,4 +1,4 @@
-"""Encoding of conversations to ids and labels, both from one tokenization by its character offsets."""
+"""Encode conversations to ids and labels, both from one tokenization by its character offsets."""
 
 import itertools
 import re
@@ -28,12 +28,13 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.layouts import ImageText
 from llava_ds.tokenizer import as_llava, copy_of_backend, first_space_pattern, framing_ids, rows_noted, with_token
 
-# Characters of a conversation to tokenize first: at least, and per token that it may have. If they give too few tokens,
-# more follow, up to a number that is only exceeded if characters vanish. Each character takes some 360 bytes.
+# Characters of a conversation to tokenize first: a minimum, and a number per token allowed. If they give too few
+# tokens, more are tokenized, up to a limit that is exceeded only if characters vanish. Each character takes some 360
+# bytes.
 FIRST_CHARS, FIRST_CHARS_PER_TOKEN, TIMES_MORE = 1 << 18, 16, 4
-TOKENS_BEHIND = 64  # beyond the last one needed, as tokens near the end of a part may differ
+TOKENS_BEHIND = 64  # extra tokens, because tokens near the end of a part may differ
 
-# Qwen's id of "\n", a number in LLaVA-NeXT's preprocess_qwen, supervised in every turn.
+# Qwen's id of "\n", hard-coded in LLaVA-NeXT's preprocess_qwen and supervised in every turn.
 _QWEN_NEWLINE = (198, "Ċ")
 
 
@@ -52,7 +53,7 @@ class Encoded:
     left_out: int = 0
 
     def cut(self, limit: int) -> "Encoded":
-        """At most so many tokens of it."""
+        """Truncate to at most `limit` tokens."""
         if len(self.input_ids) <= limit:
             return self
         weights = None if self.weights is None else self.weights[:limit]
@@ -67,7 +68,7 @@ class Encoded:
 
 
 class Piece(NamedTuple):
-    """A text to tokenize by itself. before: ids in front of it; base: its place in the whole text."""
+    """A text tokenized by itself. before: ids prepended to it; base: its offset in the whole text."""
 
     text: str
     before: list[int]
@@ -76,7 +77,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Head:
-    """The beginning of every conversation, tokenized once. joint: text between it and the rest."""
+    """The common beginning of all conversations, tokenized once. joint: text between it and the rest."""
 
     text: str
     ids: list[int]
@@ -84,9 +85,9 @@ class _Head:
 
 
 class Encoder:
-    """Encodes conversations to the ids and labels of LLaVA's own code. Can be pickled.
+    """Encodes conversations to the same ids and labels as LLaVA's own code. Can be pickled.
 
-    writes_parts: messages are written as lists of parts, images among them.
+    writes_parts: messages are written as lists of parts, images included.
     """
 
     writes_parts: ClassVar[bool] = False
@@ -122,22 +123,23 @@ class Encoder:
 
     @property
     def template(self) -> Template:
-        """The rules of the conversation template."""
+        """Rules of the conversation template."""
         return TEMPLATES[self.options.template]
 
     def _find_image_token(self) -> None:
-        """Set the tokens of images in a text that is tokenized as a whole."""
+        """Set the image tokens of a text that is tokenized as a whole."""
         self.backend = with_token(self.backend, MARKED_IMAGE)
         self.image_ids = (self.backend.token_to_id(MARKED_IMAGE),)
 
     def encode_batch(
         self, conversations: Sequence[tuple[Transcript | Sequence[Message], Sequence[int | ImageText]]]
     ) -> list[Encoded | DataError]:
-        """Ids and labels of every conversation, or the reason why it can't be encoded, in order.
+        """Return the ids and labels of every conversation in order, or a DataError with the reason why it can't be
+        encoded.
 
-        A conversation: a transcript or its messages alone, and MediaLayout.mark for each <image> mark in the text's
-        order. Cut at max_length, features included. A token is supervised if it begins in a supervised segment: a token
-        that begins before it can't follow a prompt. A token beyond the rows of the model's embedding is a reason, too.
+        Each item is a transcript (or its messages) and one MediaLayout.mark per <image> mark, in text order. Samples
+        are truncated at max_length, features included. A token is supervised if it begins in a supervised segment: one
+        that begins earlier could not follow a prompt. Tokens beyond the rows of the model's embedding are an error.
         """
         results: list[Encoded | DataError | None] = []
         rows: list[tuple[int, list[Piece], list[Span], Sequence[int]]] = []
@@ -171,7 +173,7 @@ class Encoder:
         return [one if isinstance(one, DataError) else self._without_row(one.input_ids) or one for one in results]
 
     def _without_row(self, ids: np.ndarray) -> DataError | None:
-        """The error of the first id beyond the rows of the model's embedding; None where all have one."""
+        """Return the error for the first id beyond the rows of the model's embedding; None if all ids have a row."""
         beyond = ids[ids >= self.num_rows]
         if not len(beyond):
             return None
@@ -194,7 +196,7 @@ class Encoder:
     def _in_larger_parts(
         self, pieces: list[Piece], num_chars: int, spans: Sequence[Span], features: Sequence[int]
     ) -> Encoded | DataError:
-        """Encode a long conversation of which num_chars characters gave too few tokens."""
+        """Encode a long conversation whose first num_chars characters gave too few tokens."""
         limit, beginning = self.options.max_length, None
         while beginning is not pieces and num_chars < self.most_chars:
             num_chars = min(TIMES_MORE * num_chars, self.most_chars)
@@ -212,7 +214,7 @@ class Encoder:
     def prompt_ids(
         self, conversation: Transcript | Sequence[Message], num_image_tokens: Sequence[int | ImageText]
     ) -> list[int]:
-        """The ids up to the beginning of the next answer, not cut. The conversation ends with a question."""
+        """Encode a conversation that ends with a question, up to the start of the answer, not truncated."""
         text = self._prompt_text(self._guarded(Transcript.of(conversation)), num_image_tokens)
         pieces, spans = self._pieces(self._named([Segment(text)]), num_image_tokens)
         joined = self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
@@ -221,22 +223,22 @@ class Encoder:
         return joined.input_ids.tolist()
 
     def encode_whole(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> Encoded:
-        """Ids and labels of a conversation, not cut."""
+        """Encode a conversation, not truncated."""
         pieces, spans = self._pieces(self._render(conversation, num_image_tokens), num_image_tokens)
         return self._join(pieces, self._tokenize([piece.text for piece in pieces]), spans, num_image_tokens)
 
     def text_ids(self, text: str) -> np.ndarray:
-        """The ids (int32) of a text by itself."""
+        """Encode a text by itself to ids (int32)."""
         return np.array(next(self._tokenize([text])).ids, np.int32)
 
     def texts(self, conversation: Transcript, num_image_tokens: Sequence[int | ImageText]) -> tuple[str, str]:
-        """The text that asks for the conversation's last answer, and that of training with the answer."""
+        """Return the prompt for the conversation's last answer, and the training text with the answer."""
         asked = replace(conversation, messages=conversation.messages[:-1])
         segments = self._render(conversation, num_image_tokens)
         return self._prompt_text(asked, num_image_tokens), "".join(segment.text for segment in segments)
 
     def _answer_prompt(self, conversation: Transcript, source: str | None = None) -> AnswerPrompt:
-        """The prompt before the answers of a conversation. source: as of render_parts."""
+        """Find the prompt before the answers of a conversation. source: as in render_parts."""
         key = (conversation.template_kwargs, source)
         if key not in self._prompts:
             self._prompts[key] = answer_prompt(self.tokenizer, *key, as_parts=self.writes_parts)
@@ -258,8 +260,8 @@ class Encoder:
         return self._named(segments)
 
     def _as_texts(self, conversation: Transcript) -> Sequence[Message]:
-        """The messages as LLaVA's own templates write them, a thought in front of its answer's text. Raises DataError
-        for tools and variables, which these templates have no place for."""
+        """Convert the messages to the form of LLaVA's own templates, with thoughts written before the answer's text.
+        Raises DataError for tools and template variables: these templates don't support them."""
         template, messages = self.options.template, conversation.messages
         if conversation.template_kwargs:
             raise DataError(f"sets template variables under 'chat_template_kwargs', and --version {template} has none")
@@ -296,7 +298,7 @@ class Encoder:
         return [segment._replace(text=self.special.named(segment.text)) for segment in segments]
 
     def _pieces(self, segments: Sequence[Segment], features: Sequence[int]) -> tuple[list[Piece], list[Span]]:
-        """Texts to tokenize separately, and supervised spans of the whole text."""
+        """Split into texts to tokenize separately, and supervised spans of the whole text."""
         spans: list[Span] = []
         texts: list[str] = []
         end = 0
@@ -323,11 +325,11 @@ class Encoder:
         return pieces, spans
 
     def _chosen(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """The segments, of which the last answer alone is supervised if that is asked for."""
+        """Return the segments, with only the last answer supervised if supervise_last_turn_only is set."""
         return _last_answer_only(segments) if self.options.supervise_last_turn_only else segments
 
     def _tokenize(self, texts: list[str]) -> Iterator[WordRow | WholeRow]:
-        """The tokens of each text."""
+        """Tokenize each text."""
         if self.words is not None:
             return self.words(texts)
         return itertools.starmap(WholeRow, self._tokenize_whole(texts))
@@ -337,7 +339,7 @@ class Encoder:
             return self.backend.encode_batch(texts, add_special_tokens=False)
 
     def _tokenize_whole(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of each text, and the (start, end) characters of each token."""
+        """Tokenize texts: per text, the ids and the (start, end) characters of its tokens."""
         if self.begins_with_space is None:
             for encoding in self._coded(texts):
                 yield encoding.ids, encoding.offsets
@@ -345,7 +347,7 @@ class Encoder:
         added = [1 if self.begins_with_space.match(text) else 0 for text in texts]
         texts = [f" {text}" if shift else text for text, shift in zip(texts, added)]
         for encoding, shift in zip(self._coded(texts), added):
-            # A token of the added space alone belongs to the text behind it.
+            # A token of the added space alone counts as part of the following text.
             yield encoding.ids, [(max(a - shift, 0), b) for a, b in encoding.offsets] if shift else encoding.offsets
 
     def _join(
@@ -355,9 +357,9 @@ class Encoder:
         spans: Sequence[Span],
         features: Sequence[int],
     ) -> Encoded:
-        """Encode one conversation, not cut, from its tokenized pieces and its images.
+        """Join one conversation's tokenized pieces and image features, not truncated.
 
-        Source: LLaVA's tokenizer_image_token for the ids.
+        Ids match LLaVA's tokenizer_image_token.
         """
         parts: list[np.ndarray] = []
         supervised: list[tuple[int, int, float]] = []  # positions, and the weight of these tokens
@@ -398,7 +400,7 @@ class Encoder:
         return Encoded(ids, labels, False, weights)
 
     def _find_head(self) -> _Head | None:
-        """The system prompt up to its last word, if the rest gets the same ids when tokenized separately."""
+        """Find the system prompt up to its last word, if the rest gets the same ids when tokenized separately."""
         self.head = None
         if self.template.write is None:
             return None
@@ -429,8 +431,8 @@ def _with_thought_in_text(message: Message) -> Message:
 
 
 def _weights(labels: np.ndarray, supervised: Sequence[tuple[int, int, float]]) -> np.ndarray | None:
-    """The weight of each token (float32), None where all that is supervised weighs 1. Tokens of spans that weigh 0 lose
-    their labels. supervised: first and last position, and weight."""
+    """Compute each token's loss weight (float32); None if all supervised tokens weigh 1. Tokens with weight 0 lose
+    their labels. supervised: (first, end, weight) of each span."""
     weights = np.ones(len(labels), np.float32)
     for first, last, weight in supervised:
         weights[first:last] = weight
@@ -440,7 +442,7 @@ def _weights(labels: np.ndarray, supervised: Sequence[tuple[int, int, float]]) -
 
 
 def _beginning(pieces: list[Piece], num_chars: int) -> list[Piece]:
-    """The pieces up to num_chars characters; the same list if they have no more."""
+    """Cut the pieces after num_chars characters. Returns the same list if they are shorter."""
     for i, piece in enumerate(pieces):
         if len(piece.text) > num_chars:
             return [*pieces[:i], piece._replace(text=piece.text[:num_chars])]
@@ -456,7 +458,7 @@ def _last_answer_only(segments: Sequence[Segment]) -> list[Segment]:
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, images: ImageOptions) -> Encoder:
-    """The encoder of a model: its images' own, else that of templates."""
+    """Build the encoder of a model: its image options' own, or else the template encoder."""
     if (own := images.encoder()) is not None:
         return own(tokenizer, options, images)
     if options.template == "processor":

@@ -1,4 +1,4 @@
-"""Rows of the cache: their columns, and what a run reads of them."""
+"""Schemas of the cache's rows, and readers of their media and rejections."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from llava_ds.videos import Footage
 
 _NAMES_AND_NUMBERS = re.compile(r"'[^']*'|\"[^\"]*\"|/\S+|-?\d[\d.]*")
 
-RECORDS_PER_CALL = 256  # checked by a worker process at a time
+RECORDS_PER_CALL = 256  # records that a worker process checks per call
 
 RECORDS = pa.schema(
     [
@@ -35,10 +35,11 @@ RECORDS = pa.schema(
     ]
 )
 
-# One row per record, in the sources' order. reason is null for accepted records. A record rejected because of another
-# file has its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's measure of
-# length; COLUMNS describe the files of images (llava_ds.data.seen_files), token_runs' ids, labels and weights. unread:
-# names of keys that are not read, a line each; left_out: number of thoughts that the template does not write.
+# One row per record, in the sources' order. reason is null for accepted records. A record rejected because of a missing
+# or broken file keeps its text in text_to_retry. Ids and reasons of rejected records are printable. words is LLaVA's
+# measure of length. COLUMNS describe the image files (llava_ds.data.seen_files); token_runs' columns hold ids, labels
+# and weights. unread: names of keys that are not read, one per line; left_out: number of thoughts that the template
+# does not write.
 ROWS = pa.schema(
     [
         ("source", pa.int32()),
@@ -65,17 +66,17 @@ ROWS = pa.schema(
 )
 
 
-# Of preferences: ids and labels of the chosen and then of the rejected answer, the number of the first ones, and by how
-# much the chosen answer is better.
+# Preferences: ids and labels of the chosen and then the rejected answer, the length of the chosen part, and the margin
+# by which the chosen answer is better.
 PAIR_ROWS = ROWS.append(pa.field("chosen_length", pa.int32())).append(pa.field("margin", pa.float64()))
 
 
 @dataclass
 class SizedMedia:
-    """An image or video with the upright size in pixels of each image or sampled frame.
+    """An image or video, with the upright size in pixels of each image or sampled frame.
 
-    boxes: the numbers of the boxes and points on it, as they are in the sample's text; footage: of a rule's
-    video; deep: descriptions of its images that use little of their range of more than 8 bits.
+    boxes: numbers of its boxes and points, as in the sample's text; footage: for videos sampled by an architecture's
+    rule; deep: descriptions of its images of more than 8 bits that use little of their range.
     """
 
     media: Media
@@ -93,12 +94,12 @@ class SizedMedia:
 
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
-    """The layout in tiles and tokens of an image or video of a sample with num_media of them."""
+    """Compute the layout in tiles and tokens of one image or video. num_media: images and videos of its sample."""
     return geometry.media_layout(one.media.kind, one.sizes, num_media, options_for(one.media, options), one.footage)
 
 
 def media_to_text(media: tuple[SizedMedia, ...]) -> str:
-    """Write media as the JSON that the table has."""
+    """Serialize media to the JSON stored in the table."""
     if not media:
         return "[]"
     return json.dumps(
@@ -114,7 +115,7 @@ def media_to_text(media: tuple[SizedMedia, ...]) -> str:
 
 
 def media_from_text(text: str) -> tuple[SizedMedia, ...]:
-    """Read what media_to_text wrote."""
+    """Parse the JSON written by media_to_text."""
     return tuple(
         SizedMedia(
             Media(kind, tuple(FileRef(*ref) for ref in refs), _settings_in(rest)),
@@ -132,23 +133,23 @@ def _settings_in(rest: list[dict]) -> tuple[tuple[str, float], ...]:
 
 
 def media_of_text(text: str) -> list[Media]:
-    """Read what media_to_text wrote, without the sizes."""
+    """Parse the JSON written by media_to_text, without the sizes."""
     return [sized.media for sized in media_from_text(text)]
 
 
 def rejections(table: RowTable, rows: np.ndarray) -> Iterator[dict[str, object]]:
-    """Rejected rows as skipped.jsonl lists them: file, line (from 1), index (from 0), id and reason."""
+    """Yield rejected rows as in skipped.jsonl: file, line (from 1), index (from 0), id and reason."""
     if len(rows):
         yield from table.take(["file", "line", "index", "id", "reason"], rows).to_pylist()
 
 
 def place_of(row: dict[str, object]) -> str:
-    """The file and line of a record. The line is left out for a JSON list that is all in one line."""
+    """File and line of a record. The line is omitted for a JSON list that is all on one line."""
     return str(row["file"]) if row["line"] == 1 and row["index"] > 0 else f"{row['file']}:{row['line']}"
 
 
 def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
-    """The most frequent reasons, counted together if they differ in names and numbers only."""
+    """Most frequent reasons, counted together if they differ only in names and numbers."""
     kinds, first = Counter(), {}
     for reason in reasons:
         kind = _NAMES_AND_NUMBERS.sub("…", reason)
@@ -161,10 +162,10 @@ def reasons_in_short(reasons: list[str], most: int = 8) -> list[str]:
 def may_be_used_now(
     table: RowTable, numbers: Sequence[int], check: Callable[[], Callable[[pa.Table], pa.Table]]
 ) -> bool:
-    """True if a record that was rejected because of a missing or broken file would be accepted now.
+    """True if a record that was rejected for a missing or broken file would be accepted now.
 
-    numbers: of the table's files to look at; check: gives what turns a table of RECORDS into one of ROWS, and is called
-    only where there is such a record.
+    numbers: indices of the table's files to check; check: returns the function that turns a table of RECORDS into one
+    of ROWS; called only if there is such a record.
     """
     columns = ["text_to_retry" if name == "text" else name for name in RECORDS.names]
     for rows in table.files(columns, numbers):

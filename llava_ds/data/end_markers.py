@@ -11,11 +11,11 @@ from llava_ds.data.templates import TEMPLATES, resolve_template
 if TYPE_CHECKING:
     from llava_ds.data.chat_template import AnswerEnd
 
-_NOT_TOKENS = ("\n", "###")  # end markers of old templates that are no tokens
+_NOT_TOKENS = ("\n", "###")  # end markers of old templates that are several tokens
 
 
 def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Problems of training with a template (a key of TEMPLATES) and this tokenizer, a line each."""
+    """List the problems of training with a template (a key of TEMPLATES) and this tokenizer, one per line."""
     problems = []
     if template == "chat_template" and tokenizer.chat_template is None:
         problems.append(
@@ -56,8 +56,8 @@ def _single_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int | None:
 
 
 def _own_end(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = "") -> "AnswerEnd | None":
-    """The end of an answer in the tokenizer's own template; None where that writes no conversation, as every record
-    says."""
+    """Find the end of an answer in the tokenizer's own template; None if the template writes no conversation (every
+    record reports that)."""
     from llava_ds.data.chat_template import answer_end  # renders templates
 
     try:
@@ -67,8 +67,8 @@ def _own_end(template: str, tokenizer: PreTrainedTokenizerBase, variables: str =
 
 
 def endless(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = "") -> str:
-    """What is wrong with an answer that is learned without a token to stop at, in the tokenizer's own template; "" for
-    nothing. variables: of the template, a JSON object."""
+    """Describe the problem if the tokenizer's own template ends answers without a learned stop token; "" if fine.
+    variables: template variables as a JSON object."""
     end = _own_end(template, tokenizer, variables)
     if end is None or end.token is not None:
         return ""
@@ -79,7 +79,7 @@ def endless(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = 
 
 
 def _endless(template: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The problem of a model's own template, with what helps."""
+    """Describe the problem of a model's own template, with remedies."""
     other = ", or give --version one of LLaVA's templates" if template == "chat_template" else ""
     helps = (
         "bring the instruction-tuned model's chat template, or one that ends answers with such a token (inside "

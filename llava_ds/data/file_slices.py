@@ -1,4 +1,4 @@
-"""Files and slices of files, such as members of a tar, with one interface, and errors of the disk for users."""
+"""Files and slices of files, such as members of a tar, with one interface; disk errors become messages for users."""
 
 import contextlib
 import errno
@@ -14,14 +14,14 @@ from llava_ds.files.reading import open_without_waiting
 from llava_ds.files.sized_file import SizedFile
 from llava_ds.files.urls import is_remote
 
-# Errors of the machine, not of the file or disk that was used at that moment.
+# Errors of the machine, not of the file or disk in use at that moment.
 LACKING = {
     errno.EMFILE: "raise the limit (ulimit -n), or give fewer workers",
     errno.ENFILE: "raise the limit (sysctl fs.file-max), or end other processes",
     errno.ENOMEM: "free some, or give fewer workers",
     errno.EAGAIN: "end other processes, raise the limit (ulimit -u), or give fewer workers",
 }
-# Errors of writing, for exceptions that name no file, as pyarrow's.
+# Errors of writing, for exceptions that name no file, such as pyarrow's.
 UNWRITABLE = (
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.ESTALE,
     errno.EISDIR, errno.ENOTDIR, errno.ENOENT,
@@ -41,9 +41,9 @@ def read_errors(path: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def write_errors(folder: str | os.PathLike, what: str, flag: str = "--cache_dir") -> Iterator[None]:
-    """Turn an OSError of writing below a folder, or for lack of memory or open files, into a ConfigError.
+    """Turn an OSError from writing below a folder, or from a lack of memory or open files, into a ConfigError.
 
-    what: is written; flag: names the folder. Other OSErrors pass through.
+    what: the thing being written; flag: the flag that names the folder. Other OSErrors pass through.
     """
     try:
         yield
@@ -59,7 +59,7 @@ def write_errors(folder: str | os.PathLike, what: str, flag: str = "--cache_dir"
 
 
 def _lies_in(folder: str | os.PathLike, path: str | bytes | int) -> bool:
-    """True if the path of an OSError is a folder, inside it, or above it."""
+    """True if the path of an OSError is the folder, inside it, or above it."""
     if isinstance(path, int):  # a descriptor
         return False
     inner, outer = (os.path.abspath(os.fsdecode(each)) for each in (path, folder))
@@ -67,7 +67,7 @@ def _lies_in(folder: str | os.PathLike, path: str | bytes | int) -> bool:
 
 
 class BoundedFile(io.RawIOBase):
-    """A file, or a slice of one, that raises OSError once more than max_bytes were read. None: no bound."""
+    """A file or file slice that raises OSError after more than max_bytes were read. None: no limit."""
 
     def __init__(self, raw: io.RawIOBase, max_bytes: int | None) -> None:
         self._raw, self.max_bytes = raw, max_bytes
@@ -98,9 +98,9 @@ class BoundedFile(io.RawIOBase):
 
 
 def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader:
-    """Open a file, or a slice of one; `raw` is a BoundedFile. Raises DataError if it is no regular file.
+    """Open a file or a slice of a file; `raw` is a BoundedFile. Raises DataError for anything but a regular file.
 
-    Decoders get no path, as some would map the file, which may shrink.
+    Pass a file object to decoders, not a path: memory-mapping decoders crash if the file shrinks.
     """
     if is_remote(ref.path):
         file = store_of(ref.path).RemoteFile(ref.path, ref.offset, ref.num_bytes)
@@ -115,7 +115,7 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
 
 
 class _Slice(SizedFile):
-    """Some bytes of an open file as a file. Closing it closes that file."""
+    """A byte range of an open file, as a file. Closing it closes the underlying file."""
 
     def __init__(self, file: io.FileIO, offset: int, num_bytes: int) -> None:
         super().__init__(num_bytes)

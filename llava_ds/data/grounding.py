@@ -1,4 +1,4 @@
-"""Boxes and points of a sample in the coordinates and the words of the model that is trained."""
+"""Write a sample's boxes and points in the coordinates and words of the model being trained."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,16 +10,17 @@ from llava_ds.data.sample import BOX_MARK, REF_MARK, Box, Message, Sample
 from llava_ds.data.sources.objects import fill_marks
 from llava_ds.geometry import ImageOptions, Size, coordinate_frame
 
-TOLERANCE = 1.0  # pixels of the image by which rounding may put a box outside of it
+TOLERANCE = 1.0  # pixels by which rounding may move a box outside its image
 
 
 def write_objects(
     sample: Sample, sizes: Sequence[tuple[Size, ...]], options: ImageOptions
 ) -> tuple[Sample, list[tuple[Numbers, ...]]]:
-    """The sample with its boxes and names in the place of their marks, and for each of its media the numbers written.
+    """Replace the box and name marks of a sample by text. Returns the sample, and the numbers written for each of its
+    media.
 
-    sizes: of the media, upright, in pixels. Raises DataError for a box that is not on its image, or that the model
-    can't be told.
+    sizes: upright sizes of the media in pixels. Raises DataError for a box outside its image, or one that the model's
+    coordinates can't express.
     """
     written: list[list[Numbers]] = [[] for _ in sample.media]
     images = [i for i, media in enumerate(sample.media) if media.kind == "image"]
@@ -42,7 +43,7 @@ def write_objects(
 
 
 def _in_pixels(box: Box, size: Size) -> Numbers:
-    """The box in pixels of its image. Raises DataError where it is not on it, or has no area."""
+    """Convert a box to pixels of its image. Raises DataError if it is outside the image or has no area."""
     shown = f"the box {list(box.numbers)} ({box.bbox_type}) on an image of {size[0]} x {size[1]} pixels"
     is_fraction = max(box.numbers) <= 1 and (len(box.numbers) == 4 or any(number % 1 for number in box.numbers))
     if box.bbox_type == "real" and is_fraction:

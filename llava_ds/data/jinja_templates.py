@@ -1,4 +1,4 @@
-"""Jinja chat templates of exports: those that write LLaVA's conversations, and a tokenizer's own."""
+"""Jinja chat templates for exports: LLaVA's conversation formats, and a tokenizer's own template."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,9 +10,9 @@ from llava_ds.tokenizer import begins_with_bos, first_space_pattern
 
 
 def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_start_end: bool = False) -> str:
-    """The Jinja template that writes the same text as training; for "chat_template", the tokenizer's own.
+    """Build the Jinja template that writes the same text as training; for "chat_template", the tokenizer's own.
 
-    It begins with bos where training does: many programs add no token to a template's text.
+    It starts with bos where training does: many programs add no token to a template's text.
     """
     if template == "chat_template":
         return own_template(tokenizer)
@@ -21,7 +21,7 @@ def chat_template(template: str, tokenizer: PreTrainedTokenizerBase, mm_use_im_s
 
 
 def llama_cpp_template(template: str, mm_use_im_start_end: bool = False) -> str:
-    """The Jinja template for llama.cpp, which writes bos itself, and a mark of its own for an image into the text.
+    """Build the Jinja template for llama.cpp: llama.cpp writes bos itself, and puts its own image marks into the text.
 
     Images come first in their message, as in the template for transformers.
     """
@@ -30,9 +30,9 @@ def llama_cpp_template(template: str, mm_use_im_start_end: bool = False) -> str:
 
 
 def _bos(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The beginning of a Jinja template with bos.
+    """Return the start of a Jinja template that writes bos.
 
-    Tokenizers that put a space before a whole text put none behind a token, so the template writes it.
+    Tokenizers that put a space before a whole text put none after a token, so the template writes it.
     """
     text = render_prompt([Message("human", IMAGE_TOKEN)], template)
     begins_with_token = text.startswith((IMAGE_TOKEN, *tokenizer.all_special_tokens))
@@ -42,8 +42,8 @@ def _bos(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def own_template(tokenizer: PreTrainedTokenizerBase, offers_tools: bool = False) -> str:
-    """The tokenizer's chat template. offers_tools: of several the one for tools. Raises ConfigError if there is none,
-    or if it is no text."""
+    """Return the tokenizer's chat template. offers_tools: choose the one for tools, if there are several. Raises
+    ConfigError if it is missing or not a text."""
     try:
         source = tokenizer.get_chat_template(tools=[] if offers_tools else None)
     except (ValueError, TypeError, AttributeError) as error:
@@ -57,7 +57,7 @@ def own_template(tokenizer: PreTrainedTokenizerBase, offers_tools: bool = False)
 
 
 def _quoted(text: str) -> str:
-    """The text as a string literal of Jinja."""
+    """Quote a text as a Jinja string literal."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     return f"'{escaped}'"
 
@@ -72,7 +72,7 @@ _WORDS = (
     "{{ whole | trim if parts.images == 1 else whole }}{% endif %}{% endmacro %}"
 )
 
-# The same for llama.cpp: its marks are like <__media__>, in a content that is a text, or in parts of type "text".
+# The same for llama.cpp: its marks look like <__media__>, in a content that is a text, or in parts of type "text".
 _LLAMA_CPP_WORDS = (
     "{% macro words(content) %}{% set parts = namespace(images=0, marks='', text='', whole='') %}"
     "{% if content is string %}{% set parts.whole = content %}{% else %}{% for part in content %}"
@@ -87,7 +87,7 @@ _LLAMA_CPP_WORDS = (
 
 
 def _jinja(template: str, opening: str, user: str, assistant: str, prompt: str, closing: str = "''") -> str:
-    """A template made of expressions that may use system (a text), text (of a message) and loop."""
+    """Build a template from expressions that may use system (a text), text (of a message) and loop."""
     return (
         _WORDS
         + "{% if messages and messages[0]['role'] == 'system' %}"

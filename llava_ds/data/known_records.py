@@ -1,8 +1,8 @@
-"""What an earlier start found out about records, noted in --cache_dir: a start from the cache opens no source.
+"""Facts about records found by an earlier start, saved in --cache_dir so that a start from the cache opens no source.
 
-Opening tells the format of records from the first of them, and checks that answers are asked for as they are learned.
-The notes hold as long as the files that were read are the same, and only for records whose files were named: folders,
-patterns and stores are searched anew.
+Opening a source detects the record format from the first records, and checks that the learned answers match the
+prompts. The notes stay valid while the files that were read are unchanged. They exist only for records whose files were
+named: folders, patterns and object stores are searched again.
 """
 
 import json
@@ -23,13 +23,13 @@ from llava_ds.files.writing import write_whole
 NOTES_VERSION = 1  # raise it when the same records would give other facts
 FLAGS = ("data_path", "data_split", "data_format", "data_columns", "image_folder", "video_folder")
 FLAGS += ("on_unmarked_image", "bbox_type", "cache_dir")
-# A file that was written so shortly before it was opened may change again with the same time.
+# A file modified this recently before opening may change again with the same mtime.
 RACY_S = 2.0
 
 
 class KnownSource(TypedDict):
-    """Facts of a source. name: a short one; description: for a person; reading: how its files are read; roots: folders
-    of its images, and its own path; stamp, contents: of all of its files."""
+    """Facts about a source. name: short name; description: for a person; reading: how its files are read; roots: its
+    image folders and its own path; stamp, contents: hashes of all its files."""
 
     name: str
     description: str
@@ -41,7 +41,8 @@ class KnownSource(TypedDict):
 
 
 class KnownRecords(TypedDict):
-    """Facts of the records of all sources. earlier: PromptCheck.note_on_earlier, None until it is asked for."""
+    """Facts about the records of all sources. earlier: result of PromptCheck.note_on_earlier, None until it is
+    computed."""
 
     sources: list[KnownSource]
     are_pairs: bool
@@ -54,7 +55,7 @@ class _Note(TypedDict):
 
 
 def note_path(args: Arguments, encoding: Iterable[str]) -> Path:
-    """The file of the facts that these flags give. encoding: texts of all else that the facts depend on."""
+    """Path of the note for these flags. encoding: texts of everything else that the facts depend on."""
     flags = [f"{name} {getattr(args.data, name)}" for name in FLAGS]
     here = [__version__, os.getcwd(), os.path.expanduser("~"), args.training.objective]
     digest = digest_of([str(NOTES_VERSION), *here, *flags, *encoding])
@@ -62,7 +63,7 @@ def note_path(args: Arguments, encoding: Iterable[str]) -> Path:
 
 
 def recall(note: Path) -> KnownRecords | None:
-    """The facts in a note; None where there is none, or a file that they are of has changed."""
+    """Load the facts in a note; None if it is missing, or if one of its files has changed."""
     try:
         found = read_json(note, _Note)
         if all(state_of(path) == state for path, state in found["files"].items()):
@@ -73,7 +74,8 @@ def recall(note: Path) -> KnownRecords | None:
 
 
 def remember(note: Path, known: KnownRecords, files: Iterable[str], began: float) -> None:
-    """Note the facts of files, unless one was being written. began: the time before the first of them was opened."""
+    """Save the facts of files, unless one of them was being written. began: time before the first of them was
+    opened."""
     states = {path: state_of(path) for path in files}
     if any(os.stat(path).st_mtime > began - RACY_S for path in states):
         return
@@ -81,7 +83,7 @@ def remember(note: Path, known: KnownRecords, files: Iterable[str], began: float
 
 
 def remember_earlier(note: Path, earlier: str) -> None:
-    """Add KnownRecords' earlier to a note, if there is one."""
+    """Add KnownRecords' `earlier` to a note, if the note exists."""
     try:
         found = read_json(note, _Note)
     except (OSError, DataError):

@@ -1,4 +1,4 @@
-"""From the plan of an optimizer step to this rank's micro-batches, decoded ahead by worker processes."""
+"""Turn the plan of an optimizer step into this rank's micro-batches, decoded ahead by worker processes."""
 
 import dataclasses
 import itertools
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """The work of a rank, or of all ranks, in an optimizer step. Broken samples, and the blank image of a batch without
+    """Work of a rank, or of all ranks, in an optimizer step. Broken samples, and the blank image of a batch without
     images, don't count.
 
-    targets: supervised tokens; micro_batches: those that have any; pairs: of tokens of which one sees the other, the
-    sum of L (L + 1) / 2 over samples of L tokens; tiles: squares that the vision tower sees; tile_pairs: those of one
-    image of which one sees the other in a tower that takes whole images, 0 for others.
+    targets: supervised tokens; micro_batches: those with supervised tokens; pairs: pairs of tokens where one attends to
+    the other, the sum of L (L + 1) / 2 over samples of L tokens; tiles: images that the vision tower processes;
+    tile_pairs: pairs of tiles of one image that attend to each other, in towers that take whole images (0 for others).
     """
 
     samples: int
@@ -42,11 +42,11 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A batch, and what it holds, as Counts has it; broken samples are not in it.
+    """A batch and its counts (as in Counts), without broken samples.
 
-    places: of its samples in the micro-batch as it was planned. A pair of preferences counts as one sample. is_counted:
-    False on all but one of the ranks that share its tokens, each of which has a part in batch, and the numbers of all.
-    numbers: of its samples in batch, where that has broken ones, too; None: it has these samples alone.
+    places: positions of its samples in the planned micro-batch. A pair of preferences is one sample. is_counted: True
+    on one of the ranks that share its tokens; each such rank has a part of the tokens in `batch`, but the numbers of
+    the whole. numbers: indices of its samples in `batch`, if that also contains broken ones; None if it does not.
     """
 
     batch: Batch
@@ -62,7 +62,7 @@ class MicroBatch:
 
     @property
     def counts(self) -> Counts:
-        """What this rank adds to the sums over all ranks."""
+        """This rank's contribution to the sums over all ranks."""
         own = (
             self.num_samples,
             self.num_tokens,
@@ -76,11 +76,11 @@ class MicroBatch:
 
     @property
     def num_samples(self) -> int:
-        """Samples that it holds."""
+        """Number of its samples."""
         return len(self.places)
 
     def pin_memory(self) -> "MicroBatch":
-        """The same in page-locked memory (torch's DataLoader calls this)."""
+        """Copy it to page-locked memory (called by torch's DataLoader)."""
         return dataclasses.replace(self, batch=self.batch.pin_memory())
 
 
@@ -88,8 +88,8 @@ class MicroBatch:
 class Window:
     """This rank's micro-batches of one optimizer step, on the device.
 
-    num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for them;
-    passes: optimizer updates over all of them; metrics: sums that came with them, as those of MicroLoss.
+    num_planned: samples of the step over all ranks, broken ones included; data_wait_s: time spent waiting for the data;
+    passes: optimizer updates over all micro-batches; metrics: sums delivered with the micro-batches, as in MicroLoss.
     """
 
     micro_batches: list[MicroBatch]
@@ -105,25 +105,25 @@ class Window:
 
     @property
     def counts(self) -> Counts:
-        """The counts of this rank's micro-batches, broken samples left out."""
+        """Summed counts of this rank's micro-batches, without broken samples."""
         return Counts(*map(sum, zip(*(micro.counts for micro in self.micro_batches))))
 
     @property
     def broken(self) -> list[BrokenSample]:
-        """The samples of this rank that could not be shown."""
+        """This rank's samples that could not be loaded."""
         return [broken for micro in self.micro_batches for broken in micro.broken]
 
 
 def windows(plan: StepPlan, mesh: Mesh, *, done: int, num_workers: int, device: torch.device) -> Iterator[Window]:
-    """This rank's window of every optimizer step that is left when `done` are done, on the device.
+    """Yield this rank's window of every optimizer step that remains after `done` steps, on the device.
 
-    Any step can be started from at once, for its samples follow from the order and its number.
+    Any step can be started directly: its samples follow from the order and the step's number.
     """
     layouts, ahead = itertools.tee(plan.after(done))  # planned once, though the loader runs ahead of the loop
     own = (micro_batch for layout in ahead for micro_batch in layout.of_ranks[mesh.dp_rank])
     loaded = micro_batches(plan.dataset, own, num_workers, device, mesh)
     started = time.perf_counter()
-    for samples, of_ranks in layouts:  # which may wait for records that are still being encoded
+    for samples, of_ranks in layouts:  # may wait for records that are still being encoded
         yield Window([next(loaded) for _ in of_ranks[mesh.dp_rank]], len(samples), time.perf_counter() - started)
         started = time.perf_counter()
 
@@ -131,9 +131,9 @@ def windows(plan: StepPlan, mesh: Mesh, *, done: int, num_workers: int, device: 
 def micro_batches(
     dataset: EncodedDataset, batches: Iterable[list[int]], num_workers: int, device: torch.device, mesh: Mesh
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of these samples on the device, decoded ahead of their turn.
+    """Yield micro-batches of these samples on the device, decoded ahead of use.
 
-    Of each, the ranks that share its tokens have a part; they take the same batches, in step with each other.
+    Ranks that share tokens each get a part of every micro-batch; they take the same batches in step with each other.
     """
     options = {
         "num_workers": num_workers,
@@ -155,7 +155,7 @@ def _shared(
 ) -> Iterator[MicroBatch]:
     """Yield this rank's part of each micro-batch, in step with the ranks that have the same samples.
 
-    options: of the DataLoader.
+    options: for the DataLoader.
     """
     from llava_ds.data.shared_loader import PartsOfMicroBatches
 
@@ -169,7 +169,8 @@ def _unchanged(item: object) -> object:
 
 
 def _agreed(cut: "CutMicroBatch", mesh: Mesh) -> MicroBatch:
-    """The rank's part without the samples that some rank could not decode, whose tokens nobody is asked for then."""
+    """Return the rank's part without the samples that any rank failed to decode. Their tokens are masked on all
+    ranks."""
     from llava_ds.data.shared_loader import without
 
     finders = torch.full((cut.num_planned,), mesh.shared)  # the first rank that could not decode a sample
@@ -201,6 +202,6 @@ def _micro_batch(items: list[LoadedSample | LoadedPair | BrokenSample], options:
 
 
 def numbers_of(kept: list[ItemCounts]) -> dict[str, int]:
-    """What a MicroBatch of these items holds."""
+    """Count the contents of a MicroBatch of these items."""
     names = ("tokens", "targets", "pairs", "tiles", "tile_pairs")
     return {f"num_{name}": sum(getattr(each, name) for each in kept) for name in names}

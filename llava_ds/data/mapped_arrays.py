@@ -1,7 +1,7 @@
-"""Arrays in files that every process of a machine maps, so that memory holds them once.
+"""Arrays in files that all processes of a machine map, so that memory holds them once.
 
-A folder of them appears in one rename, as a generation of the cache does. Its name says what the arrays depend on, so
-that it never changes and any process may write it.
+A folder of arrays is published by one rename, like a generation of the cache. Its name encodes everything the arrays
+depend on, so it never changes and any process may write it.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from llava_ds.data.cache import put_in_place, scratch_beside
 from llava_ds.runtime.ranks import print_first
 
 FACTS = "facts.json"
-UNUSED_S = 30 * 24 * 3600.0  # no process keeps arrays open for so long without opening them again
+UNUSED_S = 30 * 24 * 3600.0  # no process keeps arrays open for this long without opening them again
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """Read-only arrays by name, and facts about them as JSON has them."""
+    """Read-only arrays by name, and JSON facts about them."""
 
     arrays: dict[str, np.ndarray]
     facts: dict[str, object]
 
 
 def mapped(folder: Path, make: Callable[[], Mapped]) -> Mapped:
-    """Map the arrays of a folder, which is made unless it is there: by one process, while the others wait.
+    """Map the arrays of a folder. If it is missing, one process creates it while the others wait.
 
-    Where the folder can't be written, every process keeps arrays of its own, and a line says so.
+    If the folder can't be written, every process keeps its own arrays in memory, and a line reports it.
     """
     found = _opened(folder)
     if found is not None:
@@ -52,7 +52,7 @@ def mapped(folder: Path, make: Callable[[], Mapped]) -> Mapped:
 
 
 def remove_unused(parent: Path) -> None:
-    """Delete folders of arrays in a folder that nobody opened for a month."""
+    """Delete folders of arrays that nobody opened for a month."""
     for folder in parent.glob("*/"):
         with contextlib.suppress(OSError):  # another process may delete it right now
             if time.time() - (folder / FACTS).stat().st_mtime > UNUSED_S:
@@ -60,7 +60,7 @@ def remove_unused(parent: Path) -> None:
 
 
 def _opened(folder: Path) -> Mapped | None:
-    """The arrays of a folder; None if it is missing or cut short."""
+    """Map the arrays of a folder; None if it is missing or truncated."""
     try:
         facts = json.loads((folder / FACTS).read_bytes())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in facts["arrays"]}
@@ -80,13 +80,13 @@ def _write(folder: Path, made: Mapped) -> None:
                 os.fsync(file.fileno())
         facts = {"arrays": sorted(made.arrays), "facts": made.facts}
         (scratch / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # one that was cut short
+        shutil.rmtree(folder, ignore_errors=True)  # a truncated one
         put_in_place(scratch, folder)
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes the same folder. Without locks on the file system it may be made twice."""
+    """Wait until no other process makes the same folder. On file systems without locks it may be made twice."""
     with open(folder.with_name(f"{folder.name}.lock"), "wb") as lock:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)

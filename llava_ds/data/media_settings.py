@@ -1,4 +1,4 @@
-"""Settings of one image or video, such as max_pixels and fps: the options of a run with them in place."""
+"""Settings of one image or video, such as max_pixels and fps, applied to the options of a run."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -10,15 +10,15 @@ from llava_ds.tilings import AskedSize
 from llava_ds.videos import Clip
 
 SIZES = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
-CHOICE = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # of the frames of a video file
+CHOICE = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # select frames of a video file
 
-_MOST_OPTIONS = 1024  # in memory: most data sets have a handful of settings
+_MOST_OPTIONS = 1024  # kept in memory: most data sets have a handful of settings
 
 
 def options_for(media: Media, options: ImageOptions) -> ImageOptions:
-    """The options, with what the part of a message asks for this image or video.
+    """Apply the settings of one image or video to the options.
 
-    Raises DataError for a setting that can't be honoured. Source: qwen-vl-utils, whose settings these are.
+    Raises DataError for a setting that can't be honoured. Source: qwen-vl-utils defines these settings.
     """
     return options if not media.settings else _with_settings(options, media.kind, media.settings)
 
@@ -37,7 +37,7 @@ def _with_settings(options: ImageOptions, kind: str, settings: tuple[tuple[str, 
 
 
 def _clip(kind: str, asked: dict[str, float], options: ImageOptions) -> Clip:
-    """The frames that a video's settings ask for."""
+    """Select the frames that a video's settings name."""
     rates = [asked[name] for name in ("fps", "sample_fps") if name in asked]
     if kind == "frames":
         if name := next((name for name in CHOICE if name in asked), None):

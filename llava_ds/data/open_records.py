@@ -1,4 +1,4 @@
-"""Records before they are encoded: their sources and encoder, and the facts that a start from the cache needs."""
+"""Records before encoding: their sources and encoder, and the facts that a start from the cache needs."""
 
 import hashlib
 import json
@@ -26,13 +26,13 @@ from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.ranks import printable
 
-HASHES_VERSION = 1  # of notes on hashed files; raise it when the same file would get another hash
+HASHES_VERSION = 1  # version of the notes on hashed files; raise it when the same file would get another hash
 
 
 def open_records(
     args: Arguments, tokenizer: PreTrainedTokenizerBase, encoding: EncodingOptions, images: ImageOptions
 ) -> Checker:
-    """Open the sources of --data_path, and what encodes their records."""
+    """Open the sources of --data_path, and build the checker of their records."""
     data = args.data
     options = SourceOptions(
         data_format=data.data_format,
@@ -51,14 +51,14 @@ def open_records(
 def checker_of(
     sources: list[Source], tokenizer: PreTrainedTokenizerBase, encoding: EncodingOptions, images: ImageOptions
 ) -> Checker:
-    """What checks and encodes the records of opened sources."""
+    """Build the checker of opened sources' records."""
     return Checker(tuple(sources), encoder_of(tokenizer, encoding, images), images)
 
 
 def facts_of(checker: Checker, cache_dir: Path) -> KnownRecords:
-    """The facts of opened records. Hashes their files.
+    """Collect the facts of opened records. Hashes their files.
 
-    Raises ConfigError where the first records would not be learned as they are asked for (prompt_check).
+    Raises ConfigError if the first records would not be learned as requested (prompt_check).
     """
     names = short_names([source.path for source in checker.sources])
     sources = [_facts_of(source, name, cache_dir) for source, name in zip(checker.sources, names)]
@@ -79,8 +79,8 @@ def _facts_of(source: Source, name: str, cache_dir: Path) -> KnownSource:
 
 
 def files_read(data_path: str, checker: Checker) -> list[str] | None:
-    """The files of records that were opened by their names alone; None where folders, patterns or stores were searched,
-    whose contents may change."""
+    """Return the record files if they were opened by name alone; None if folders, patterns or stores were searched,
+    since their contents may change."""
     sources, is_mixture = checker.sources, data_path.endswith(MIXTURE_SUFFIXES)
     named = all(each.kind in ("json", "jsonl") and os.path.isfile(each.path) for each in sources)
     if not named or (len(sources) > 1 and not is_mixture):
@@ -89,7 +89,8 @@ def files_read(data_path: str, checker: Checker) -> list[str] | None:
 
 
 def file_stamp(source: Source, path: str, cache_dir: Path) -> str:
-    """A text that differs if encoded rows would. For tars it includes the file's stamp, as slices may move."""
+    """A text that changes whenever encoded rows would. For tars it includes the file's state, because slices may
+    move."""
     if source.kind != "webdataset":
         return file_digest(source, path, cache_dir)
     with read_errors(path):
@@ -101,17 +102,18 @@ class _Note(FileState):
 
 
 def file_digest(source: Source, path: str, cache_dir: Path) -> str:
-    """A hash of a source's file, remembered in cache_dir while its stamp and some of its blocks stay the same."""
+    """Hash a source's file. The hash is cached in cache_dir while the file's state and some of its blocks stay the
+    same."""
     with read_errors(path):
         seen = state_of(path)
-    # The contents count by their stamp and blocks (FileState), and a tar's by its members.
+    # The contents count by their state and blocks (FileState), and a tar's by its members.
     note = cache_dir / "hashes" / f"{digest_of([str(HASHES_VERSION), real_path(path), source.kind])}.json"
     try:
         known = read_json(note, _Note)
         if seen.items() <= known.items():
             return known["sha256"]
     except (FileNotFoundError, DataError):
-        pass  # not hashed before, or the note was cut short by a kill
+        pass  # not hashed before, or the note was truncated by a kill
     digest = hashlib.sha256()
     with read_errors(path):
         for block in shard_contents(path) if source.kind == "webdataset" else _blocks(path):

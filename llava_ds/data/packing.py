@@ -1,6 +1,6 @@
-"""Layout of the samples of one optimizer step on ranks and micro-batches.
+"""Lay out the samples of one optimizer step on ranks and micro-batches.
 
-The plan follows from the samples' lengths alone, so every rank makes the same one and nothing is communicated.
+The plan depends on the samples' lengths alone, so every rank computes the same one without communication.
 
 Packs are evened out by a local search, because every round takes as long as its slowest rank. Without it (heaviest
 sample first into the lightest pack, best fit where that breaks the bound), steps of 128 to 2,048 samples of LLaVA-1.5's
@@ -18,8 +18,8 @@ import numpy as np
 
 from llava_ds.data.spreading import spread
 
-_EVEN_ENOUGH = 0.01  # of the mean: the heaviest and the lightest pack may differ by this
-_EXCHANGES = 2  # at most, per pack
+_EVEN_ENOUGH = 0.01  # allowed difference of the heaviest and the lightest pack, relative to the mean
+_EXCHANGES = 2  # maximum per pack
 
 
 def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_size: int) -> list[list[list[int]]]:
@@ -28,7 +28,7 @@ def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_siz
     Returns [rank][micro-batch] -> samples. A last, smaller step leaves some micro-batches short or empty.
     """
     plan = [[[] for _ in range(num_micro_batches)] for _ in range(dp)]
-    # A short step is spread evenly, so that no rank idles while another has all of it.
+    # A short step is spread evenly, so that no rank idles while another does all the work.
     slots = dp * num_micro_batches
     base, extra = divmod(min(len(samples), slots * micro_size), slots)
     first = 0
@@ -43,12 +43,13 @@ def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_siz
 def plans_across_epochs(
     epochs: Iterable[Sequence[int]], dp: int, num_micro_batches: int, micro_size: int, begun: int = 0
 ) -> Iterator[list[list[list[int]]]]:
-    """Plans of steps that continue in the next epoch where an epoch ends within a step.
+    """Yield plans of steps that continue into the next epoch when an epoch ends within a step.
 
-    The last micro-batches of an epoch are filled up from its first samples on several ranks, and stay short on one.
-    epochs: the samples of each, in order; begun: micro-batches of each rank that earlier steps took from the first
-    epoch; plans are as plan_by_count returns them.
-    Source: transformers 4.37's Trainer with accelerate 0.21's BatchSamplerShard, under LLaVA.
+    With several ranks, an epoch's last micro-batches are filled up from its first samples; on one rank they stay short.
+    epochs: samples in order, per epoch; begun: micro-batches per rank that earlier steps took from the first epoch.
+    Plans are as in plan_by_count.
+
+    Source: transformers 4.37's Trainer with accelerate 0.21's BatchSamplerShard, as used by LLaVA.
     """
     taken, step = 0, []
     for samples in epochs:
@@ -60,7 +61,7 @@ def plans_across_epochs(
                 of_all = np.take(samples, range(i * size, (i + 1) * size), mode="wrap").tolist()
             step.append([of_all[rank * micro_size : (rank + 1) * micro_size] for rank in range(dp)])
             taken += 1
-            # An epoch shorter than a step ends one as well, and the count continues, as in transformers.
+            # An epoch shorter than a step also ends one, and the count continues, as in transformers.
             if taken % num_micro_batches == 0 or i == last < num_micro_batches:
                 yield [list(micro_batches) for micro_batches in zip(*step)]
                 step = []
@@ -70,11 +71,11 @@ def plans_across_epochs(
 def plan_by_tokens(
     samples: Sequence[int], lengths: Sequence[int], dp: int, max_tokens: int, costs: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Packs of at most max_tokens tokens in few rounds, evened out by cost.
+    """Pack samples into packs of at most max_tokens tokens in few rounds, evened out by cost.
 
-    lengths and costs: of each sample, above 0. A sample longer than max_tokens is a pack of its own. Returns
-    [rank][micro-batch] -> samples, heaviest first. ZeRO-3 needs as many packs on every rank; empty ones are added only
-    where samples are too few.
+    lengths and costs: per sample, above 0. A sample longer than max_tokens gets its own pack. Returns
+    [rank][micro-batch] -> samples, heaviest first. ZeRO-3 needs equally many packs on every rank; empty ones are added
+    only if there are too few samples.
     """
     lengths, costs = np.asarray(lengths, np.int64), np.asarray(costs, np.int64)
     fewest = _whole_rounds(_least_packs(lengths, max_tokens), dp)
@@ -82,11 +83,11 @@ def plan_by_tokens(
     if packs is None:
         full = _best_fit(lengths, max_tokens)
         most = _whole_rounds(len(full), dp)
-        # One round more than is possible by arithmetic is often found where best fit needs two.
+        # One round more than the arithmetic minimum often suffices where best fit needs two.
         for num_packs in sorted({min(fewest + dp, most), most} - {fewest}):
             packs = packs or _even_packs(lengths, costs, num_packs, max_tokens)
         packs = packs or _filled_up(full, lengths, costs, most, max_tokens)
-    # If anything runs out of memory, it is the heaviest pack: let it do so at once, not in an hour.
+    # The heaviest pack is the first to run out of memory: run it first, not after an hour.
     sizes, places = _joined(packs)
     heaviest_first = np.argsort(-_sums(sizes, costs[places]), kind="stable").tolist()
     packs = _parts(sizes, np.asarray(samples, np.int64)[places])
@@ -95,18 +96,18 @@ def plan_by_tokens(
 
 
 def _joined(packs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The number of samples of each pack, and all packs end to end."""
+    """Return the number of samples of each pack, and all packs end to end."""
     return np.fromiter(map(len, packs), np.int64), np.fromiter(itertools.chain.from_iterable(packs), np.int64)
 
 
 def _parts(sizes: np.ndarray, joined: np.ndarray) -> list[list[int]]:
-    """The parts of these sizes."""
+    """Split into parts of these sizes."""
     values, ends = joined.tolist(), np.cumsum(sizes).tolist()
     return [values[begin:end] for begin, end in zip([0, *ends], ends)]
 
 
 def _sums(sizes: np.ndarray, joined: np.ndarray) -> np.ndarray:
-    """The sum of each part of these sizes."""
+    """Sum each part of these sizes."""
     ends = np.cumsum(sizes)
     sums = np.concatenate([[0], np.cumsum(joined)])
     return sums[ends] - sums[ends - sizes]
@@ -117,22 +118,22 @@ def _whole_rounds(num_packs: int, dp: int) -> int:
 
 
 def _least_packs(lengths: np.ndarray, max_tokens: int) -> int:
-    """A lower bound of the number of packs."""
+    """Compute a lower bound of the number of packs."""
     own = lengths > max_tokens
     total = int(lengths[~own].sum())
-    halves = int((2 * lengths > max_tokens).sum())  # no two of them go together
+    halves = int((2 * lengths > max_tokens).sum())  # no two of them fit together
     return max(halves, int(own.sum()) - (-total // max_tokens))
 
 
 def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_tokens: int) -> list[list[int]] | None:
-    """Positions of the samples in packs of nearly one cost; None if these break the bound."""
+    """Distribute sample positions over packs of nearly equal cost; None if these exceed the bound."""
     count = max(1, len(lengths))
     packs, loads = _spread(costs, num_packs)
     _even(packs, loads, count, int(_EVEN_ENOUGH * sum(loads) / num_packs), 0)
     sizes, entries = _joined(packs)
     places = entries % count
     tokens = _sums(sizes, lengths[places])
-    if tokens.max() > max_tokens:  # packs of one cost are not of one length
+    if tokens.max() > max_tokens:  # packs of equal cost may differ in length
         packs = [sorted(pack) for pack in _parts(sizes, places - lengths[places] * count)]
         _even(packs, tokens.tolist(), count, 0, max_tokens)
         sizes, entries = _joined(packs)
@@ -142,7 +143,7 @@ def _even_packs(lengths: np.ndarray, costs: np.ndarray, num_packs: int, max_toke
 
 
 def _entries(weights: np.ndarray) -> np.ndarray:
-    """Weight and position of every sample as one number, heaviest first, which is quick to sort, find and move.
+    """Encode weight and position of each sample as one number, heaviest first: quick to sort, find and move.
 
     entry // count is the negative weight, entry % count the position.
     """
@@ -151,7 +152,7 @@ def _entries(weights: np.ndarray) -> np.ndarray:
 
 
 def _spread(weights: np.ndarray, num_packs: int) -> tuple[list[list[int]], list[int]]:
-    """Put the heaviest first, each into the lightest pack. Returns packs of entries, and the weight of each."""
+    """Put the heaviest samples first, each into the lightest pack. Returns packs of entries, and the packs' weights."""
     entries = _entries(weights)
     heaviest_first = -(entries // max(1, len(weights)))
     pack_of = spread(heaviest_first[None], num_packs)[0]
@@ -160,7 +161,7 @@ def _spread(weights: np.ndarray, num_packs: int) -> tuple[list[list[int]], list[
 
 
 def _best_fit(lengths: np.ndarray, max_tokens: int) -> list[list[int]]:
-    """Positions of the samples in packs: the longest first, each into the fullest pack that has room."""
+    """Pack sample positions by best fit: the longest first, each into the fullest pack with room."""
     packs: list[list[int]] = []
     count = len(lengths)
     rooms: list[int] = []  # room * count + pack, sorted
@@ -182,8 +183,8 @@ def _filled_up(
 ) -> list[list[int]]:
     """Split the heaviest pack in two until there are num_packs, then even them out by cost.
 
-    packs: positions of the samples, within max_tokens tokens, as the returned packs are. Empty packs are added where
-    every pack is down to one sample.
+    packs: sample positions, within max_tokens tokens; so are the returned packs. Empty packs are added once every pack
+    is down to one sample.
     """
     count, cost_of = len(lengths), costs.tolist()
     filled = [sorted([i - cost_of[i] * count for i in pack]) for pack in packs]  # entries
@@ -219,9 +220,9 @@ def _even(
 ) -> None:
     """Exchange samples of the heaviest pack for lighter samples of the lightest pack, in place.
 
-    Ends when the packs are no more than slack apart, when none is above bound, or when nothing helps. packs of entries;
-    loads: their weights; count: samples; exchange: _exchange or a function like it. No pack becomes heavier than the
-    heaviest was, and a heavy pack of one sample stays as it is.
+    Ends when the packs differ by at most slack, when none is above bound, or when nothing helps. packs: of entries;
+    loads: their weights; count: number of samples; exchange: _exchange or a function like it. No pack becomes heavier
+    than the heaviest was, and a heavy pack of one sample is left unchanged.
     """
     exchange = exchange or _exchange
     ranked = sorted(zip(loads, range(len(packs))))
@@ -246,9 +247,10 @@ def _even(
 
 
 def _exchange(heavy: list[int], light: list[int], apart: int, slack: int, count: int) -> tuple[int, int]:
-    """An entry of the heavy pack and one of the light pack (0: none), whose exchange brings them closest.
+    """Find an entry of the heavy pack and one of the light pack (0: none) whose exchange best evens the two packs.
 
-    Stops early at a pair well within slack. (0, 0) if no exchange helps. apart: difference of the packs' weights.
+    Stops early at a pair well within slack. Returns (0, 0) if no exchange helps. apart: difference of the packs'
+    weights.
     """
     half = apart * count // 2
     best, found = half - count, (0, 0)
@@ -268,9 +270,9 @@ def _exchange(heavy: list[int], light: list[int], apart: int, slack: int, count:
 def _exchange_within(
     heavy: list[int], light: list[int], apart: int, slack: int, count: int, tokens: list[int], max_tokens: int
 ) -> tuple[int, int]:
-    """As _exchange, among pairs that leave both packs within max_tokens. Slower, as it tries every pair.
+    """Do as _exchange, among pairs that leave both packs within max_tokens. Slower: tries every pair.
 
-    tokens: of each sample.
+    tokens: per sample.
     """
     heavy_room, light_room = (max_tokens - sum([tokens[entry % count] for entry in pack]) for pack in (heavy, light))
     half = apart * count // 2

@@ -1,4 +1,4 @@
-"""Checking and encoding of every record before anything is built, with a reason for each that is rejected."""
+"""Check and encode every record before the model is built, with a reason for each rejected record."""
 
 import gc
 import itertools
@@ -26,16 +26,16 @@ from llava_ds.data.sources import Source, to_sample
 from llava_ds.layouts import ImageText
 from llava_ds.runtime.ranks import printable
 
-Row = dict[str, object]  # of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
+Row = dict[str, object]  # a row of ROWS, with "seen" for COLUMNS, and "input_ids", "labels" and "weights" in full
 
-PART_BYTES = 4 << 20  # of records checked together: their tokens take many times the memory of their text
+PART_BYTES = 4 << 20  # text checked together: its tokens take many times this memory
 
-MAX_ID = 200  # characters of the id of a rejected record
+MAX_ID = 200  # characters of a rejected record's id
 
 
 @dataclass(frozen=True)
 class Checker:
-    """Turns a table of RECORDS into a table of ROWS of the same length, in worker processes."""
+    """Converts a table of RECORDS to a table of ROWS of the same length, in worker processes."""
 
     sources: tuple[Source, ...]
     encoder: Encoder
@@ -43,7 +43,7 @@ class Checker:
 
     @cached_property
     def prompts(self) -> PromptCheck:
-        """The check that answers are learned as they are asked for."""
+        """The check that answers match the prompts they will be generated from."""
         return PromptCheck(self.encoder, self.image_options)
 
     @property
@@ -88,7 +88,7 @@ class Checker:
     def _with_prompt(
         self, conversation: tuple[Transcript, list[int | ImageText]], one: Encoded | DataError
     ) -> Encoded | DataError:
-        """An encoded conversation with the prompt that asks for its answer, or the reason why it can't be asked for."""
+        """Attach the generation prompt to an encoded conversation. Returns a DataError if it has no valid prompt."""
         try:
             return with_asked_prompt(self.encoder, *conversation, one) if isinstance(one, Encoded) else one
         except DataError as error:
@@ -128,13 +128,14 @@ class Checker:
             stamps = stamps_of(media, self.image_options)  # first: a file written meanwhile has another stamp
             sized = SizedMedia.of(media, self.image_options)
             return sized, seen_files(media, self.image_options, stamps)
-        except (DataError, ConfigError) as error:  # ConfigError: a missing extra, which may be installed next time
+        except (DataError, ConfigError) as error:  # ConfigError: a missing extra, perhaps installed next time
             raise FileProblem(str(error)) from error
         except OSError as error:
             raise FileProblem(f"{error.filename or media.refs[0].path} can't be read: {error.strerror}") from error
 
     def _row(self, one: "_Checked", answers: list[Encoded | DataError]) -> Row:
-        """answers: the encoded conversation, or those with the chosen and the rejected answer."""
+        """Build the row of a record. answers: the encoded conversation, or the two with the chosen and the rejected
+        answer."""
         sample = one.sample
         targets = 0
         for coded in answers:
@@ -174,7 +175,7 @@ class Checker:
         }
 
     def _why_nothing(self, sample: Sample, coded: Encoded) -> str:
-        """The reason why none of a sample's tokens is supervised."""
+        """Explain why none of a sample's tokens is supervised."""
         weights = [message.weight for message in sample.messages if message.role == "gpt"]
         if weights and not any(weights):
             return "all of its answers weigh 0"
@@ -198,7 +199,7 @@ def _without_collector() -> Iterator[None]:
 
 @dataclass
 class _Checked:
-    """A record that only remains to be encoded; MediaLayout.mark of each of its media."""
+    """A checked record, ready to encode. marks: MediaLayout.mark of each of its media."""
 
     sample: Sample
     transcripts: list[Transcript]
@@ -219,7 +220,7 @@ def _joined_weights(answers: list[Encoded]) -> np.ndarray | None:
 
 
 def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
-    """The row of a rejected record, empty but for its id and the reason."""
+    """Build the row of a rejected record: only its id and the reason are set."""
     nothing = np.empty(0, np.int32)
     return {
         **dict.fromkeys(("length", "num_targets", "num_turns", "num_pictures", "words", "chosen_length", "margin"), 0),
@@ -233,7 +234,7 @@ def _rejected(id: str, error: DataError, text: bytes | None = None) -> Row:
 
 
 def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
-    """(first, last) rows of parts of at most PART_BYTES of text, or of one larger record."""
+    """Yield (first, last) rows of parts of at most PART_BYTES of text each. A larger record is its own part."""
     ends = np.cumsum(pa.compute.binary_length(texts).to_numpy())
     first = 0
     while first < len(ends):
@@ -244,7 +245,7 @@ def _parts(texts: pa.ChunkedArray) -> Iterator[tuple[int, int]]:
 
 
 def _id_in(text: bytes, names: tuple[str, ...], index: int) -> str:
-    """The id of a rejected record if it can be read, else its index."""
+    """Id of a rejected record if it can be read, else its index."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

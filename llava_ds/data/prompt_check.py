@@ -1,8 +1,8 @@
-"""The text that asks for an answer has to be the beginning of the text that the answer was learned in, token by token.
+"""Check that the prompt for an answer is a prefix of the text in which the answer is learned, token by token.
 
-Chat templates of reasoning models end the prompt inside an open thought, or behind an empty one, that they may not
-write in front of an answer that is there: what is learned then is never asked. The check renders a few conversations
-for each template and set of variables, never a record.
+Chat templates of reasoning models end the prompt inside an open thought, or after an empty one, but may omit that
+thought before an existing answer: the model is then never prompted as it was trained. The check renders a few
+conversations per template and set of variables, never a record.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ from llava_ds.videos import Footage
 # Answers to try: tokens may join the end of a prompt with the beginning of an answer.
 ANSWERS = ("A circle.", "7 of them.")
 THOUGHT = "It is round."
-# Of an answer with a thought, for templates that write one beside calls alone.
+# Call of an answer with a thought, for templates that write thoughts only next to calls.
 CALL = json.dumps([{"type": "function", "id": "abcdefghi", "function": {"name": "look", "arguments": {"at": "it"}}}])
 _QUESTION = "What is it?"
-NUM_RECORDS = 16  # of a source, looked at before all are encoded
-_SIZE, _FRAMES = (64, 64), 4  # of the image and the video in the conversations
-_SHOWN = 200  # characters of a text in a message
+NUM_RECORDS = 16  # records per source that are checked before all are encoded
+_SIZE, _FRAMES = (64, 64), 4  # size of the image and frames of the video in the conversations
+_SHOWN = 200  # characters of a text shown in a message
 
 Marks = Sequence[int | ImageText]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """asked, learned: what follows the question in the text that asks, and in the one that is learned; why: the way
-    in which the first is no beginning of the second."""
+    """A mismatch of prompt and training text. asked, learned: the text after the question in each; why: how they
+    differ."""
 
     asked: str
     learned: str
     why: str
 
     def lines(self) -> str:
-        """Both texts, for a person."""
+        """Both texts on two lines, for a person."""
         return f"  asked:   {self.asked[:_SHOWN]!r}\n  learned: {self.learned[:_SHOWN]!r} ({self.why})"
 
     def clause(self) -> str:
@@ -58,8 +58,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class AnswerForms:
-    """The differences for plain answers and for answers with a thought, None where there is none; writes_plain,
-    writes_thought: True if the template writes such answers."""
+    """Mismatches for plain answers and for answers with a thought, None if they match; writes_plain, writes_thought:
+    True if the template writes such answers."""
 
     plain: Difference | None
     thought: Difference | None
@@ -67,32 +67,32 @@ class AnswerForms:
     writes_thought: bool
 
     def difference_for(self, answer: Message | None) -> Difference | None:
-        """The difference for an answer."""
+        """Mismatch for an answer, or None."""
         if answer is None or (self.plain is None and self.thought is None):
             return None
         return self.thought if has_thought(answer) and self.writes_thought else self.plain
 
     def fits(self, with_thought: bool) -> bool:
-        """True if there is no difference for plain answers, or those with a thought, which the template writes."""
+        """True if the template writes plain answers (or answers with a thought) without a mismatch."""
         if with_thought:
             return self.writes_thought and self.thought is None
         return self.writes_plain and self.plain is None
 
 
 def last_answer(transcript: Transcript) -> Message | None:
-    """The last answer of a conversation; None without one, or where it is not learned."""
+    """Last answer of a conversation; None if missing or not learned."""
     last = next((message for message in reversed(transcript.messages) if message.role == "gpt"), None)
     return None if last is None or last.weight == 0 else last
 
 
 def has_thought(answer: Message) -> bool:
-    """True for an answer with a thought that has words in it."""
+    """True for an answer with a non-empty thought."""
     return bool(answer.thought and answer.thought.strip()) or holds_thought(answer)
 
 
 @dataclass(eq=False)
 class PromptCheck:
-    """The check for one encoder. Conversations are rendered once for each set of variables. Can be pickled."""
+    """The check for one encoder. Conversations are rendered once per set of variables. Can be pickled."""
 
     encoder: Encoder
     images: ImageOptions
@@ -101,7 +101,8 @@ class PromptCheck:
     _faults: dict[str, str] = field(default_factory=dict)
 
     def forms(self, variables: str = "", with_video: bool = False) -> AnswerForms:
-        """The differences under the variables of a JSON object, "" for none. with_video: in the template for videos."""
+        """Mismatches under template variables. variables: a JSON object, "" for none; with_video: use the template for
+        videos."""
         key = (variables, with_video)
         if key not in self._found:
             plain, thinking = (list(self._differences(*key, thought)) for thought in (None, THOUGHT))
@@ -112,15 +113,16 @@ class PromptCheck:
 
     @cached_property
     def is_settled(self) -> bool:
-        """True if no record has to be looked at: its last answer is never learned, or one of LLaVA's templates, which
-        read no variables, asks for all answers as they are learned."""
+        """True if no record needs checking: last answers are never learned, or one of LLaVA's templates (which read no
+        variables) is used and matches for all answers."""
         if self.encoder.options.answer_is_reference:
             return True
         forms = self.forms() if self.encoder.template.write is not None else None
         return forms is not None and forms.plain is None and forms.thought is None
 
     def reason(self, transcript: Transcript, marks: Marks) -> str:
-        """The reason why a record's last answer is learned in another text than it will be asked for; "" for none."""
+        """Explain why a record's last answer is learned after another text than it is generated from; "" if the texts
+        match."""
         if self.is_settled:
             return ""
         if (variables := transcript.template_kwargs) and (fault := self._endless(variables)):
@@ -130,7 +132,7 @@ class PromptCheck:
         answer = last_answer(transcript)
         difference = forms.difference_for(answer)
         if difference is None and self._may_join(transcript):
-            with contextlib.suppress(DataError):  # the encoder's, too
+            with contextlib.suppress(DataError):  # also raised by the encoder
                 if (joined := self._compare(transcript, marks)) is not None:
                     return f"its last answer begins with a line break: {joined.clause()}: take the line break away"
         if difference is None:
@@ -145,15 +147,15 @@ class PromptCheck:
         return f"{text}{difference.clause()}: {self._remedies[thinks]}"
 
     def _endless(self, variables: str) -> str:
-        """What is wrong with the end of answers under a record's variables; "" for nothing. Under the run's own it is
-        checked before any record is read."""
+        """Describe the problem with the end of answers under a record's variables; "" if fine. The run's own variables
+        are checked before any record is read."""
         if variables not in self._faults:
             self._faults[variables] = endless(self.encoder.options.template, self.encoder.tokenizer, variables)
         return self._faults[variables]
 
     def note_on_earlier(self) -> str:
-        """A line about earlier answers of a conversation, which some templates write without the thought, empty or not,
-        that the last answer is asked for behind; "" where there is no difference."""
+        """Line about earlier answers of a conversation, "" if they match. Some templates omit the (possibly empty)
+        thought before earlier answers, but write it before the last one."""
         question, answer = Message("human", _QUESTION), Message("gpt", ANSWERS[0])
         try:
             asked = self.encoder.texts(Transcript((question, answer)), ())[0]
@@ -170,7 +172,7 @@ class PromptCheck:
         )
 
     def _may_join(self, transcript: Transcript) -> bool:
-        """True if the last answer begins with a line break, which a tokenizer may join with one before it. LLaVA's own
+        """True if the last answer begins with a line break: the tokenizer may join it with a preceding one. LLaVA's own
         templates keep LLaVA's ids."""
         last = transcript.messages[-1]
         begins = (last.thought or last.text)[:1]
@@ -179,21 +181,21 @@ class PromptCheck:
     def _differences(
         self, variables: str, with_video: bool, thought: str | None, calls: str = ""
     ) -> Iterator[Difference | None]:
-        """The difference of each conversation that the template writes, without and with an image, or with a video.
-        thought, calls: of its answer, as of Message."""
+        """Yield the mismatch of each conversation that the template writes: without and with an image, or with a video.
+        thought, calls: of the answer, as in Message."""
         shown = [[self._video()]] if with_video else [[], [media_layout("image", (_SIZE,), 1, self.images).mark]]
         for marks in shown:
             question = Message("human", f"{IMAGE_TOKEN}\n{_QUESTION}" if marks else _QUESTION)
             for answer in ANSWERS:
                 messages = (question, Message("gpt", "" if calls else answer, thought, calls))
                 conversation = Transcript(messages, template_kwargs=variables)
-                with contextlib.suppress(DataError):  # which each such record says by itself
+                with contextlib.suppress(DataError):  # each record with this error reports it
                     if thought is None or thought in self.encoder.texts(conversation, marks)[1]:
                         yield self._compare(conversation, marks) or self._empty_thought(conversation, marks)
 
     def _empty_thought(self, conversation: Transcript, marks: Marks) -> Difference | None:
-        """The difference for a plain answer where the prompt ends inside an open thought, which is learned to be
-        empty; whether its end is then other tokens is up to the tokenizer."""
+        """Mismatch for a plain answer if the prompt ends inside an open thought, which training then closes empty.
+        Whether the tokens differ depends on the tokenizer."""
         *before, answer = conversation.messages
         if answer.thought:
             return None
@@ -201,7 +203,7 @@ class PromptCheck:
         try:
             asked, plain = self.encoder.texts(conversation, marks)
             asked_too, thought = self.encoder.texts(thinking, marks)
-        except DataError:  # of a template without thoughts
+        except DataError:  # templates without thoughts
             return None
         begin, thinks = plain[len(asked) :].lstrip(), thought[len(asked_too) :].lstrip()
         if begin.startswith(answer.text) or not (thought.startswith(asked_too) and thinks.startswith(THOUGHT)):
@@ -220,14 +222,15 @@ class PromptCheck:
 
 
 def _difference_of(asked: str, learned: str, why: str) -> Difference:
-    """The difference of two texts, from the end of the check's question on, or of the last words of a record's."""
+    """Build the mismatch of two texts, starting after the check's question or the last words of a record's question."""
     known = asked.rfind(_QUESTION)
     place = max(0, len(asked) - _SHOWN // 2) if known < 0 else known + len(_QUESTION)
     return Difference(asked[place:], learned[place:], why)
 
 
 def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | None:
-    """The way in which a prompt is no beginning of what is learned; None if it is one, and all behind it is learned."""
+    """Explain why a prompt is not a prefix of the training tokens; None if it is one and everything after it is
+    learned."""
     if whole.input_ids[: len(prompt)].tolist() != prompt:
         if texts[1].startswith(texts[0]):
             return "the texts begin alike, and are other tokens where the first one ends"
@@ -240,10 +243,10 @@ def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | Non
 
 
 def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
-    """An encoded conversation with the prompt that asks for its last answer, and that answer supervised.
+    """Prefix an encoded conversation with the generation prompt of its last answer; only that answer is supervised.
 
-    coded: as it would be learned, of which all is kept that comes behind the prompt, if that is the answer alone.
-    Raises DataError for a prompt with a token beyond the rows of the model's embedding.
+    coded: the conversation as encoded for training; its tokens after the prompt are kept if they are the answer alone.
+    Raises DataError for a prompt token beyond the rows of the model's embedding.
     """
     *before, answer = conversation.messages
     if answer.role != "gpt" or not coded.num_targets:
@@ -258,7 +261,7 @@ def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, 
 
 
 def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:
-    """True if the last answer comes right behind the prompt, with only spaces between them."""
+    """True if the last answer follows the prompt directly or after spaces only."""
     if encoder.template.write is not None:
         return True
     asked, learned = encoder.texts(conversation, marks)
@@ -266,9 +269,9 @@ def _is_next(encoder: Encoder, conversation: Transcript, marks: Marks) -> bool:
 
 
 def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
-    """Raise ConfigError where none of the first records of any source could be asked for as it is learned.
+    """Raise ConfigError if none of the first records of any source matches its prompt.
 
-    Single records among others are for PromptCheck.reason.
+    Single mismatching records are reported by PromptCheck.reason.
     """
     if check.encoder.options.answer_is_reference:
         return
@@ -298,8 +301,8 @@ def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
 
 
 def _remedy(check: PromptCheck, with_thoughts: set[bool], of_record: bool = False) -> str:
-    """What to do about answers, with a thought or without, that are not asked for as they are learned. of_record: of
-    one among others, which may bring variables itself."""
+    """Suggest a remedy for answers that don't match their prompts. with_thoughts: answers with a thought, without, or
+    both; of_record: for a single record, which can set variables itself."""
     if check.encoder.template.write is not None:
         return "give another --version"
     if (variables := fitting_variables(check, with_thoughts)) is not None:
@@ -322,8 +325,8 @@ def _remedy(check: PromptCheck, with_thoughts: set[bool], of_record: bool = Fals
 
 
 def fitting_variables(check: PromptCheck, with_thoughts: set[bool]) -> str | None:
-    """A JSON object of variables, one of them changed to true or false, under which there is no difference for these
-    answers; None if there is none."""
+    """Find template variables under which these answers match: a JSON object with one variable set to true or false, or
+    None."""
     tokenizer = check.encoder.tokenizer
     source = own_template(tokenizer)
     kept = default_values(source)

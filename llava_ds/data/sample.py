@@ -1,4 +1,4 @@
-"""Samples: a conversation and the images that its marks stand for."""
+"""Samples: a conversation and the images of its marks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +10,18 @@ from llava_ds.boxes import BboxType, Numbers
 BOX_MARK, REF_MARK = "<bbox>", "<ref-object>"
 
 
-# Message, Transcript and Sample are not frozen: a frozen one takes five times as long to make, and a record makes ten.
+# Message, Transcript and Sample are not frozen: frozen ones take five times as long to create, and a record creates
+# ten.
 
 
 @dataclass
 class Message:
     """One turn. role: "system", "human", "gpt" or "tool"; images and videos are <image> marks in the text.
 
-    thought: what an answer thinks before its text, None without one; tool_calls: an answer's calls, a JSON list in
-    OpenAI's form, "" for none; weight: of the loss of an answer's tokens, 0 for an answer that is read and not learned;
-    keeps_spaces: True for the text of a list of parts (special_tokens.join_parts), which is written as it stands, as a
-    processor does; name: of a speaker or a tool, call_id: of the call that a tool's result answers, "" for none.
+    thought: an answer's reasoning before its text, or None; tool_calls: an answer's calls, a JSON list in OpenAI's
+    form, "" for none; weight: loss weight of an answer's tokens, 0 for context only; keeps_spaces: True for the text of
+    a list of parts (special_tokens.join_parts), written unchanged as a processor does; name: of a speaker or a tool, or
+    ""; call_id: of the call that a tool's result answers, or "".
     """
 
     role: str
@@ -33,17 +34,17 @@ class Message:
     call_id: str = ""
 
     def with_text(self, text: str) -> "Message":
-        """The message with another text. dataclasses.replace takes ten times as long."""
+        """Copy the message with another text. dataclasses.replace takes ten times as long."""
         rest = (self.thought, self.tool_calls, self.weight, self.keeps_spaces, self.name, self.call_id)
         return Message(self.role, text, *rest)
 
 
 @dataclass
 class Transcript:
-    """A conversation with all that a chat template is handed of its record.
+    """A conversation, with everything from its record that a chat template reads.
 
-    tools: the tools that the record offers, a JSON list, "" for none; template_kwargs: variables of the chat template
-    that the record sets, a JSON object, "" for none.
+    tools: the record's tools, a JSON list, "" for none; template_kwargs: chat template variables set by the record, a
+    JSON object, "" for none.
     """
 
     messages: tuple[Message, ...]
@@ -52,13 +53,13 @@ class Transcript:
 
     @classmethod
     def of(cls, conversation: "Transcript | Sequence[Message]") -> "Transcript":
-        """A transcript as it is, or one of messages without tools and variables."""
+        """Convert messages to a transcript without tools and variables. A transcript is returned unchanged."""
         return conversation if isinstance(conversation, Transcript) else cls(tuple(conversation))
 
 
 @dataclass(frozen=True)
 class FileRef:
-    """A whole file (num_bytes -1) or a slice of one, such as a member of a tar."""
+    """A whole file (num_bytes -1) or a byte range of a file, such as a member of a tar."""
 
     path: str
     offset: int = 0
@@ -69,7 +70,7 @@ class FileRef:
 class Media:
     """The files of one <image> mark: an image, the frames of a video as images, or a video file.
 
-    settings: pairs of a name and a number that its part of a message gives, such as ("max_pixels", 50176).
+    settings: (name, number) pairs from its part of a message, such as ("max_pixels", 50176).
     """
 
     kind: Literal["image", "frames", "video"]
@@ -79,7 +80,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Box:
-    """A box or a point on one of a sample's images, which are counted from 0. numbers: as bbox_type has them."""
+    """A box or a point on one of a sample's images (index from 0). numbers: in the units of bbox_type."""
 
     image: int
     numbers: Numbers
@@ -99,15 +100,15 @@ UNMARKED_TEXTS = {
 class Sample:
     """One record. Paths are real and inside the given folders; media are in the order of the marks.
 
-    rejected: of a preference, the messages with the rejected answer at their end; the chosen one ends messages; margin:
-    by how much the chosen one is better; refs, boxes: what stands for the marks of names and boxes in a conversation;
-    tools, template_kwargs: as a Transcript has them; unread: keys of the record that have a value and are not read.
+    messages: for a preference they end with the chosen answer; rejected: the messages with the rejected answer instead;
+    margin: by how much the chosen one is better; refs, boxes: the names and boxes of a conversation's marks; tools,
+    template_kwargs: as in Transcript; unread: keys of the record that have a value and are not read.
     """
 
     id: str
     messages: tuple[Message, ...]
     media: tuple[Media, ...]
-    kind: str = ""  # of question, in files to evaluate on
+    kind: str = ""  # question kind, in files to evaluate on
     unmarked: str = ""  # one of the outcomes above
     rejected: tuple[Message, ...] = ()
     margin: float = 0.0
@@ -119,6 +120,6 @@ class Sample:
 
     @property
     def transcripts(self) -> list[Transcript]:
-        """The conversation, or those with the chosen and with the rejected answer."""
+        """The conversation, or the two with the chosen and the rejected answer."""
         conversations = (self.messages, self.rejected) if self.rejected else (self.messages,)
         return [Transcript(messages, self.tools, self.template_kwargs) for messages in conversations]

@@ -1,6 +1,6 @@
-"""The index of a data set: a few numbers of every accepted sample, in arrays that all processes of a machine share.
+"""Index of a data set: a few numbers per accepted sample, in arrays shared by all processes of a machine.
 
-It follows from the encoded rows and lies beside them. An index made by an earlier version is made anew.
+It is derived from the encoded rows and stored in their folder. An index of an earlier version is rebuilt.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ from llava_ds.data.seen_files import contents_digest
 
 VERSION = 3  # raise it when the same rows would give another index
 
-LLAVA_TOKENS_PER_IMAGE = 128  # added by LLaVA's data set to the words of a sample with images
+LLAVA_TOKENS_PER_IMAGE = 128  # words that LLaVA's data set adds to a sample with images
 
-FIRST_NAMED = 3  # images that use little of their range
-MAX_KEYS = 100  # of those that are not read, the most frequent ones
+FIRST_NAMED = 3  # number of images named that use little of their range
+MAX_KEYS = 100  # most frequent keys listed that are not read
 
 PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 
@@ -35,9 +35,9 @@ PERCENTILES = (5, 25, 50, 75, 95, 99, 100)
 class SampleIndex:
     """Numbers of the samples, in their order.
 
-    rows: each sample's row in the table of all records. lengths, num_targets: tokens, and supervised tokens. words:
-    LLaVA's measure of length, negative without images; words_next: LLaVA-NeXT's. num_images: images and videos; all
-    (samples,) int32. folder: for what else follows from the samples alone. facts: sums over them, as _sums returns.
+    rows: each sample's row in the table of all records; lengths: tokens; num_targets: supervised tokens; words: LLaVA's
+    measure of length, negative without images; words_next: LLaVA-NeXT's; num_images: images and videos; all (samples,)
+    int32. folder: for other data derived from the samples alone; facts: sums over the samples, from _sums.
     """
 
     folder: Path
@@ -50,10 +50,10 @@ class SampleIndex:
     facts: dict[str, object]
 
     def part(self, name: str, draw: Callable[[], np.ndarray], table: RowTable) -> "SampleIndex":
-        """The index of some of the samples.
+        """Build the index of some of the samples.
 
-        name: all that the part depends on; draw: gives the samples in order; table: of all records. Their hash is in
-        facts["drawn"].
+        name: everything that the part depends on; draw: returns the samples in order, hashed as facts["drawn"]; table:
+        of all records.
         """
         folder = self.folder.with_name(f"{self.folder.name}-{digest_of([name])}")
 
@@ -68,8 +68,8 @@ class SampleIndex:
 
 @dataclass(frozen=True)
 class TableIndex:
-    """The index of a whole table. rejected: rows of the rejected records; outcome: hashes of what was accepted, of all
-    lengths, and of the contents of all files, for the fingerprint."""
+    """Index of a whole table. rejected: rows of the rejected records; outcome: hashes of the acceptance flags and of
+    all lengths; contents: hash of all files' contents. The hashes are part of the fingerprint."""
 
     accepted: SampleIndex
     rejected: np.ndarray
@@ -83,7 +83,7 @@ _COLUMNS = ("rows", "lengths", "num_targets", "words", "words_next", "num_images
 
 
 def index_of(table: RowTable, generation: Path) -> TableIndex:
-    """Open the index of a generation's rows, which the first process makes."""
+    """Open the index of a generation's rows. The first process builds it."""
     folder = generation / f"index-{VERSION}"
     found = mapped(folder, lambda: _made(table))
     facts = found.facts
@@ -98,7 +98,7 @@ def index_of(table: RowTable, generation: Path) -> TableIndex:
 
 
 def _index(folder: Path, found: Mapped) -> SampleIndex:
-    # An array of a mapped file is an object of its own class, whose slices are slow.
+    # Slices of np.memmap are slow: convert to plain arrays.
     return SampleIndex(folder, *(np.asarray(found.arrays[name]) for name in _COLUMNS), found.facts["sums"])
 
 
@@ -126,14 +126,14 @@ def _made(table: RowTable) -> Mapped:
 
 
 def _has_images_of_next(table: RowTable) -> np.ndarray:
-    """(records,) bool: True where LLaVA-NeXT adds an image's words. A video is in another field, and adds none."""
+    """(records,) bool: True where LLaVA-NeXT adds an image's words. Videos are in another field and add none."""
     shown = pa.compute.match_substring(table.column("media"), '["image", [')
     left_out = pa.compute.equal(table.column("unmarked"), IMAGE_LEFT_OUT)
     return pa.compute.or_kleene(shown, left_out).fill_null(False).to_numpy()
 
 
 def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
-    """Numbers of tokens, answers and the like over all samples of an index."""
+    """Sum tokens, answers and the like over all samples of an index."""
     rows, lengths = arrays["rows"], arrays["lengths"]
     unmarked = pa.compute.value_counts(table.column("unmarked").take(pa.array(rows))).to_pylist()
     counts = {each["values"]: each["counts"] for each in unmarked}
@@ -159,7 +159,7 @@ def _sums(arrays: dict[str, np.ndarray], table: RowTable) -> dict[str, object]:
 
 
 def _deep_images(rows: np.ndarray, table: RowTable) -> dict[str, object]:
-    """The number of images among some rows that use little of their range, and descriptions of the first."""
+    """Count the images in some rows that use little of their range, and describe the first."""
     media = table.column("media")
     those = np.intersect1d(deep_rows(media), rows)
     described = media.take(pa.array(those)).to_pylist() if len(those) else []
@@ -169,7 +169,7 @@ def _deep_images(rows: np.ndarray, table: RowTable) -> dict[str, object]:
 
 
 def _num_weighed(table: RowTable, rows: np.ndarray) -> int:
-    """The number of samples with a weight of the loss other than 1."""
+    """Number of samples with a loss weight other than 1."""
     weights = table.column("weights")
     return 0 if weights.null_count == len(weights) else int(np.count_nonzero(weights.is_valid().to_numpy()[rows]))
 

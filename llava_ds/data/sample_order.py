@@ -1,4 +1,4 @@
-"""Which samples an optimizer step takes: the same ones on any number of ranks."""
+"""Order of samples over optimizer steps, the same on any number of ranks."""
 
 import dataclasses
 import math
@@ -14,25 +14,25 @@ from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.mapped_arrays import Mapped, mapped, remove_unused
 from llava_ds.data.spreading import spread
 
-BUCKET_STEPS = 64  # optimizer steps whose samples are sorted by length together, in the order by buckets
-VERSION = 1  # of epochs' orders in files; raise it when the same settings would give another
-SHARED_SAMPLES = 200_000  # from so many on, an epoch's order is made once per machine and mapped by its ranks
-SORTED_TOGETHER = 1 << 20  # samples, which bounds the memory that sorting takes
+BUCKET_STEPS = 64  # optimizer steps sorted by length together, in the order by buckets
+VERSION = 1  # version of saved orders; raise it when the same settings would give another order
+SHARED_SAMPLES = 200_000  # from this size on, an epoch's order is computed once per machine and mapped by its ranks
+SORTED_TOGETHER = 1 << 20  # samples sorted at once: bounds the memory of sorting
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of all samples, epoch by epoch, cut into optimizer steps.
+    """The order of all samples, epoch by epoch, split into optimizer steps.
 
-    Every epoch is drawn from the seed and its number alone: no state needs saving, and any step can be started from.
-    "random" and those of LLaVA's and LLaVA-NeXT's sampler give, for a seed, the order of their Trainer in one process,
-    on any number of ranks; on several, their own draws do not depend on the seed alone.
-    how: "random"; "file", as the files have it; "modality" (LLaVA), "length", "modality_auto" and "varlen"
-    (LLaVA-NeXT); "bucket", every step from samples of like length; "shards", by_shards of shuffled_together shards.
-    lengths: above 0; for "modality" and "modality_auto" those of samples without pictures are negative; for "shards"
-    the number of samples of each shard. micro_batch_size: LLaVA spreads a step's lengths
-    over micro-batches. accumulation: micro-batches of a rank in a step, which "varlen" groups by. folder: the index
-    that lengths are from, beside which large orders are kept for all processes; None: in memory only.
+    Each epoch depends on the seed and its number alone: no state needs saving, and training can start from any step.
+    For a given seed, "random" and the orders of LLaVA's and LLaVA-NeXT's samplers match their Trainer in one process,
+    on any number of ranks; on several ranks, the originals' draws depend on more than the seed.
+    how: "random"; "file", the files' order; "modality" (LLaVA), "length", "modality_auto" and "varlen" (LLaVA-NeXT);
+    "bucket", steps of samples of similar length; "shards", by_shards with shuffled_together shards. lengths: above 0;
+    for "modality" and "modality_auto" negative for samples without images; for "shards" the number of samples per
+    shard. micro_batch_size: LLaVA spreads a step's lengths over micro-batches. accumulation: micro-batches of a rank in
+    a step, used by "varlen". folder: the lengths' index folder; large orders are saved next to it for all processes.
+    None: in memory only.
     """
 
     num_samples: int
@@ -47,11 +47,11 @@ class SampleOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass; the last one may be smaller."""
+        """Optimizer steps per epoch; the last one may be smaller."""
         return math.ceil(self.num_samples / self.batch_size)
 
     def steps(self, start_step: int = 0) -> Iterator[list[int]]:
-        """Indices of the samples of each optimizer step, from start_step on, without end."""
+        """Yield the sample indices of each optimizer step from start_step on, endlessly."""
         epoch, step = divmod(start_step, self.steps_per_epoch)
         while True:
             order = self.epoch(epoch)
@@ -60,9 +60,11 @@ class SampleOrder:
             epoch, step = epoch + 1, 0
 
     def scan(self, unit: int, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The samples of many units of one size at a time, from unit `first` to the one before `last` of all epochs.
+        """Yield samples in units of one size, many units at a time, from unit `first` up to but not including `last`,
+        counted over all epochs.
 
-        Yields the number of the first unit, and (units, samples) int32; an epoch's last unit is alone if it is shorter.
+        Yields the index of the first unit, and (units, samples) int32. A shorter last unit of an epoch is yielded
+        alone.
         """
         per_epoch = math.ceil(self.num_samples / unit)
         while first < last:
@@ -73,10 +75,10 @@ class SampleOrder:
                 first += len(rows)
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """The samples' order in one epoch, (samples,) int32; that of large data is in a file."""
+        """Return one epoch's order, (samples,) int32, mapped from a file for large data."""
         if self.folder is None or self.num_samples < SHARED_SAMPLES:
             return self._made(epoch)
-        # Beside the index, not in it: the index appears as a whole.
+        # Next to the index folder, not inside: that folder is published as a whole.
         orders = self.folder.with_name(f"{self.folder.name}-orders")
         settings = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _NOT_SETTINGS]
         folder = orders / digest_of(map(str, [VERSION, *settings, epoch]))
@@ -93,7 +95,7 @@ class SampleOrder:
             return by_length_bucket(lengths, self.batch_size, torch.Generator().manual_seed(self.seed + epoch))
         if self.how == "shards":
             return by_shards(lengths, self.shuffled_together, self.seed, epoch)
-        # One generator goes on from epoch to epoch, and gives the data loader a number before each.
+        # One generator continues across epochs, and the data loader draws one number before each epoch.
         # Source: transformers' Trainer (4.37) and torch's DataLoader and RandomSampler.
         generator = torch.Generator().manual_seed(self.seed)
         for _ in range(epoch):
@@ -101,7 +103,7 @@ class SampleOrder:
         return self._drawn(lengths, generator)
 
     def _drawn(self, lengths: np.ndarray, generator: torch.Generator) -> np.ndarray:
-        """The next epoch's order of a generator that has drawn those before it."""
+        """Draw the next epoch's order from a generator that has drawn all earlier ones."""
         _number(generator)
         if self.how == "random":
             return _permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
@@ -114,7 +116,7 @@ class SampleOrder:
         return by_modality_length(lengths, self.micro_batch_size, num_chunks, generator, group)
 
 
-_NOT_SETTINGS = ("lengths", "folder")  # the folder's name says which samples these are, and how which of their lengths
+_NOT_SETTINGS = ("lengths", "folder")  # the folder's name identifies the samples, and `how` their lengths
 
 
 def _number(generator: torch.Generator) -> int:
@@ -122,14 +124,14 @@ def _number(generator: torch.Generator) -> int:
 
 
 def _permutation(number: int, generator: torch.Generator) -> np.ndarray:
-    """torch.randperm in half its memory: it draws the same for every type of integer."""
+    """Do torch.randperm in half its memory: it draws the same values for every integer type."""
     return torch.randperm(number, generator=generator, dtype=torch.int32).numpy()
 
 
 def by_length(
     lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
 ) -> np.ndarray:
-    """Random steps, whose samples are spread over the micro-batches so that these are of like total length.
+    """Random steps, with samples spread over the micro-batches so that their total lengths are similar.
 
     Source: LLaVA's get_length_grouped_indices.
     """
@@ -140,10 +142,10 @@ def by_length(
 def by_length_next(
     lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
 ) -> np.ndarray:
-    """Steps of like length, in random order, spread over the micro-batches as by_length has it.
+    """Steps of similar length in random order, with samples spread over the micro-batches as in by_length.
 
-    Source: LLaVA-NeXT's get_length_grouped_indices_auto_single, over transformers' get_length_grouped_indices, which
-    sorts up to 50 steps together and exchanges the longest sample with the first.
+    Source: LLaVA-NeXT's get_length_grouped_indices_auto_single, over transformers' get_length_grouped_indices: it sorts
+    up to 50 steps together and exchanges the longest sample with the first.
     """
     lengths = np.asarray(lengths, np.int32)
     step_size = micro_batch_size * num_micro_batches
@@ -157,9 +159,9 @@ def by_length_next(
 def by_varying_length(
     lengths: Sequence[int], step_size: int, accumulation: int, generator: torch.Generator
 ) -> np.ndarray:
-    """Groups of like length in random order, random within.
+    """Groups of similar length in random order, shuffled within each group.
 
-    Source: LLaVA-NeXT's get_variable_length_grouped_indices and its sampler, which counts accumulation twice.
+    Source: LLaVA-NeXT's get_variable_length_grouped_indices and its sampler (it counts accumulation twice).
     """
     places = _permutation(len(lengths), generator)
     longest_first = np.argsort(-np.asarray(lengths, np.int32), kind="stable").astype(np.int32)
@@ -174,23 +176,23 @@ def by_modality_length(
     generator: torch.Generator,
     group: Callable[[Sequence[int], int, int, torch.Generator], np.ndarray] = by_length,
 ) -> np.ndarray:
-    """Steps of one kind (images: positive lengths; text only: negative), of like length within a step.
+    """Steps of one kind each (images: positive lengths; text only: negative), of similar length within a step.
 
-    num_micro_batches: of a step over all ranks; group: makes the order of each kind. What remains of both kinds is the
-    last step, in the files' order.
+    num_micro_batches: per step over all ranks; group: orders the samples of one kind. The remainders of both kinds form
+    the last step, in the files' order.
     Source: LLaVA's get_modality_length_grouped_indices, and with by_length_next LLaVA-NeXT's
-    get_modality_length_grouped_indices_auto. They draw from torch's global generator: seeded like the one given here,
-    it gives the same order.
+    get_modality_length_grouped_indices_auto. They draw from torch's global generator; the same seed gives the same
+    order here.
     """
     lengths = np.asarray(lengths, np.int32)
     kinds = [np.flatnonzero(lengths > 0), np.flatnonzero(lengths <= 0)]
     if not all(map(len, kinds)):
-        return group(lengths, micro_batch_size, num_micro_batches, generator)  # text only: shortest first, as LLaVA
+        return group(lengths, micro_batch_size, num_micro_batches, generator)  # text only: shortest first, like LLaVA
     batch_size = micro_batch_size * num_micro_batches
     steps, rest = [], []
     for indices in (kind.astype(np.int32) for kind in kinds):
         own = indices[group(np.abs(lengths[indices]), micro_batch_size, num_micro_batches, generator)]
-        last = (len(own) - 1) // batch_size * batch_size  # LLaVA takes the last one out even when it is whole
+        last = (len(own) - 1) // batch_size * batch_size  # LLaVA takes the last step out even when it is full
         steps.append(own[:last])
         rest.append(own[last:])
     return np.concatenate(
@@ -199,9 +201,9 @@ def by_modality_length(
 
 
 def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> np.ndarray:
-    """Steps of samples of nearly one length, in random order; a step that is not whole comes last.
+    """Steps of samples of nearly equal length, in random order; an incomplete step comes last.
 
-    The samples are shuffled, sorted by length within BUCKET_STEPS steps' worth, and cut into steps.
+    The samples are shuffled, sorted by length within BUCKET_STEPS steps' worth, and split into steps.
     """
     order = _permutation(len(lengths), generator)
     whole = len(order) - len(order) % batch_size
@@ -215,12 +217,13 @@ def shards_in_order(num_shards: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.ndarray:
-    """Shards in random order, and the samples of some of them together in random order: known without any length.
+    """Shards in random order, with the samples of `together` consecutive shards shuffled together. Needs no lengths of
+    samples.
 
-    sizes: samples of each shard, which lie one behind the other; together: shards.
+    sizes: number of samples per shard, laid end to end.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
-    shards = _permutation(len(sizes), generator)  # as shards_in_order has them
+    shards = _permutation(len(sizes), generator)  # the same draw as shards_in_order
     ends, parts = np.cumsum(sizes), []
     for first in range(0, len(shards), together):
         ranges = [np.arange(ends[i] - sizes[i], ends[i], dtype=np.int32) for i in shards[first : first + together]]
@@ -230,16 +233,16 @@ def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.
 
 
 def _sorted_parts(order: np.ndarray, keys: np.ndarray, size: int) -> np.ndarray:
-    """The order with every part of a size sorted by keys[sample], in place; equal keys stay as they are."""
+    """Sort every part of `size` samples by keys[sample], in place and stable."""
     for rows in _rows(order, size):
         rows[:] = _sorted_by(keys[rows], rows)
     return order
 
 
 def _sorted_by(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Each row sorted by its keys, equal ones as they are. keys, rows: of one shape; keys below 2**31.
+    """Sort each row by its keys, stable. keys, rows: of the same shape; keys below 2**31.
 
-    Key and place in one number, which numpy sorts several times as fast as it finds the order of keys.
+    Key and position are packed into one number: numpy sorts those several times as fast as argsort.
     """
     places = np.sort(keys.astype(np.int64) * keys.shape[1] + np.arange(keys.shape[1]), axis=1)
     places %= keys.shape[1]
@@ -247,7 +250,7 @@ def _sorted_by(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _shuffled_parts(order: np.ndarray, size: int, generator: torch.Generator) -> np.ndarray:
-    """The order with its parts of a size, of which the last may be shorter, in random order."""
+    """Shuffle the parts of `size` samples (the last may be shorter)."""
     num_whole, left = divmod(len(order), size)
     drawn = _permutation(num_whole + (left > 0), generator)
     whole = order[: num_whole * size].reshape(num_whole, size)
@@ -259,10 +262,10 @@ def _shuffled_parts(order: np.ndarray, size: int, generator: torch.Generator) ->
 
 
 def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int, num_micro_batches: int) -> np.ndarray:
-    """The order cut into steps, each spread over its micro-batches, in place.
+    """Spread the samples of each step over its micro-batches, in place.
 
-    The samples of a step go to its micro-batches longest first, each to the shortest that has room (LLaVA's split). A
-    last, shorter step that can't be divided evenly is dealt out in turn.
+    Within a step, samples are placed longest first, each into the shortest micro-batch with room (LLaVA's split). A
+    shorter last step that can't be divided evenly is dealt out in turn.
     """
     size = micro_batch_size * num_micro_batches
     _sorted_parts(order, -lengths, size)
@@ -279,8 +282,8 @@ def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int,
 
 
 def _rows(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Views of (parts, size) that together are the order, each of about SORTED_TOGETHER samples; a last, shorter part
-    is one of its own."""
+    """Yield views (parts, size) that together cover the order, about SORTED_TOGETHER samples each; a shorter last part
+    comes alone."""
     whole = len(order) // size
     together = max(1, SORTED_TOGETHER // size)
     for first in range(0, whole, together):

@@ -1,7 +1,7 @@
-"""Files of images and videos that the rows of a data set were made from, to find those that have changed.
+"""Image and video files that the rows of a data set were made from, recorded to detect changes.
 
-The preflight records a stamp and a hash of the contents of each (llava_ds.files.reading). The hashes are part of the
-data set's fingerprint. When rows come from the cache, the stamps tell which files have to be read again.
+The preflight records a stamp and a content hash per file (llava_ds.files.reading). The hashes are part of the data
+set's fingerprint. When rows come from the cache, the stamps show which files must be read again.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ FILE = "data_files.parquet"  # in a run's folder: the files that it was trained 
 # Names of files are bytes: they need not be UTF-8.
 COLUMNS = [("files", pa.list_(pa.binary())), ("stamps", pa.list_(pa.int64())), ("contents", pa.list_(pa.string()))]
 LISTED = pa.schema({"path": pa.string(), "num_bytes": pa.int64(), "mtime_ns": pa.int64(), "contents": pa.string()})
-# Files up to this size are hashed as a whole, which is faster than decoding them; larger ones are videos.
+# Files up to this size are hashed completely, faster than decoding them; larger files are videos.
 WHOLE_BYTES = 32 << 20
-THREADS = 8  # for stamps and blocks: a network disk is slow to answer
-STORE_THREADS = 64  # an object store is slower, and answers any number at once
+THREADS = 8  # for stamps and blocks: network disks answer slowly
+STORE_THREADS = 64  # object stores are slower, and serve many requests at once
 NUM_SAMPLED = 256  # files to read again at every start, whatever their stamps
-FILES_PER_PROCESS = 16  # of rows, at least: 65,000 records, whose images one process looks at in 0.2 s
-NUM_REMEMBERED = 1 << 18  # stamps, of images that many records have: each takes some 300 bytes
+FILES_PER_PROCESS = 16  # minimum row files per process: 65,000 records, checked by one process in 0.2 s
+NUM_REMEMBERED = 1 << 18  # stamps of images shared by many records: each takes some 300 bytes
 MOST_NAMED = 5
 
 
@@ -51,12 +51,12 @@ class SeenFile(NamedTuple):
 
 
 def stamps_of(media: Media, options: ImageOptions) -> list[Stamp]:
-    """Stamps of the files used of an image or video, in order. To be taken before the files are read."""
+    """Stamps of the files used by an image or video, in order. Take them before reading the files."""
     return [stamp_of(ref.path) for ref in used_files(media, options)]
 
 
 def seen_files(media: Media, options: ImageOptions, stamps: list[Stamp]) -> list[SeenFile]:
-    """The same files with hashes of their contents. Raises OSError, and DataError for irregular files."""
+    """Hash the contents of the same files. Raises OSError, and DataError for irregular files."""
     return [SeenFile(ref.path, stamp, _digest(ref)) for ref, stamp in zip(used_files(media, options), stamps)]
 
 
@@ -65,7 +65,7 @@ def _digest(ref: FileRef) -> str:
 
 
 def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
-    """Arrow columns as COLUMNS has them, one row per list."""
+    """Build the Arrow columns of COLUMNS, one row per list."""
     values = (
         [[os.fsencode(file.path) for file in row] for row in seen],
         [[number for file in row for number in file.stamp] for row in seen],
@@ -75,9 +75,9 @@ def as_columns(seen: list[list[SeenFile]]) -> dict[str, pa.Array]:
 
 
 def contents_digest(table: RowTable) -> str:
-    """A hash of the contents of all files in the rows' order, whatever their paths."""
+    """Hash the contents of all files in the rows' order, independent of their paths."""
     digest = hashlib.sha256()
-    for rows in table.files(["contents"]):  # all at once take several times their size
+    for rows in table.files(["contents"]):  # reading all at once takes several times their size
         digest.update("".join(_flat(rows, "contents").to_pylist()).encode())
     return digest.hexdigest()
 
@@ -89,11 +89,11 @@ def changed_files(
     numbers: Sequence[int] | None = None,
     most_processes: int = 1,
 ) -> list[str]:
-    """The files whose contents differ from those that the rows were made from, or that can't be read any more.
+    """Find files that changed since the rows were made from them, or can no longer be read.
 
-    Looks at the stamps of all files, reads those whose stamps differ, and NUM_SAMPLED others. refs_of: from the text of
-    a row's media to its Media; numbers: of the table's files to look at (all). Many are shared by up to most_processes
-    processes, as a look takes 3 us of a core.
+    Checks the stamps of all files; reads files with new stamps, and NUM_SAMPLED others. refs_of: parses the text of a
+    row's media to its Media; numbers: indices of the table's files to check (default: all). Many files are divided
+    among up to most_processes processes: each check takes 3 us of a core.
     """
     numbers = range(len(table.paths)) if numbers is None else numbers
     num_parts = max(1, min(most_processes, len(numbers) // FILES_PER_PROCESS))
@@ -104,7 +104,7 @@ def changed_files(
 
 
 def _changed_in(table: RowTable, options: ImageOptions, refs_of, numbers: np.ndarray) -> list[str]:
-    """As changed_files, in this process."""
+    """Do changed_files in this process."""
     rng = np.random.default_rng(0)
     num_sampled = math.ceil(NUM_SAMPLED * len(numbers) / len(table.paths))
     sampled = np.bincount(rng.integers(max(1, len(numbers)), size=num_sampled), minlength=len(numbers))
@@ -128,7 +128,7 @@ def _changed_in(table: RowTable, options: ImageOptions, refs_of, numbers: np.nda
 def _differ(
     rows: pa.Table, paths: pa.Array, stamps: dict[bytes, tuple[int, ...]], pool: ThreadPoolExecutor
 ) -> np.ndarray:
-    """(entries,) bool: True where a file has another stamp than its row. stamps: of files looked at before."""
+    """(entries,) bool: True where a file's stamp differs from its row's. stamps: of files checked before."""
     coded = paths.dictionary_encode()
     distinct = coded.dictionary.to_pylist()
     if len(stamps) > NUM_REMEMBERED:
@@ -153,7 +153,7 @@ def _refs(rows: pa.Table, entries: np.ndarray, options: ImageOptions, refs_of) -
 
 
 def _in_threads(act, items: list, pool: ThreadPoolExecutor) -> list:
-    """Results of act for every item. In slices, as starting a task takes longer than a stamp."""
+    """Apply act to every item, in slices: starting a task takes longer than reading a stamp."""
     in_store = any(is_remote(os.fsdecode(getattr(item, "path", item))) for item in items[:1])
     size = max(1, -(-len(items) // (STORE_THREADS if in_store else THREADS)))
     slices = [items[start : start + size] for start in range(0, len(items), size)]
@@ -179,7 +179,7 @@ def _flat(rows: pa.Table, name: str) -> pa.Array:
 
 
 def _listed(table: RowTable) -> Iterator[pa.Table]:
-    """The files of the data set as FILE has them, part by part."""
+    """Yield the files of the data set as tables for FILE."""
     for rows in table.files(["files", "stamps", "contents"]):
         stamps = _flat(rows, "stamps").to_numpy().reshape(-1, len(Stamp._fields))
         columns = {"path": _printable(_flat(rows, "files")), "num_bytes": stamps[:, 0], "mtime_ns": stamps[:, 1]}
@@ -189,14 +189,14 @@ def _listed(table: RowTable) -> Iterator[pa.Table]:
 def _printable(paths: pa.Array) -> pa.Array:
     try:
         return paths.cast(pa.string())
-    except pa.ArrowInvalid:  # names that are no UTF-8
+    except pa.ArrowInvalid:  # names that are not UTF-8
         return pa.array([path.decode("utf-8", "backslashreplace") for path in paths.to_pylist()], pa.string())
 
 
 def write_data_files(output_dir: Path, table: RowTable) -> None:
-    """List the files of the data set in a run's folder, so that a later start can name those that changed.
+    """Save the list of the data set's files in a run's folder, so that a later start can name changed files.
 
-    Raises OSError, with the old list as it was.
+    Raises OSError, and leaves the old list intact.
     """
 
     def write(path: Path) -> None:
@@ -209,7 +209,7 @@ def write_data_files(output_dir: Path, table: RowTable) -> None:
 
 
 def changes_since(table: RowTable, run_dir: Path) -> str:
-    """A clause on how the files differ from those of the run in a folder; "" if there is no list of them."""
+    """Describe how the files differ from an earlier run's; "" if that run has no list."""
     path = run_dir / FILE
     if not path.is_file() or why_not_regular(path) is not None:
         return ""
@@ -234,7 +234,7 @@ def changes_since(table: RowTable, run_dir: Path) -> str:
 
 
 def _some(paths: Iterable[str]) -> str:
-    """The first of some paths, and the number of others."""
+    """The first few paths, and the number of others."""
     paths = sorted(paths)
     more = f" and {len(paths) - MOST_NAMED:,} more" if len(paths) > MOST_NAMED else ""
     return ", ".join(paths[:MOST_NAMED]) + more

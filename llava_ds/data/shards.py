@@ -1,9 +1,9 @@
-"""Checking and encoding in shards of records, shared by any number of processes on any number of machines.
+"""Check and encode records in shards, shared by any number of processes on any number of machines.
 
-They meet in a work folder of the cache. One of them reads the sources and writes records-N.arrow; whoever is free turns
-a shard into rows-N-HASH.arrow. Both appear in one rename, so a kill loses no more than the shards in work. When all are
-there the folder becomes a generation of the cache. A claim tells the others what is in work. It saves work and protects
-nothing: a shard that two processes encode is encoded alike. A shard may be read as soon as it is there.
+They meet in a work folder of the cache. One process reads the sources and writes records-N.arrow; any idle process
+turns a shard into rows-N-HASH.arrow. Both are published by one rename, so a kill loses only the shards in work. Once
+all shards are encoded, the folder becomes a generation of the cache. A claim file marks a shard as in work. Claims only
+save work: two processes that encode the same shard write the same rows. A shard may be read as soon as its file exists.
 """
 
 import atexit
@@ -40,16 +40,16 @@ from llava_ds.runtime.output_lock import Process
 from llava_ds.runtime.processes import begin_helper, end_with_parent
 from llava_ds.runtime.ranks import progress_bar
 
-# Records of a shard. Part of the caches' format: work folders that a killed run left are continued.
+# Records per shard. Part of the caches' format: work folders left by a killed run are continued.
 SHARD_RECORDS = 4_096
-RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # read before they are written, whichever is less
-# Rows that are written together: each such batch takes 15 kB of memory in every process that opens the cache.
+RECORDS_PER_BATCH, CHARS_PER_BATCH = 1_000, 8 << 20  # buffered before a write, whichever is less
+# Size of row batches: each batch takes 15 kB of memory in every process that opens the cache.
 BATCH_BYTES = 64 << 20
-SILENT_S = 60.0  # a claim from another machine that was not renewed for so long counts no more
+SILENT_S = 60.0  # a claim from another machine expires when it is not renewed for this long
 TICK_S = 0.1
-NICENESS = 10  # of encoding beside training, which has the processor first
-READING = "reading"  # the name of the claim
-READ = "read.json"  # in a work folder: written when all records are there
+NICENESS = 10  # encodes at low priority during training, so that training gets the processor first
+READING = "reading"  # name of the claim for reading
+READ = "read.json"  # in a work folder: written once all records are read
 
 _ROWS_FILE = re.compile(r"rows-(\d+)-[0-9a-f]{64}\.arrow")
 _RECORDS_FILE = re.compile(r"records-(\d+)\.arrow")
@@ -58,7 +58,7 @@ _PROCESS = TypeAdapter(Process)
 
 
 class _Read(TypedDict):
-    """The number of all records, and files elsewhere that they point into."""
+    """The number of all records, and outside files that they point into."""
 
     records: int
     elsewhere: list[str]
@@ -66,7 +66,7 @@ class _Read(TypedDict):
 
 @dataclass(frozen=True)
 class _State:
-    """What a work folder has: shards of records, files of rows by shard, and once all records are read, their facts."""
+    """Contents of a work folder: shards of records, row files by shard, and the facts once all records are read."""
 
     read: frozenset[int]
     rows: dict[int, str]
@@ -74,7 +74,7 @@ class _State:
 
     @property
     def waiting(self) -> list[int]:
-        """Shards that are read and not encoded."""
+        """Shards that are read but not yet encoded."""
         return sorted(self.read - self.rows.keys())
 
     @property
@@ -84,7 +84,7 @@ class _State:
 
 
 def num_shards(num_records: int) -> int:
-    """The number of shards of so many records."""
+    """Number of shards for this many records."""
     return -(-num_records // SHARD_RECORDS)
 
 
@@ -95,11 +95,11 @@ def encode_together(
     num_workers: int | None,
     order: Callable[[int], Sequence[int]] | None = None,
 ) -> None:
-    """Check and encode the records of a data set, together with all that do the same, until the generation is there.
+    """Check and encode the records of a data set, shared with other processes, until the generation is published.
 
-    folder: of the data set in the cache; number: of the generation; order: from the number of shards to their order of
-    encoding. Starts up to num_workers processes. Raises DataError and ConfigError for sources that can't be read, and
-    OSError.
+    folder: of the data set in the cache; number: of the generation; order: maps the number of shards to the order in
+    which to encode them. Starts up to num_workers processes. Raises DataError and ConfigError for sources that can't be
+    read, and OSError.
     """
     work = _Work(folder, number, order)
     most = num_workers or len(os.sched_getaffinity(0))
@@ -125,16 +125,16 @@ def encode_together(
 
 
 class _Work:
-    """The work folder of a generation that is being made, and its path when it is whole."""
+    """The work folder of a generation, and its final path."""
 
     def __init__(self, folder: Path, number: int, order: Callable[[int], Sequence[int]] | None = None) -> None:
         self.path, self.final, self._order = folder / f"{number}.work", folder / str(number), order
         state = self.state()
         if state is not None and state.facts and not all(map(os.path.exists, state.facts["elsewhere"])):
-            shutil.rmtree(self.path, ignore_errors=True)  # a killed run left it, and its images were removed since
+            shutil.rmtree(self.path, ignore_errors=True)  # left by a killed run, and its images were removed since
 
     def state(self) -> _State | None:
-        """The content of the folder, which is made if need be; None once the generation is in its place."""
+        """List the contents of the folder, created if missing; None once the generation is published."""
         if self.final.exists():
             return None
         try:
@@ -143,7 +143,7 @@ class _Work:
             self.path.mkdir(parents=True, exist_ok=True)
             names = []
         rows: dict[int, str] = {}
-        for name in sorted(names, reverse=True):  # the first name counts where a shard was encoded twice
+        for name in sorted(names, reverse=True):  # the first name counts if a shard was encoded twice
             if found := _ROWS_FILE.fullmatch(name):
                 rows[int(found[1])] = name
         read = frozenset(int(found[1]) for name in names if (found := _RECORDS_FILE.fullmatch(name)))
@@ -154,22 +154,22 @@ class _Work:
         return _State(read, rows, facts)
 
     def in_turn(self, state: _State) -> list[int]:
-        """The waiting shards in the order of their encoding, which is known once all records are read."""
+        """Waiting shards in encoding order (known once all records are read)."""
         if self._order is None or state.facts is None:
             return state.waiting
         waiting = set(state.waiting)
         return [shard for shard in self._order(num_shards(state.facts["records"])) if shard in waiting]
 
     def records(self, shard: int) -> Path:
-        """The path of a shard's records."""
+        """Path of a shard's records."""
         return self.path / f"records-{shard:06d}.arrow"
 
     def scratch(self) -> Path:
-        """A path in the folder that nobody else writes."""
+        """A path in the folder that no other process writes."""
         return self.path / f".{secrets.token_hex(8)}.tmp"
 
     def finish(self, state: _State) -> None:
-        """Make a whole folder a generation, unless another process does, and remove what is not part of it."""
+        """Publish the finished folder as a generation (the first process wins) and delete leftovers."""
         names = [name for _, name in sorted(state.rows.items())]
         elsewhere = {path: os.stat(path).st_size for path in state.facts["elsewhere"]}
         with contextlib.suppress(FileNotFoundError):  # another process has renamed the folder
@@ -188,17 +188,17 @@ class _Work:
 
 
 class Claims:
-    """Claims on the work of a folder: files with the process that does it, which it renews.
+    """Claims on work in a folder: files that name the process doing it, and that it renews.
 
-    A claim counts as long as its process runs, on this machine; on another, while it is renewed.
+    A claim by a process of this machine holds while the process runs; from other machines, while it is renewed.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._mine = folder, Process.current()
-        self._seen: dict[str, tuple[int, float]] = {}  # by name: when it was renewed, and when that was first seen
+        self._seen: dict[str, tuple[int, float]] = {}  # by name: time of renewal, and when that was first seen
 
     def take(self, name: str) -> bool:
-        """Claim something. False while a process that lives has it, or where the folder is gone."""
+        """Try to claim `name`. False if a live process holds it, or if the folder is gone."""
         text = json.dumps(asdict(self._mine))
         try:
             with open(self._path(name), "x", encoding="utf-8") as file:
@@ -216,7 +216,7 @@ class Claims:
         return False
 
     def renew(self, name: str) -> None:
-        """Tell the others that this process still works on it."""
+        """Renew the claim: this process is still working on it."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self._path(name))
 
@@ -239,7 +239,7 @@ class Claims:
         except FileNotFoundError:
             return False
         except ValidationError:
-            holder = None  # not written yet, or cut short by a full disk
+            holder = None  # not written yet, or truncated by a full disk
         if holder is not None and holder.is_here:
             return not holder.is_alive
         before, since = self._seen.get(name, (None, 0.0))
@@ -250,7 +250,7 @@ class Claims:
 
 
 class _Helpers:
-    """Processes that encode shards until none is left. They end with this one."""
+    """Processes that encode shards until all are done. They end with this process."""
 
     def __init__(self, work: _Work, checker: Checker, most: int) -> None:
         self._work, self._checker, self._most = work, checker, most
@@ -263,7 +263,7 @@ class _Helpers:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()  # not SIGTERM, for which this process's handler was inherited
+            process.kill()  # not SIGTERM: this process's handler was inherited
             process.join()
 
     @property
@@ -271,7 +271,8 @@ class _Helpers:
         return any(process.is_alive() for process in self._processes)
 
     def start(self, state: _State | None) -> None:
-        """Start the processes, once, when there is work for all of them or all is read; raise what one raised."""
+        """Start the processes, once, when there are enough shards for all or reading is complete. Raises a process's
+        error."""
         if not self._errors.empty():
             raise self._errors.get()
         if any(process.exitcode for process in self._processes):
@@ -302,15 +303,15 @@ class EncodingBeside:
     """A process that encodes while this one trains, and ends with it."""
 
     def __init__(self, encode: Callable[[], None]) -> None:
-        """encode: called in the process, which has this one's memory."""
+        """encode: called in the forked process."""
         context = multiprocessing.get_context("fork")
         self._errors = context.SimpleQueue()
-        self._process = context.Process(target=self._run, args=(encode, os.getpid()))  # no daemon: it starts others
+        self._process = context.Process(target=self._run, args=(encode, os.getpid()))  # not a daemon: it starts others
         self._process.start()
         atexit.register(self._process.kill)
 
     def check(self) -> None:
-        """Raise what ended the process before its work was done."""
+        """Raise the error that ended the process before its work was done."""
         if not self._errors.empty():
             raise self._errors.get()
         if self._process.exitcode:
@@ -321,7 +322,7 @@ class EncodingBeside:
 
     def _run(self, encode: Callable[[], None], parent: int) -> None:
         end_with_parent(parent)
-        # Who stops a run sends these to all of its processes; the run still saves, and may need another shard for it.
+        # Stopping a run sends these to all of its processes; the run still saves, and may need another shard first.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         os.nice(NICENESS)
@@ -332,7 +333,7 @@ class EncodingBeside:
 
 
 def encoded_shards(folder: Path, number: int) -> dict[int, Path]:
-    """The files of the shards that are encoded, of a generation that may still be in work."""
+    """Files of the encoded shards of a generation, published or still in work."""
     for path in (folder / str(number), folder / f"{number}.work"):
         with contextlib.suppress(FileNotFoundError):  # it is renamed at the end
             found = map(_ROWS_FILE.fullmatch, sorted(os.listdir(path), reverse=True))
@@ -341,20 +342,20 @@ def encoded_shards(folder: Path, number: int) -> dict[int, Path]:
 
 
 def records_in_work(folder: Path, number: int) -> int | None:
-    """The number of records of a generation in work, once all are read."""
+    """Number of records of a generation in work, once all are read."""
     with contextlib.suppress(FileNotFoundError):
         return read_json(folder / f"{number}.work" / READ, _Read)["records"]
     return None
 
 
 def _encode_next(work: _Work, state: _State, checker: Checker, claims: Claims) -> bool:
-    """Encode a shard that nobody else encodes; False if there is none."""
+    """Encode an unclaimed shard; False if all are claimed or done."""
     for shard in work.in_turn(state):
         name = f"{shard:06d}"
         if claims.take(name):
             with claims.held(name):
                 now = work.state()
-                if now is not None and shard in now.waiting:  # else another process has encoded it meanwhile
+                if now is not None and shard in now.waiting:  # otherwise another process has encoded it meanwhile
                     _encode(work, shard, checker, partial(claims.renew, name))
             return True
     return False
@@ -381,7 +382,7 @@ def _encode(work: _Work, shard: int, checker: Checker, renew: Callable[[], None]
         digest = flush_and_hash(scratch)["sha256"]
         os.replace(scratch, work.path / f"rows-{shard:06d}-{digest}.arrow")
     except FileNotFoundError:
-        if not work.final.exists():  # else others have encoded it too, and the folder was renamed
+        if not work.final.exists():  # otherwise others have encoded it too, and the folder was renamed
             raise
     finally:
         with contextlib.suppress(OSError):
@@ -389,7 +390,7 @@ def _encode(work: _Work, shard: int, checker: Checker, renew: Callable[[], None]
 
 
 def _read_shards(work: _Work, sources: tuple[Source, ...]) -> Iterator[int]:
-    """Write all records of the sources in shards, but those that are there, and give the number of each."""
+    """Write the sources' records in shards, skipping existing shards. Yields the index of each shard."""
     total, state = 0, work.state()
     there = state.read if state is not None else frozenset()
     for shard, batches in groupby(_record_batches(sources), itemgetter(0)):
@@ -414,12 +415,12 @@ def _read_shards(work: _Work, sources: tuple[Source, ...]) -> Iterator[int]:
 
 
 def _record_batches(sources: tuple[Source, ...]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """All records in order, in batches of one shard each, with the shard's number."""
+    """Yield all records in order, in batches that don't cross shards, with the shard's index."""
     rows: list[tuple] = []
     total = num_chars = 0
     for number, source in enumerate(sources):
         for record in progress_bar(iterable=source.read(), desc=f"reading {Path(source.path).name}", delay=2):
-            # Broken text passes through, for the checker to reject that record alone.
+            # Broken text passes through, so that the checker rejects only that record.
             text = record.text.encode("utf-8", "surrogatepass")
             rows.append((number, record.file.encode("utf-8", "replace").decode(), record.line, record.index, text))
             total, num_chars = total + 1, num_chars + len(record.text)

@@ -1,4 +1,5 @@
-"""Micro-batches of ranks with the same samples: each decodes what it needs, and all leave out what one can't."""
+"""Micro-batches of ranks that share samples: each decodes the tiles it needs, and all drop samples that any can't
+decode."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,16 +13,16 @@ from llava_ds.data.collate import ItemCounts, LoadedSample, blank_tile, collate,
 from llava_ds.data.dataset import BrokenSample, EncodedDataset
 from llava_ds.geometry import ImageOptions
 
-# From a whole micro-batch without pixels to what a rank needs of it, and the numbers of the tiles that it needs.
+# Reduces a whole micro-batch without pixels to a rank's part; returns it and the indices of the tiles that it needs.
 Cut = Callable[[Batch, ImageOptions], tuple[Batch, list[int]]]
 
 
 @dataclass(frozen=True)
 class CutMicroBatch:
-    """A rank's part of a micro-batch as it was planned: whatever some rank can't decode is still in it.
+    """A rank's part of a planned micro-batch, still with samples that other ranks can't decode.
 
-    num_planned: items; places: of those that the batch has, among these; counts: of each that it has, whole; broken:
-    what this rank found, by place.
+    num_planned: items planned; places: positions of the batch's items among these; counts: of each of its items as a
+    whole; broken: samples that this rank found broken, by position.
     """
 
     batch: Batch
@@ -31,13 +32,13 @@ class CutMicroBatch:
     broken: dict[int, BrokenSample]
 
     def pin_memory(self) -> "CutMicroBatch":
-        """The same in page-locked memory (torch's DataLoader calls this)."""
+        """Copy it to page-locked memory (called by torch's DataLoader)."""
         return dataclasses.replace(self, batch=self.batch.pin_memory())
 
 
 class PartsOfMicroBatches(torch.utils.data.Dataset):
-    """A rank's parts of micro-batches, by the lists of their samples' numbers. cuts: applied one after the other; a
-    tile is decoded if all of them need it."""
+    """A rank's parts of micro-batches, indexed by lists of sample indices. cuts: applied one after the other; a tile is
+    decoded if all of them need it."""
 
     def __init__(self, dataset: EncodedDataset, cuts: Sequence[Cut]) -> None:
         self.dataset, self.cuts = dataset, cuts
@@ -67,9 +68,9 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
         )
 
     def _pixels(self, samples: list[LoadedSample], wanted: set[int]) -> tuple[torch.Tensor, dict[int, str]]:
-        """Decode some tiles (N, 3, S, S), by their numbers in the whole micro-batch; what can't be read is black.
+        """Decode the wanted tiles (N, 3, S, S), by index in the whole micro-batch; unreadable tiles are black.
 
-        Beside them the reason for each image or video by its id, "" where there is none.
+        Also returns a reason per image or video, by its id; "" if it is readable.
         """
         size, first = self.dataset.image_options.size, 0
         distinct = {id(one): (one, layout) for sample in samples for one, layout in sample.media}
@@ -90,7 +91,7 @@ class PartsOfMicroBatches(torch.utils.data.Dataset):
 
 
 def without(batch: Batch, dropped: set[int]) -> Batch:
-    """The batch with some samples' tokens unsupervised. dropped: their numbers in the batch."""
+    """Make some samples' tokens unsupervised. dropped: their indices in the batch."""
     kept = ~torch.isin(batch.target_samples, torch.tensor(sorted(dropped)))
     return dataclasses.replace(
         batch,

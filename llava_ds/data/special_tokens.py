@@ -1,6 +1,6 @@
-"""Special tokens and <image> in the text of a record, which have to stay text, and the parts of a message's text.
+"""Keep special tokens and <image> in a record's text as plain text, and join the parts of a message's text.
 
-Noncharacters, which Unicode reserves for a program's own use, distinguish them from those of a template. Texts with
+Noncharacters, reserved by Unicode for a program's own use, distinguish them from a template's own tokens. Texts with
 noncharacters are refused.
 """
 
@@ -15,7 +15,7 @@ from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
 # As long as IMAGE_TOKEN, so that positions in a text stay the same.
 LITERAL_IMAGE = "\ufdd0image\ufdd1"  # the characters "<image>" in a message, without an image
 MARKED_IMAGE = "\ufdd2image\ufdd3"  # an image, for a tokenizer that has one token for it
-PART_END = "\ufdd8"  # behind each text of a message in parts, where several are beside each other
+PART_END = "\ufdd8"  # after each text of a message in parts, where several texts are adjacent
 assert len(LITERAL_IMAGE) == len(MARKED_IMAGE) == len(IMAGE_TOKEN)
 
 _NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
@@ -32,10 +32,10 @@ def refuse_noncharacters(text: str, of_parts: bool = False) -> None:
 
 
 def join_parts(parts: Sequence[str | None]) -> tuple[str, bool]:
-    """The text of a message in parts, and Message.keeps_spaces: texts as they are, and an <image> mark for each None.
+    """Join a message's parts to one text, with an <image> mark for each None. Also returns Message.keeps_spaces.
 
-    split_parts takes it apart; one text alone without outer spaces is as good as no part. Raises DataError for a text
-    with a noncharacter.
+    split_parts reverses it. A single text without outer spaces counts as plain text. Raises DataError for a text with a
+    noncharacter.
     """
     for part in parts:
         refuse_noncharacters(part or "")
@@ -52,8 +52,8 @@ def join_parts(parts: Sequence[str | None]) -> tuple[str, bool]:
 
 
 def split_parts(text: str) -> list[str | None]:
-    """The texts of a message in parts, and None for each <image> mark. text: from join_parts, also with words in it
-    replaced."""
+    """Split the text of a message into its parts, with None for each <image> mark. text: from join_parts, possibly with
+    words replaced."""
     parts: list[str | None] = []
     for i, run in enumerate(text.split(IMAGE_TOKEN)):
         texts = run.split(PART_END)
@@ -62,7 +62,7 @@ def split_parts(text: str) -> list[str | None]:
 
 
 def in_lines(text: str) -> str:
-    """The text of join_parts with every mark on a line of its own, as LLaVA writes images."""
+    """Put every mark of a join_parts text on its own line, as LLaVA writes images."""
     text = text.replace(PART_END, "")
     if IMAGE_TOKEN not in text:
         return text
@@ -74,14 +74,15 @@ def in_lines(text: str) -> str:
 
 
 def shown_text(text: str) -> str:
-    """A message's text for a person: without its marks' lines, and with <image> where these are its characters."""
+    """Format a message's text for a person: without marks, and with literal "<image>" characters restored."""
     return text.replace(PART_END, "").replace(IMAGE_TOKEN, "").replace(LITERAL_IMAGE, IMAGE_TOKEN)
 
 
 class SpecialTokens:
     """A tokenizer that recognises special tokens of a template, but none in messages.
 
-    backend: a copy in which they have names that no text contains. Raises ConfigError if it would give other ids.
+    backend: a copy in which special tokens have names that no text contains. Raises ConfigError if its ids would
+    differ.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -111,7 +112,7 @@ class SpecialTokens:
         self._in_texts = re.compile("|".join(map(re.escape, [*longest_first, *self._contents])) or "(?!)")
 
     def guarded(self, message: str) -> str:
-        """Replace special tokens in a message by other strings, before it is rendered."""
+        """Replace special tokens in a message by placeholder strings, before rendering."""
         return self._in_messages.sub(lambda found: self._guards[found[0]], message)
 
     def named(self, text: str) -> str:

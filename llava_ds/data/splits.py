@@ -1,4 +1,4 @@
-"""The samples that a run trains on, evaluates on, and has other uses for."""
+"""The samples that a run trains on, evaluates on, and uses otherwise."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,8 +15,8 @@ def split_datasets(
     image_options: ImageOptions,
     ranks: Ranks,
 ) -> tuple[EncodedDataset, EncodedDataset | None, dict[str, EncodedDataset]]:
-    """The data sets to train on, to evaluate on (None where no flag asks for that), and those of which extensions take
-    samples, by their names.
+    """Return the data to train on, the data to evaluate on (None if not requested), and the data that extensions sample
+    from, by extension name.
 
     All ranks call it together.
     """

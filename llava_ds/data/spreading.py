@@ -1,26 +1,26 @@
 # R rows, W weights of a row, B bins
-"""Greedy spreading of weights over bins, many at a time."""
+"""Greedy spreading of weights over bins, vectorized."""
 
 import heapq
 
 import numpy as np
 
-_CLOSED = 1 << 62  # above all bins that have room
-_FEW, _FEW_OF_BINS = 64, 1 / 16  # weights that go at once, below which one by one is faster
+_CLOSED = 1 << 62  # greater than any bin with room
+_FEW, _FEW_OF_BINS = 64, 1 / 16  # minimum number of weights placed at once; below it, placing one by one is faster
 
 
 def spread(weights: np.ndarray, num_bins: int, room: int | None = None) -> np.ndarray:
-    """The bin of each weight: the lightest so far that has room, the first of several.
+    """Assign each weight to the lightest bin with room, the first of equally light bins.
 
-    weights (R, W) int, heaviest first, each row for itself; room: weights that go into a bin (any number), num_bins *
-    room is not less than W then. Returns (R, W) int64. As many weights as possible go at once, each to the next bin by
-    what is in it: up to the first bin that is heavier than one filled before it has become. This takes 0.03 to 0.1 us a
-    weight; where few go at once the rest goes one by one, which takes 0.3 us.
+    weights (R, W) int, heaviest first, rows independent; room: maximum number of weights per bin (None: unlimited),
+    with num_bins * room >= W. Returns bin indices (R, W) int64. As many weights as possible are placed at once, each
+    into the next bin by load, up to the first bin that is heavier than one filled before it has become. This takes 0.03
+    to 0.1 us per weight; when few can be placed at once, the rest is placed one by one, at 0.3 us each.
     """
     num_rows, size = weights.shape
-    # A bin as one number, which is quick to compare: total weight, number, and how many weights are in it.
+    # A bin as one number, quick to compare: total weight, index, number of its weights.
     bits = 0 if room is None else room.bit_length()
-    steps = np.zeros((num_rows, size + num_bins), np.int64)  # what a weight adds to the number
+    steps = np.zeros((num_rows, size + num_bins), np.int64)  # increase of the number per weight
     steps[:, :size] = weights
     steps[:, :size] = steps[:, :size] * (num_bins << bits) + (room is not None)
     bins = np.tile(np.arange(num_bins, dtype=np.int64) << bits, (num_rows, 1))
@@ -46,7 +46,7 @@ def spread(weights: np.ndarray, num_bins: int, room: int | None = None) -> np.nd
 
 
 def _one_by_one(bins: np.ndarray, steps: np.ndarray, room: int | None) -> list[int]:
-    """The bins that weights go to, both as spread has them."""
+    """Assign weights one by one. bins, steps: numbers as in spread."""
     heap, taken = np.sort(bins[bins < _CLOSED]).tolist(), []
     mask, full = (0, 1) if room is None else ((1 << room.bit_length()) - 1, room)
     for step in steps.tolist():

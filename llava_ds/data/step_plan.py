@@ -1,4 +1,4 @@
-"""The plan of all optimizer steps: the samples of each, and the rank and micro-batch that computes which."""
+"""Plan of all optimizer steps: their samples, and the rank and micro-batch that computes each."""
 
 import itertools
 import math
@@ -15,13 +15,13 @@ from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_ep
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.extensions.base import Axis
 
-# Samples of the steps that are left, up to which the heaviest micro-batch is found exactly: packing takes about 3 us a
-# sample, an order 0.2 to 0.7 us.
+# Up to this many remaining samples, the heaviest micro-batch is found exactly: packing takes about 3 us a sample, an
+# order 0.2 to 0.7 us.
 PLANNED_SAMPLES, SCANNED_SAMPLES = 2_000_000, 100_000_000
 
 
 class StepLayout(NamedTuple):
-    """One optimizer step: its samples in their order, and the micro-batches ([rank][micro-batch] -> samples)."""
+    """One optimizer step: its samples in order, and the micro-batches ([rank][micro-batch] -> samples)."""
 
     samples: list[int]
     of_ranks: list[list[list[int]]]
@@ -29,12 +29,12 @@ class StepLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """The rule that lays the samples of a step out on ranks and micro-batches.
+    """Rule that lays the samples of a step out on ranks and micro-batches.
 
-    dp: groups of ranks with samples of their own; axes: over which the ranks of a group share these.
+    dp: number of rank groups with separate samples; axes: split the samples further among the ranks of a group.
     tokens_per_micro_batch: packs of at most this many tokens, evened out by cost; None: micro-batches by count.
-    across_epochs: steps of whole micro-batches that run on into the next epoch, as in LLaVA's trainer. pair_cost: a
-    sample of L tokens costs L + pair_cost * L**2, the second part for attention.
+    across_epochs: steps of whole micro-batches that continue into the next epoch, as in LLaVA's trainer. pair_cost: a
+    sample of L tokens costs L + pair_cost * L**2; the second term is attention.
     """
 
     dp: int
@@ -47,7 +47,7 @@ class Packing:
 
     @classmethod
     def of(cls, args: Arguments, dp: int, tokens: int | None, pair_cost: float) -> "Packing":
-        """Read the flags. tokens: the number that --tokens_per_micro_batch auto has become, for each rank."""
+        """Read the flags. tokens: resolved value of --tokens_per_micro_batch auto, per rank."""
         training, axes = args.training, args.axes
         size, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
         bound = None if tokens is None else tokens * args.ranks_per_token
@@ -55,11 +55,11 @@ class Packing:
 
     @property
     def shared(self) -> int:
-        """Ranks with the same samples."""
+        """Number of ranks with the same samples."""
         return math.prod(axis.size for axis in self.axes)
 
     def dp_rank(self, rank: int) -> int:
-        """The place of a rank's samples among all (Mesh). rank: among all."""
+        """Data-parallel index of a global rank (as in Mesh)."""
         return rank // math.prod(axis.size for axis in self.axes if axis.order > 0) % self.dp
 
     @property
@@ -68,7 +68,7 @@ class Packing:
         return self.dp * self.micro_batch_size * self.num_micro_batches
 
     def ends_epochs_within_steps(self, num_samples: int) -> bool:
-        """True if an epoch is shorter than a step, and ends it (see plans_across_epochs)."""
+        """True if an epoch is shorter than a step, and therefore ends it (see plans_across_epochs)."""
         return self.across_epochs and self.micro_batches_per_epoch(num_samples) <= self.num_micro_batches
 
     def micro_batches_per_epoch(self, num_samples: int) -> int:
@@ -82,16 +82,16 @@ class Packing:
         done: int,
         wait_for: Callable[[Sequence[int]], None] = lambda samples: None,
     ) -> Iterator[StepLayout]:
-        """Lay out step after step, from the one after `done`, without end. lengths: of the whole data set.
+        """Lay out all steps after `done`, endlessly. lengths: of the whole data set.
 
-        wait_for: returns when samples can be loaded and their lengths are known (EncodedDataset.wait_for).
+        wait_for: returns once samples can be loaded and their lengths are known (EncodedDataset.wait_for).
         """
         if not self.across_epochs:
             for samples in order.steps(done):
                 wait_for(samples)
                 yield StepLayout(samples, self.lay_out(samples, lengths))
             return
-        # Steps are cut from one stream of micro-batches, so that any of them can be started from at once; except for
+        # Steps are cut from one stream of micro-batches, so training can start from any of them directly, except for
         # epochs that are shorter than a step.
         per_epoch = self.micro_batches_per_epoch(order.num_samples)
         first, begun, passed = 0, 0, done
@@ -114,11 +114,12 @@ class Packing:
         return plan_by_tokens(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens))
 
     def costs(self, tokens: np.ndarray) -> np.ndarray:
-        """The costs of samples of so many tokens, int64."""
+        """Cost of samples of these lengths in tokens, int64."""
         return tokens + (self.pair_cost * tokens**2).astype(np.int64)
 
     def lay_out_all(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Lay out a whole data set as one step, with as many micro-batches on every rank. lengths: its own."""
+        """Lay out a whole data set as one step, with equally many micro-batches on every rank. lengths: of the data
+        set."""
         samples = list(range(len(lengths)))
         if self.tokens_per_micro_batch is not None:
             return self.lay_out(samples, lengths)
@@ -127,9 +128,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Data set, order and packing of a run. It follows from data and flags alone, so every rank makes the same one.
+    """Data set, order and packing of a run. It depends on data and flags alone, so every rank builds the same plan.
 
-    Steps are counted as the log counts them: step 1 is the first.
+    Steps are numbered from 1, as in the log.
     """
 
     dataset: EncodedDataset
@@ -148,42 +149,42 @@ class StepPlan:
         return steps_per_epoch(self.order, self.packing)
 
     def after(self, done: int) -> Iterator[StepLayout]:
-        """The steps that are left when `done` are done."""
+        """Yield the steps that remain after `done`."""
         return itertools.islice(self._from(done), self.num_steps - done)
 
     def step(self, step: int) -> StepLayout:
-        """The layout of one step."""
+        """Lay out one step."""
         return next(self._from(step - 1))
 
     def _from(self, done: int) -> Iterator[StepLayout]:
         return self.packing.steps(self.order, self.dataset.lengths, done, self.dataset.wait_for)
 
     def samples(self, step: int) -> list[int]:
-        """The samples of one step, in their order."""
+        """Samples of one step, in order."""
         return self.step(step).samples
 
     def of_rank(self, step: int, rank: int) -> list[list[int]]:
-        """The micro-batches of one rank in a step, as lists of samples. rank: among all."""
+        """Micro-batches of one global rank in a step, as lists of samples."""
         return self.of_ranks(step, [rank])
 
     def of_ranks(self, step: int, ranks: Iterable[int] | None = None) -> list[list[int]]:
-        """The micro-batches of some ranks, or of all, each once."""
+        """Micro-batches of some ranks (default: all), without duplicates."""
         layout = self.step(step)
         own = range(self.packing.dp) if ranks is None else sorted(set(map(self.packing.dp_rank, ranks)))
         return [micro_batch for dp_rank in own for micro_batch in layout.of_ranks[dp_rank]]
 
     def heaviest(self, done: int) -> list[int]:
-        """Samples of a micro-batch with as many tokens as any that is left on any rank has.
+        """Return the samples of a micro-batch with as many tokens as the heaviest remaining one on any rank.
 
-        It is the first of these itself, and empty if no step is left; but where finding it would take long, samples
-        that no micro-batch can surpass: the longest ones by count, and a pack of _most_tokens() or slightly more.
-        While the data are being encoded, it is made up of the shards that the next step needs.
+        This is the first such micro-batch itself (empty if no step remains). If finding it would take long, return
+        samples that no micro-batch can surpass: the longest ones by count, or a pack of _most_tokens() or slightly
+        more. While the data are being encoded, only the shards that the next step needs are considered.
         """
         packing, lengths = self.packing, self.dataset.lengths
         if not self.dataset.is_whole:
             if done >= self.num_steps:
                 return []
-            self.step(done + 1)  # whose lengths are known then
+            self.step(done + 1)  # waits until the step's lengths are known
             return self.dataset.heaviest_known(packing.micro_batch_size, packing.tokens_per_micro_batch)
         left = (self.num_steps - done) * self.batch_size
         if packing.tokens_per_micro_batch is not None:
@@ -205,7 +206,7 @@ class StepPlan:
         return int(self.dataset.lengths[samples].sum()) if samples else 0
 
     def _heaviest_step(self, done: int) -> int:
-        """The steps before the first one with the heaviest micro-batch by count."""
+        """Number of steps before the first one with the heaviest micro-batch by count."""
         packing, lengths = self.packing, self.dataset.lengths
         unit, per_step = self.batch_size, 1
         if packing.across_epochs:
@@ -224,11 +225,11 @@ class StepPlan:
         return found
 
     def _most_tokens(self, done: int) -> int:
-        """Tokens that no pack of the steps that are left surpasses.
+        """Compute an upper bound of the tokens in any remaining pack.
 
-        plan_by_tokens puts the heaviest sample first into the lightest pack, whose cost is at most the mean then, and
-        no exchange makes the heaviest pack heavier. Packs that this leaves too long are cut to the bound, which is
-        lower. Samples cost at least their tokens.
+        plan_by_tokens puts the heaviest sample first into the lightest pack, whose cost is then at most the mean, and
+        no exchange makes the heaviest pack heavier. Packs that are still too long are cut to the bound, which is lower.
+        Samples cost at least their number of tokens.
         """
         packing, lengths, longest = self.packing, self.dataset.lengths, int(self.dataset.lengths.max())
         cost_of_longest = int(packing.costs(np.array([longest]))[0])
@@ -242,21 +243,21 @@ class StepPlan:
 
 
 def pack_of(lengths: np.ndarray, num_tokens: int) -> list[int]:
-    """The longest samples that make up a number of tokens, or slightly more; all samples if they have fewer."""
-    left = np.bincount(lengths)  # samples of each length
+    """Choose the longest samples that add up to num_tokens, or slightly more; all samples if they have fewer tokens."""
+    left = np.bincount(lengths)  # number of samples of each length
     taken = np.zeros_like(left)
     for length in np.flatnonzero(left)[::-1].tolist():
         taken[length] = min(left[length], num_tokens // length)
         num_tokens -= length * int(taken[length])
     left -= taken
-    if num_tokens > 0 and left[num_tokens:].any():  # a gap shorter than what is left: close it with the shortest
+    if num_tokens > 0 and left[num_tokens:].any():  # close a remaining gap with the shortest sample that fills it
         taken[num_tokens + int(np.argmax(left[num_tokens:] > 0))] += 1
     wanted = np.flatnonzero(taken)
     return [int(i) for length in wanted for i in np.flatnonzero(lengths == length)[: taken[length]]]
 
 
 def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrder:
-    """The order of the samples that the flags ask for."""
+    """Build the sample order selected by the flags."""
     data, training = args.data, args.training
     drawn, together = dataset.drawn
     how = next((GROUPINGS[name] for name in GROUPINGS if getattr(data, name)), drawn if data.shuffle else "file")
@@ -274,8 +275,8 @@ def sample_order(args: Arguments, dataset: EncodedDataset, dp: int) -> SampleOrd
 
 
 def largest_share(order: SampleOrder, lengths: np.ndarray, dp: int) -> int:
-    """Tokens with which every step is one micro-batch on each rank: an even share of the largest step, and one sample
-    more, by which balanced packs may differ."""
+    """Tokens per rank with which every step fits in one micro-batch: an even share of the largest step, plus one
+    sample, by which balanced packs may differ."""
     lengths = np.asarray(lengths)
     steps = order.scan(order.batch_size, 0, order.steps_per_epoch)
     return math.ceil(max(int(lengths[rows].sum(1).max()) for _, rows in steps) / dp) + int(lengths.max())
@@ -294,10 +295,10 @@ def total_steps(args: TrainingArguments, steps_per_epoch: int) -> int:
 
 
 def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
-    """Return the flags with --save_steps and --eval_steps in optimizer steps, as --save_strategy and --eval_strategy
-    ask. --eval_steps may still be a part of all steps: see steps_between.
+    """Resolve --save_strategy and --eval_strategy to --save_steps and --eval_steps in optimizer steps. --eval_steps may
+    remain a fraction of all steps: see steps_between.
 
-    Source: transformers' TrainingArguments, where eval_strategy "steps" without eval_steps takes logging_steps.
+    Source: transformers' TrainingArguments; eval_strategy "steps" without eval_steps uses logging_steps.
     """
     training = args.training
     if training.save_strategy == "epoch":
@@ -312,9 +313,9 @@ def with_steps_of_epochs(args: Arguments, steps_per_epoch: int) -> Arguments:
 
 
 def steps_between(every: float | None, num_steps: int) -> int | None:
-    """Optimizer steps from one measurement to the next; None for None and 0: there is none before the end.
+    """Optimizer steps between measurements; None for None or 0: measure only at the end.
 
-    every: steps, or below 1 a part of num_steps, which is rounded up. Source: transformers' TrainerState.compute_steps.
+    every: steps, or below 1 a fraction of num_steps, rounded up. Source: transformers' TrainerState.compute_steps.
     """
     if not every:
         return None

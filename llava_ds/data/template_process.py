@@ -1,8 +1,8 @@
-"""Rendering of untrusted chat templates in a separate process with limits of memory and CPU time.
+"""Render untrusted chat templates in a separate process with limits on memory and CPU time.
 
-Jinja's sandbox protects the machine, but not its memory and time: a template can build gigabytes from one line, loop
-for years, or recurse until the interpreter ends, and no check of its source finds all of that. Each process that
-renders starts one such process with its first rendering.
+Jinja's sandbox does not limit memory or time: a template can build gigabytes from one line, loop for years, or recurse
+until the interpreter crashes, and no check of its source finds all such cases. Each process that renders starts one
+such process on its first rendering.
 """
 
 import contextlib
@@ -17,21 +17,22 @@ import threading
 
 from llava_ds.constants import ConfigError, DataError
 
-CPU_SECONDS = 10  # of one rendering, which takes a millisecond
-WAIT_SECONDS = 300  # for an answer of a stuck process
-MEMORY = 2**29  # bytes, on top of those that it has after its start
+CPU_SECONDS = 10  # limit per rendering (normally a millisecond)
+WAIT_SECONDS = 300  # timeout for a reply of a stuck process
+MEMORY = 2**29  # bytes, in addition to its usage after the start
 BUSY = "free memory and processors, or give fewer --preprocessing_num_workers"
-MAX_TEXT, MAX_GROWTH = 2**20, 64  # bound of characters: the first, plus the second times those of the conversation
-# Not -m, which looks for modules in the current folder first.
+MAX_TEXT, MAX_GROWTH = 2**20, 64  # longest text: the first, plus the second times the conversation's, in characters
+# Not -m: that looks for modules in the current folder first.
 START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve({})"
 REMEDY = "give --version one of LLaVA's templates, or bring another tokenizer"
 
 
 class TemplateProcess:
-    """The rendering process of one process. Raises ConfigError for a template that exceeds a limit, which ends it."""
+    """The rendering process of one process. Raises ConfigError for a template that exceeds a limit; the process then
+    ends."""
 
     def __init__(self) -> None:
-        # In its own session, as signals to the run's process group are not for it. It ends with its stdin.
+        # In its own session, so that signals to the run's process group don't reach it. It ends when its stdin closes.
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-c", START.format(__name__, CPU_SECONDS), json.dumps(sys.path)],
             stdin=subprocess.PIPE,
@@ -79,22 +80,22 @@ _of_process: dict[int, TemplateProcess] = {}
 
 
 def render(**request: object) -> tuple[str, list[tuple[int, int]]]:
-    """The text of one conversation, and spans of {% generation %} blocks with return_assistant_tokens_mask.
+    """Render one conversation. Also returns the spans of {% generation %} blocks, with return_assistant_tokens_mask.
 
     request: render_jinja_template's arguments, with one conversation. Raises DataError for a conversation that the
-    template refuses, and ConfigError for a template that exceeds a limit of memory or time.
+    template refuses, and ConfigError for a template that exceeds a memory or time limit.
     """
     process = _of_process.get(os.getpid())
     if process is None or process.ended:
-        _of_process.clear()  # a forked process has its parent's, which it must not use
+        _of_process.clear()  # a forked process must not use its parent's
         process = _of_process[os.getpid()] = TemplateProcess()
     return process.render(**request)
 
 
 def serve(cpu_seconds: int) -> None:
-    """Main function of the process: one JSON request per line of stdin, one reply per line of stdout."""
+    """Serve rendering requests: one JSON request per line of stdin, one reply per line of stdout."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries is no reply
+    os.dup2(2, 1)  # keep libraries' output out of the replies
     from transformers.utils.chat_template_utils import render_jinja_template
 
     with open("/proc/self/statm") as file:
@@ -120,6 +121,6 @@ def _reply(render_jinja_template, request: dict, longest: int) -> bytes:
         return json.dumps({"too_much": f"it takes more than {MEMORY >> 20} MB"}).encode()
     except RecursionError:
         return json.dumps({"too_much": "it calls itself without end"}).encode()
-    except Exception as error:  # a template may raise what any Python expression does
+    except Exception as error:  # a template may raise any Python exception
         reason = f"{type(error).__name__}: {error}" if type(error).__module__ == "builtins" else str(error)
         return json.dumps({"refused": reason[:500]}).encode()

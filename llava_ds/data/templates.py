@@ -1,4 +1,4 @@
-"""LLaVA's conversation templates: rendering to segments of text that are supervised or not."""
+"""LLaVA's conversation templates: render to text segments, supervised or not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ V1_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 V0_SYSTEM = V1_SYSTEM.replace("user", "human")
-# Without a space behind "language.", as LLaVA has it.
+# No space after "language.", as in LLaVA.
 MMTAG_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant is able to understand the visual content that the user provides, and assist the user with a variety "
@@ -41,19 +41,19 @@ ORCA_SYSTEM = (
 
 
 class Segment(NamedTuple):
-    """A piece of the rendered conversation. supervised: the model learns to write it, with a weight of the loss, where
-    0 takes back what is supervised everywhere; thought_left_out: an answer's thought is not in it."""
+    """A piece of the rendered conversation. supervised: its tokens are learned with `weight`; weight 0 also masks
+    tokens that are otherwise supervised everywhere. thought_left_out: an answer's thought is omitted from it."""
 
     text: str
     supervised: bool = False
     is_answer: bool = False
-    first_tokens: int = 0  # above 0: the number of its tokens that are supervised
+    first_tokens: int = 0  # above 0: only this many of its tokens are supervised
     weight: float = 1.0
     thought_left_out: bool = False
 
 
 class Span(NamedTuple):
-    """A supervised part of a rendered text, from start to end in characters; the rest as of Segment."""
+    """A supervised part of a rendered text, from start to end in characters; other fields as in Segment."""
 
     start: int
     end: int
@@ -62,31 +62,31 @@ class Span(NamedTuple):
     thought_left_out: bool = False
 
 
-Writer = Callable[[Sequence[Message], str], list[Segment]]  # of messages and a system prompt
+Writer = Callable[[Sequence[Message], str], list[Segment]]  # takes messages and a system prompt
 
 
 @dataclass(frozen=True)
 class Template:
-    """The way to write a conversation, with the rules that LLaVA's code has for it."""
+    """How to write a conversation, with the rules of LLaVA's code for it."""
 
     write: Writer | None  # None: the tokenizer's own Jinja template
     system: str
     end_markers: tuple[str, ...]  # after an answer
-    next_rules: bool = False  # LLaVA-NeXT's rule for the place of an image in a message, not LLaVA-1.5's
-    whole: bool = False  # tokenized as one text, with <image> as a token and no first token but those in the text
-    alternates: bool = True  # questions and answers have to take turns
+    next_rules: bool = False  # place images in messages by LLaVA-NeXT's rule, not LLaVA-1.5's
+    whole: bool = False  # tokenized as one text, with <image> as a token and without added first tokens
+    alternates: bool = True  # questions and answers must alternate
     drops_opening_answer: bool = True
     learned: tuple[str, ...] = ()  # tokens that are supervised everywhere
-    image: str = IMAGE_TOKEN  # the text for an image
+    image: str = IMAGE_TOKEN  # text of an image
 
     def image_text(self, mm_use_im_start_end: bool) -> str:
-        """The text for an image, with one IMAGE_TOKEN in it."""
+        """Text of an image, with one IMAGE_TOKEN in it."""
         mark = f"{IM_START_TOKEN}{IMAGE_TOKEN}{IM_END_TOKEN}" if mm_use_im_start_end else IMAGE_TOKEN
         return self.image.replace(IMAGE_TOKEN, mark)
 
 
 def resolve_template(name: str) -> str:
-    """The key of TEMPLATES for a value of --version. Raises ConfigError with a list of the known ones."""
+    """Return the key of TEMPLATES for a value of --version. Raises ConfigError with a list of the known ones."""
     key = ALIASES.get(name, name)
     if key not in TEMPLATES:
         known, aliases = ", ".join(TEMPLATES), ", ".join(f"{alias} ({key})" for alias, key in ALIASES.items())
@@ -95,9 +95,9 @@ def resolve_template(name: str) -> str:
 
 
 def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> tuple[list[Message], str]:
-    """The messages to write, with images at their places, and the system prompt.
+    """Return the messages to write, with images at their final positions, and the system prompt.
 
-    Raises DataError when the messages don't fit the template.
+    Raises DataError if the messages don't fit the template.
     Source: LLaVA's preprocess_multimodal and the first lines of its preprocess_*.
     """
     rules = TEMPLATES[template]
@@ -133,9 +133,9 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
 
 
 def render(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> list[Segment]:
-    """Render a conversation in a template of TEMPLATES. The joined texts of the segments are tokenized.
+    """Render a conversation in a template of TEMPLATES. The segments' texts are joined before tokenization.
 
-    Not for "chat_template", which needs a tokenizer: see chat_template.render_own. Raises DataError when the messages
+    Not for "chat_template": that needs a tokenizer, see chat_template.render_own. Raises DataError if the messages
     don't fit the template, KeyError for an unknown template.
     """
     placed, system = prepare(messages, template, mm_use_im_start_end)
@@ -143,17 +143,17 @@ def render(messages: Sequence[Message], template: str, mm_use_im_start_end: bool
 
 
 def render_prompt(messages: Sequence[Message], template: str, mm_use_im_start_end: bool = False) -> str:
-    """The text up to the beginning of the next answer. messages end with a question."""
+    """Render the text up to the start of the next answer. messages end with a question."""
     answered = [*messages, Message("gpt", _ANSWER)]
     text = "".join(segment.text for segment in render(answered, template, mm_use_im_start_end))
     return text[: text.rindex(_ANSWER)].removesuffix(" ")
 
 
 def image_first(text: str) -> str:
-    """Move the only image of a message to its beginning, on a line of its own.
+    """Move the only image of a message to its beginning, on a separate line.
 
-    Several images in one message stay in place, as in LLaVA-NeXT, which has the same templates; LLaVA-1.5 has one image
-    per record. Source: LLaVA-1.5's preprocess_multimodal.
+    Several images in one message stay in place, as in LLaVA-NeXT with the same templates; LLaVA-1.5 has one image per
+    record. Source: LLaVA-1.5's preprocess_multimodal.
     """
     if text.count(IMAGE_TOKEN) != 1:
         return text
@@ -161,12 +161,12 @@ def image_first(text: str) -> str:
 
 
 def _image_first_next(text: str) -> str:
-    """As image_first, but a message that begins with an image stays as it is. Source: LLaVA-NeXT."""
+    """Do as image_first, except for messages that begin with an image: these stay unchanged. Source: LLaVA-NeXT."""
     return text if text.startswith(IMAGE_TOKEN) else image_first(text)
 
 
 def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
-    """The image, the caption and a newline, whatever the question. Source: LLaVA's preprocess_plain."""
+    """Write the image, the caption and a newline; the question is ignored. Source: LLaVA's preprocess_plain."""
     if [m.role for m in messages] != ["human", "gpt"] or messages[0].text.count(IMAGE_TOKEN) != 1:
         raise DataError(
             "the plain template takes one question with one <image> and one answer (a caption), found "
@@ -176,9 +176,9 @@ def _plain(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA's _add_speaker_and_signal and _mask_targets, which keep the first two tokens of every question.
+    """Write with "###" separators. Source: LLaVA's _add_speaker_and_signal and _mask_targets.
 
-    These end the answer before it, and have its weight.
+    The first two tokens of every question are supervised: they end the previous answer, and have its weight.
     """
     segments = [Segment(f"{system}\n\n")]
     before = 1.0
@@ -192,13 +192,14 @@ def _v0(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _two_separators(end: str) -> Writer:
-    """Source: LLaVA's SeparatorStyle.TWO and preprocess_v1; the space before an answer is learned with it."""
+    """Write with two separators. Source: LLaVA's SeparatorStyle.TWO and preprocess_v1; the space before an answer is
+    learned with it."""
 
     def write(messages: Sequence[Message], system: str) -> list[Segment]:
         segments = [Segment(f"{system} ")]
         for message in messages:
             name = "USER" if message.role == "human" else "ASSISTANT"
-            if not message.text:  # an empty message has neither a space nor an end marker
+            if not message.text:  # an empty message has no space and no end marker
                 segments.append(Segment(f"{name}:"))
             elif message.role == "human":
                 segments.append(Segment(f"{name}: {message.text} "))
@@ -210,7 +211,8 @@ def _two_separators(end: str) -> Writer:
 
 
 def _llama_2(separator: str) -> Writer:
-    """Source: LLaVA's SeparatorStyle.LLAMA_2, preprocess_llama_2; the spaces around an answer are learned with it."""
+    """Write with [INST]. Source: LLaVA's SeparatorStyle.LLAMA_2, preprocess_llama_2; the spaces around an answer are
+    learned with it."""
 
     def write(messages: Sequence[Message], system: str) -> list[Segment]:
         if not messages[0].text:
@@ -230,7 +232,7 @@ def _llama_2(separator: str) -> Writer:
 
 
 def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
-    """Source: LLaVA's SeparatorStyle.MPT and GEMMA: an empty message has no end marker."""
+    """Write turns with headers. Source: LLaVA's SeparatorStyle.MPT and GEMMA: an empty message has no end marker."""
 
     def write(messages: Sequence[Message], system_text: str) -> list[Segment]:
         segments = [Segment(system.format(system_text) + end)] if system_text else []
@@ -247,14 +249,15 @@ def _turns(user: str, assistant: str, end: str, system: str = "{}") -> Writer:
 
 
 def _gemma(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA-NeXT's SeparatorStyle.GEMMA. Gemma has no system role: the prompt opens the first question."""
+    """Write Gemma's turns. Source: LLaVA-NeXT's SeparatorStyle.GEMMA. Gemma has no system role: the system prompt opens
+    the first question."""
     if system:
         messages = [Message("human", f"{system}\n\n{messages[0].text}"), *messages[1:]]
     return _turns("<start_of_turn>user\n", "<start_of_turn>model\n", "<end_of_turn>\n")(messages, "")
 
 
 def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA-NeXT's preprocess_qwen, where the assistant's header is supervised with its answer."""
+    """Write ChatML. Source: LLaVA-NeXT's preprocess_qwen; the assistant's header is supervised with its answer."""
     segments = [Segment(f"<|im_start|>system\n{system}<|im_end|>\n")]
     for message in messages:
         name, answers = ("user", False) if message.role == "human" else ("assistant", True)
@@ -264,7 +267,8 @@ def _chatml(messages: Sequence[Message], system: str) -> list[Segment]:
 
 
 def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
-    """Source: LLaVA-NeXT's preprocess_llama3 with Meta's chat template, which strips outer spaces."""
+    """Write Llama 3's turns. Source: LLaVA-NeXT's preprocess_llama3 with Meta's chat template; outer spaces are
+    stripped."""
 
     def turn(name: str, text: str) -> str:
         return f"<|start_header_id|>{name}<|end_header_id|>\n\n{text.strip()}<|eot_id|>"
@@ -276,7 +280,7 @@ def _llama_3(messages: Sequence[Message], system: str) -> list[Segment]:
     return segments
 
 
-_ANSWER = "\ue000"  # in place of an answer, to find its beginning
+_ANSWER = "\ue000"  # placeholder of an answer, to find its beginning
 _mpt = _turns("<|im_start|>user\n", "<|im_start|>assistant\n", "<|im_end|>", "<|im_start|>system\n{}")
 _zephyr = _turns("<|user|>\n", "<|assistant|>\n", "</s>", "<|system|>\n{}")
 _MMTAG = f"<Image>{IMAGE_TOKEN}</Image>"
@@ -312,12 +316,12 @@ TEMPLATES: dict[str, Template] = {
     "gemma": Template(_gemma, "", ("<end_of_turn>",), next_rules=True),
     "phi": Template(_two_separators("<|endoftext|>"), V1_SYSTEM, ("<|endoftext|>",)),
     "chat_template": Template(None, "", (), next_rules=True, whole=True, drops_opening_answer=False, alternates=False),
-    # That of a model's own processor, with images where their marks are.
+    # The template of a model's own processor, with images at their marks.
     "processor": Template(None, "", (), whole=True, drops_opening_answer=False, alternates=False),
 }
 
-# Other names in LLaVA and LLaVA-NeXT of templates with the same text in training. With v0 and v0.5 their train() uses
-# the default conversation, which is Vicuna's.
+# Other names in LLaVA and LLaVA-NeXT of templates with the same training text. For v0 and v0.5 their train() uses the
+# default conversation, Vicuna's.
 ALIASES: dict[str, str] = {
     "v0": "v1",
     "v0.5": "v1",

@@ -1,6 +1,6 @@
-"""Ids and labels as the cache has them: image features by number, supervised tokens by where they begin and end.
+"""Compact ids and labels for the cache: image features as counts, supervised tokens as start and end positions.
 
-An image takes hundreds of positions of one and the same id, and a label is the token's id or IGNORE_INDEX.
+An image takes hundreds of positions with the same id, and a label is either the token's id or IGNORE_INDEX.
 """
 
 import numpy as np
@@ -8,16 +8,16 @@ import pyarrow as pa
 
 from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
 
-# ids: those of the text, and -n for n image features in a row. flips: positions, features included, at which supervised
-# tokens begin and end in turn.
+# ids: text ids, and -n for n image features in a row. flips: positions, features included, where supervision
+# turns on and off.
 COLUMNS = [("ids", pa.list_(pa.int32())), ("flips", pa.list_(pa.int32()))]
 
-# Supervised tokens in a row with one weight of their loss, run after run; null where all have the weight 1.
+# Runs of supervised tokens with equal loss weights; null if all weights are 1.
 WEIGHTS = ("weights", pa.list_(pa.struct([("tokens", pa.int32()), ("weight", pa.float32())])))
 
 
 def to_columns(ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, pa.Array]:
-    """Arrow columns as COLUMNS has them, one row per sample of int32 ids and labels."""
+    """Build the Arrow columns of COLUMNS, one row per sample of int32 ids and labels."""
     lengths = np.array([len(row) for row in ids])
     ends = np.cumsum(lengths)
     starts = (ends - lengths)[lengths > 0]
@@ -35,7 +35,7 @@ def to_columns(ids: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, pa.
 
 
 def from_columns(ids: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ids and labels (L,) int64 of a row."""
+    """Restore the ids and labels (L,) int64 of a row."""
     ids = ids.astype(np.int64)
     ids = np.repeat(np.where(ids < 0, IMAGE_TOKEN_INDEX, ids), np.where(ids < 0, -ids, 1))
     turns = np.zeros(len(ids), bool)
@@ -44,14 +44,14 @@ def from_columns(ids: np.ndarray, flips: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def weights_to_column(weights: list[np.ndarray | None], labels: list[np.ndarray]) -> pa.Array:
-    """The column WEIGHTS, one row per sample of labels (L,) and of weights (L,) float32 or None."""
+    """Build the column WEIGHTS, one row per sample of labels (L,) and of weights (L,) float32 or None."""
     if not any(row is not None for row in weights):
         return pa.nulls(len(weights), WEIGHTS[1])
     return pa.array([_runs(*row) for row in zip(weights, labels)], WEIGHTS[1])
 
 
 def weights_from_column(runs: list[dict[str, float]] | None, labels: np.ndarray) -> np.ndarray | None:
-    """The weights (L,) float32 of a row with these labels, 1 at tokens that are not supervised; None without runs."""
+    """Restore the weights (L,) float32 of a row with these labels, 1 at unsupervised tokens; None without runs."""
     if runs is None:
         return None
     weights = np.ones(len(labels), np.float32)
@@ -63,7 +63,7 @@ def weights_from_column(runs: list[dict[str, float]] | None, labels: np.ndarray)
 
 def _runs(weights: np.ndarray | None, labels: np.ndarray) -> list[dict[str, float]] | None:
     values = None if weights is None else weights[labels != IGNORE_INDEX]
-    if values is None or (values == 1).all():  # what weighed something else may have been cut off
+    if values is None or (values == 1).all():  # tokens of other weights may have been truncated
         return None
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
     return [
@@ -73,13 +73,14 @@ def _runs(weights: np.ndarray | None, labels: np.ndarray) -> list[dict[str, floa
 
 
 def _changes(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """True where a flag differs from the one before it; before the first of a row, which is at starts, is False."""
+    """True where a flag differs from the previous one. The flag before a row's start counts as False."""
     before = np.concatenate([[False], flags[:-1]])[: len(flags)]
     before[starts] = False
     return flags != before
 
 
 def _lists(values: np.ndarray, of: np.ndarray, ends: np.ndarray) -> pa.Array:
-    """The values as lists, without Python numbers in between. of: (tokens,) bool, True where a value is from."""
+    """Split values into one list per row, without Python numbers in between. of: (tokens,) bool, True where a value was
+    taken."""
     offsets = np.concatenate([[0], np.concatenate([[0], np.cumsum(of)])[ends]]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values.astype(np.int32)))

@@ -1,4 +1,4 @@
-"""The form in which a Jinja chat template reads thoughts, tool calls and results, found by rendering small examples."""
+"""Find how a Jinja chat template reads thoughts, tool calls and results, by rendering small examples."""
 
 import itertools
 import json
@@ -10,27 +10,26 @@ from typing import Literal
 from llava_ds.constants import DataError
 from llava_ds.data.sample import Message
 
-# Begin and end of a thought inside an answer's text; a template's own ones are found by rendering.
+# Tags of a thought inside an answer's text; a template's own tags are found by rendering.
 THINK = ("<think>", "</think>")
-# Ends of thoughts in published templates (Qwen, DeepSeek and GLM; Gemma 4; Magistral; Kimi): a text with one of them
-# is looked at.
+# End tags of thoughts in published templates (Qwen, DeepSeek and GLM; Gemma 4; Magistral; Kimi): texts with one of them
+# are searched for thoughts.
 _ENDS = (THINK[1], "<channel|>", "[/THINK]", "◁/think▷")
 
 Turns = list[dict[str, object]]
-Render = Callable[[Turns, bool, list | None], str]  # of turns, whether a prompt is added, and tools
+Render = Callable[[Turns, bool, list | None], str]  # arguments: turns, whether to add a prompt, tools
 
 
 @dataclass(frozen=True)
 class TurnForm:
-    """The form of a template's turns.
+    """How a template reads turns.
 
-    as_parts: contents are lists of parts; thought: how it reads a thought, "" where it writes none; beside_calls: it
-    writes thoughts in answers that call a tool alone; tags: begins and ends of thoughts inside texts; calls: how it
-    reads a call's arguments, "" where it writes no calls; flat_calls: without "function" around them; bare_calls: calls
-    without a text have no part, where one with an empty text would be written otherwise; results, tools: True if it
-    writes a tool's result, and the tools that are offered;
-    result_as_text: a result is a text also where contents are lists; prompt: the text before an answer that is to
-    come; header: its part that comes before every answer.
+    as_parts: contents are lists of parts; thought: how thoughts are read, "" if they are not written; beside_calls:
+    thoughts are written only in answers that call a tool; tags: start and end tags of thoughts inside texts; calls: how
+    a call's arguments are read, "" if calls are not written; flat_calls: calls without "function" around them;
+    bare_calls: omit the empty text part of calls, because the template writes it differently; results, tools: True if a
+    tool's result, and the offered tools, are written; result_as_text: a result is a text even if contents are lists;
+    prompt: the text before an answer to be generated; header: the part of it that precedes every answer.
     """
 
     as_parts: bool
@@ -47,16 +46,16 @@ class TurnForm:
     header: str = ""
 
     def content(self, text: str) -> str | list[dict[str, str]]:
-        """The content of a turn with a text alone."""
+        """Build the content of a turn that has only a text."""
         return [{"type": "text", "text": text}] if self.as_parts else text
 
     def answer(self, content: str | list, thought: str | None, calls: Sequence[dict]) -> dict[str, object]:
-        """The turn of an answer."""
+        """Build the turn of an answer."""
         if calls and self.bare_calls and content == self.content(""):
             content = []
         turn: dict[str, object] = {"role": "assistant", "content": content}
         if thought is not None and self.thought == "field":
-            # transformers copies only some of these names to others; templates read any of them.
+            # transformers copies only some of these names to the others; templates read any of them.
             turn |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
         elif thought is not None and self.thought == "part":
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -73,30 +72,30 @@ class TurnForm:
 
 
 def needs_form(messages: Sequence[Message], tools: str) -> bool:
-    """True for a conversation that a template may read in a form of its own: it has thoughts, calls or tools."""
+    """True for a conversation with thoughts, calls or tools: each template reads these in its own form."""
     return bool(tools) or any(
         [m.role == "tool" or m.thought is not None or m.tool_calls != "" or holds_thought(m) for m in messages]
     )
 
 
 def holds_thought(message: Message) -> bool:
-    """True for an answer whose text may hold a thought."""
+    """True for an answer whose text may contain a thought."""
     return message.role == "gpt" and any([end in message.text for end in _ENDS])
 
 
 _THOUGHT, _TEXT, _NAME, _RESULT = "Qthoughtq", "Qanswerq", "Qnameq", "Qresultq"
 _QUESTION = "Qquestionq"
-_ID = "abcdefghi"  # Mistral's templates take ids of nine letters and digits
+_ID = "abcdefghi"  # Mistral's templates require ids of nine letters and digits
 _SCHEMA = {"type": "object", "properties": {"Qkeyq": {"type": "string", "description": "x"}}, "required": ["Qkeyq"]}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "x", "parameters": _SCHEMA}}
-# A list of parts that a template writes by itself, and not the texts in it.
+# A template that dumps the list of parts itself, instead of the texts in it.
 _DUMPED = re.compile(r"""['"]type['"]: *['"](?:text|thinking)['"]""")
 _ARGUMENTS = {"Qkeyq": "Qvalueq", "Qlistq": [5]}
 _CALL = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": _ARGUMENTS}}
 
 
 def find_form(render: Render, as_parts: bool) -> TurnForm:
-    """Render examples with each form until the template writes all of it. as_parts: as of TurnForm."""
+    """Render examples in each form until the template writes all parts. as_parts: as in TurnForm."""
     form = TurnForm(as_parts)
     question = {"role": "user", "content": form.content(_QUESTION)}
     plain = form.answer(form.content(_TEXT), None, ())
@@ -125,7 +124,8 @@ def _find_thought(form: TurnForm, render: Render, question: dict, before: str) -
 
 
 def _tags(form: TurnForm, text: str, before: str, around: tuple[int, int]) -> tuple[tuple[str, str], ...]:
-    """The begins and ends of thoughts. around: places of the thought in a text, and of what follows its end."""
+    """Find the start and end tags of thoughts. around: start of the thought in the text, and start of the text after
+    its end tag."""
     start, end = around
     opened = text[len(before) : start].removeprefix(form.header) if text.startswith(before) else ""
     own = (opened.strip(), text[start + len(_THOUGHT) : end].strip())
@@ -133,7 +133,7 @@ def _tags(form: TurnForm, text: str, before: str, around: tuple[int, int]) -> tu
 
 
 def _find_thought_beside_calls(form: TurnForm, render: Render, question: dict, before: str) -> TurnForm:
-    """As Gemma 4's templates write a thought."""
+    """Find a thought that is written only with calls, as in Gemma 4's templates."""
     for way in ("field", "part"):
         tried = replace(form, thought=way, beside_calls=True)
         without = _rendered(render, [question, tried.answer(form.content(""), None, [_CALL])])
@@ -152,7 +152,7 @@ def _find_calls(form: TurnForm, render: Render, question: dict) -> TurnForm:
         tried = replace(form, calls=way, flat_calls=flat, bare_calls=bare)
         turns = [question, tried.answer(form.content(""), None, [_CALL])]
         text = _rendered(render, turns)
-        # A mapping that is written by Python, or a text whose quotes are escaped, is not what is meant.
+        # Python's repr of a mapping, or a text with escaped quotes, is the wrong form.
         wrong = "{'Qkeyq'" in text or '\\"Qkeyq' in text
         if not wrong and all(part in text for part in (_NAME, "Qkeyq", "Qvalueq")):
             return _find_results(tried, render, turns)
@@ -169,7 +169,7 @@ def _find_results(form: TurnForm, render: Render, turns: Turns) -> TurnForm:
 
 
 def _rendered(render: Render, turns: Turns, prompt: bool = False, tools: list | None = None) -> str:
-    """The text; "" where the template refuses the turns."""
+    """Render; "" if the template refuses the turns."""
     try:
         return render(turns, prompt, tools)
     except DataError:
@@ -177,14 +177,14 @@ def _rendered(render: Render, turns: Turns, prompt: bool = False, tools: list | 
 
 
 def common_beginning(one: str, other: str) -> str:
-    """The beginning that both have."""
+    """The longest common prefix."""
     length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
     return one[:length]
 
 
 def with_thought_apart(message: Message, form: TurnForm) -> Message:
-    """The answer with a thought that its text begins with as Message.thought. A thought that was opened by the prompt
-    has no begin. Raises DataError for several thoughts, or one behind a text."""
+    """Move a thought at the start of an answer's text to Message.thought. A thought opened by the prompt has no start
+    tag. Raises DataError for several thoughts, or one after a text."""
     if message.role != "gpt" or not form.thought:
         return message
     for begin, end in form.tags:
@@ -207,7 +207,7 @@ _BRING = "bring a chat template that does (chat_template.jinja), or take them ou
 
 
 def refuse_unwritten(messages: Sequence[Message], tools: str, form: TurnForm) -> None:
-    """Raise DataError for what the template has no place for."""
+    """Raise DataError for content that the template does not write."""
     for i, message in enumerate(messages):
         if message.thought is not None and not form.thought:
             raise DataError(f"message {i} has a thought, which the chat template does not write: {_BRING}")

@@ -1,4 +1,4 @@
-"""Tokenization word by word, each word once. Gives the ids of the whole text, several times faster."""
+"""Tokenize word by word, each word once. Gives the ids of the whole text, several times faster."""
 
 import hashlib
 import operator
@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 
 Tokenize = Callable[[list[str]], Iterator[tuple[list[int], list[tuple[int, int]]]]]
 
-MAX_WORD = 40  # characters; longer ones (a line of Chinese, a URL) are rarely repeated
+MAX_WORD = 40  # characters; longer words (a line of Chinese, a URL) rarely repeat
 MAX_KNOWN = 300_000
 NUM_PROBES = 300
 
-_RULES: dict[tuple[bytes, str], tuple[re.Pattern, str] | None] = {}  # of Words, by tokenizer
-_FIRST = "\0"  # in front of the first word of a text, whose ids may differ from those behind a space
+_RULES: dict[tuple[bytes, str], tuple[re.Pattern, str] | None] = {}  # arguments of Words, by tokenizer
+_FIRST = "\0"  # marks the first word of a text: its ids may differ from those after a space
 _SPACES = set("▁Ġ ")
 
 # Beginnings and ends of words that tokenizers treat specially. If all of these give the same ids by words, every text
@@ -31,10 +31,10 @@ _PARTS = (
 
 
 class Words:
-    """A cache of the ids of words, for tokenizers whose ids of a text are those of its words in a row.
+    """Cache of words' ids, for tokenizers whose ids of a text are the concatenated ids of its words.
 
-    A word ends before a single space between two ordinary characters that are in no added token. joint: the text that
-    a word has to begin with to get the ids that it has behind a space.
+    A word ends before a single space between two ordinary characters that are in no added token. joint: prefix with
+    which a word alone gets the same ids as after a space.
     """
 
     def __init__(self, tokenize: Tokenize, space: re.Pattern, joint: str) -> None:
@@ -42,7 +42,7 @@ class Words:
         self.known: dict[str, _Word] = {}
 
     def __call__(self, texts: Sequence[str]) -> Iterator["WordRow"]:
-        """The tokens of every text."""
+        """Tokenize every text."""
         rows = []
         for text in texts:
             first, *rest = self.space.split(text)
@@ -62,12 +62,12 @@ class Words:
         shown = [word[1:] if word[0] == _FIRST else self.joint + word[1:] for word in words]
         for word, text, (ids, offsets) in zip(words, shown, self.tokenize(shown)):
             length = len(word) - (word[0] == _FIRST)
-            shift = length - len(text)  # the space in front of the word, if the tokenizer did not see it
+            shift = length - len(text)  # the preceding space, if the tokenizer did not see it
             yield _Word(ids, [begin + shift if i else begin for i, (begin, _) in enumerate(offsets)], length)
 
 
 class _Word(NamedTuple):
-    """ids, the first character of each token, and the number of characters, with the space in front."""
+    """ids, the first character of each token, and the number of characters, including the preceding space."""
 
     ids: list[int]
     begins: list[int]
@@ -82,12 +82,12 @@ class WordRow:
         self.ids = list(chain.from_iterable(self.word_ids))
 
     def begins(self) -> list[int]:
-        """The first character of each token."""
+        """First character of each token."""
         starts = accumulate(self.lengths, initial=0)
         return [start + begin for start, begins in zip(starts, self.word_begins) for begin in begins]
 
     def tokens_before(self, places: Sequence[int]) -> list[int]:
-        """Number of tokens that begin before each place (characters of the text)."""
+        """Number of tokens that begin before each position (in characters)."""
         starts = list(accumulate(self.lengths, initial=0))
         counts = list(accumulate(map(len, self.word_ids), initial=0))
         found = []
@@ -107,14 +107,14 @@ class WholeRow:
         self.ids, self.offsets = ids, offsets
 
     def tokens_before(self, places: Sequence[int]) -> list[int]:
-        """Number of tokens that begin before each place (characters of the text)."""
+        """Number of tokens that begin before each position (in characters)."""
         return [bisect_left(self.offsets, (place, -1)) for place in places]
 
 
 def words_of(tokenize: Tokenize, backend: Tokenizer, more: str = "") -> Words | None:
-    """A cache of words for a tokenizer; None if ids or beginnings of some text would differ.
+    """Build a word cache for a tokenizer; None if ids or starts of tokens would differ for some text.
 
-    more: what tokenize depends on beside the backend. A process tries each tokenizer once.
+    more: other inputs that `tokenize` depends on. Each process tries each tokenizer once.
     """
     said = backend.to_str()
     tried = hashlib.blake2b(said.encode()).digest(), more
@@ -125,15 +125,15 @@ def words_of(tokenize: Tokenize, backend: Tokenizer, more: str = "") -> Words | 
 
 
 def _rule_of(tokenize: Tokenize, backend: Tokenizer, said: str) -> tuple[re.Pattern, str] | None:
-    """space and joint of Words. said: all that there is to know about the backend."""
+    """Find `space` and `joint` of Words. said: the backend, serialized."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     reaching = any(_SPACES & set(token.lstrip("▁Ġ ")) for token in backend.get_vocab(with_added_tokens=False))
-    # A table of characters may add and remove spaces.
+    # A character map may add and remove spaces.
     by_table = '"Precompiled"' in said
     if reaching or by_table or any(re.search(r"\S \S", token) for token in added):
         return None
     before, after = (_ordinary_but({token[i] for token in added if token}) for i in (-1, 0))
-    space = re.compile(rf" (?<={before} )(?={after})")  # begins with a fixed character, which is fastest to search for
+    space = re.compile(rf" (?<={before} )(?={after})")  # starts with a fixed character, the fastest to search for
     probes = _probes(sorted(added))
     wholes = [WholeRow(*coded) for coded in tokenize(probes)]
     for joint in ("", " "):
@@ -144,14 +144,14 @@ def _rule_of(tokenize: Tokenize, backend: Tokenizer, said: str) -> tuple[re.Patt
 
 
 def _ordinary_but(chars: set[str]) -> str:
-    """A character class of letters, digits and ASCII marks, without some characters."""
+    """A character class of letters, digits and ASCII marks, except some characters."""
     marks = "".join(re.escape(char) for char in map(chr, range(33, 127)) if char not in chars)
     letters = "" if any(re.match(r"\w", char) for char in chars) else r"\w"
     return f"[{marks}{letters}]"
 
 
 def _probes(added: list[str]) -> list[str]:
-    """Texts to try, in which every part is beside many others."""
+    """Texts to try, with every part next to many others."""
     rng = random.Random(0)
     gaps = [" "] * 8 + ["  ", "\n", " \n ", "", "\t"]
     texts = list(_PARTS)

@@ -1,1 +1,1 @@
-"""Reading and writing of files, safely."""
+"""Safe reading and writing of files."""

@@ -1,4 +1,4 @@
-"""JSONL files of a run: one object a line, and metrics.jsonl, which has one per optimizer step."""
+"""JSONL files of a run, one object per line, including metrics.jsonl with one per optimizer step."""
 
 import errno
 import json
@@ -16,17 +16,18 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 class RowLog:
     """Appends rows to a JSONL file.
 
-    A file that can't be written to, as on a full disk, does not end the run: the rows wait for the next write.
+    If the file can't be written to, for example because the disk is full, the run continues: the rows wait for the next
+    write.
     """
 
     def __init__(self, path: Path, first: Iterable[dict]) -> None:
-        """first: the rows to begin with, in place of the file's; without any, no file is created."""
+        """first: initial rows that replace the file's; if empty, no file is created."""
         self.path, self.waiting, first = path, [], list(first)
         if first or path.exists():
             replace_rows(path, first)
 
     def write(self, rows: list[dict]) -> None:
-        """Append rows, in one write, so that a killed run leaves whole lines."""
+        """Append rows in one write, so that a killed run leaves whole lines."""
         was_reported = bool(self.waiting)
         self.waiting += rows
         if not self.waiting:
@@ -40,15 +41,15 @@ class RowLog:
             self.waiting = []
 
     def close(self) -> None:
-        """Raise DataError when there are rows that could never be written."""
+        """Write the waiting rows. Raises DataError if that fails."""
         self.write([])
         if self.waiting:
             raise DataError(f"{self.path} lacks the last {len(self.waiting)} rows: it could not be written to")
 
 
 class MetricsLog(RowLog):
-    """metrics.jsonl. Drops the steps after the one that a run resumes from, which it will repeat, and warns of missing
-    ones before it."""
+    """metrics.jsonl. Drops the steps after the one that a run resumes from (they will be repeated), and warns of
+    missing earlier steps."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.touch()
@@ -63,7 +64,7 @@ class MetricsLog(RowLog):
 
 
 def rows_of(path: Path) -> list[dict]:
-    """As read_metrics; none without a file."""
+    """Do read_metrics; [] without a file."""
     return read_metrics(path) if path.exists() else []
 
 
@@ -73,9 +74,10 @@ def replace_rows(path: Path, rows: Iterable[dict]) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Append whole lines to a file in one write. Raises OSError, as on a full disk, with the file unchanged.
+    """Append whole lines to a file in one write. Raises OSError, for example if the disk is full, and leaves the file
+    unchanged.
 
-    The file is closed, which sends the lines to the server of a network disk.
+    Closing the file sends the lines to the server of a network disk.
     """
     data, before = text.encode(), None
     try:
@@ -83,24 +85,24 @@ def append(path: Path, text: str) -> None:
         try:
             before = os.fstat(handle).st_size
             if os.write(handle, data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # it wrote a part of them
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a partial write
         finally:
             os.close(handle)
     except OSError:
         if before is not None:
-            os.truncate(path, before)  # no half line
+            os.truncate(path, before)  # remove the partial line
         raise
 
 
 def as_line(row: dict) -> str:
-    """A row as JSON without spaces, which would be 3 MB in 100,000 rows."""
+    """Format a row as JSON without spaces: they would add 3 MB to 100,000 rows."""
     return _JSON.encode(row) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All whole rows of a JSONL file of this package, without damaged lines and a last one that a kill cut short.
+    """Read all whole rows of a JSONL file of this package, skipping damaged lines and a truncated last one.
 
-    Raises FileNotFoundError, and DataError for what is no such file.
+    Raises FileNotFoundError, and DataError if it is not such a file.
     """
     try:
         return read_rows(path)[0]

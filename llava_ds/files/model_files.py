@@ -1,7 +1,7 @@
-"""Files of a model folder, which may come from a stranger: opened inside the folder, bounded, and refused clearly.
+"""Read the files of an untrusted model folder: links stay inside the folder, sizes are bounded, and refusals are clear.
 
 All commands read the JSON of model folders with this module, and call transformers and tokenizers on them within
-library_errors(). check_folder() first checks the files that transformers opens by itself.
+library_errors(). check_folder() first checks the files that transformers opens itself.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.files.reading import Stamp, read_bytes, stamp_of
 from llava_ds.files.writing import utf8_problem
 
-MAX_BYTES = 2**27  # of a JSON file; the largest published tokenizer.json has 35 MB
-MAX_TEMPLATE_BYTES = 2**20  # of a chat template; published ones have 20 kB
-MAX_NESTING = 64  # objects and lists inside each other; published files have 10
-SHOWN = 60  # characters of a wrong value
+MAX_BYTES = 2**27  # largest JSON file; the largest published tokenizer.json has 35 MB
+MAX_TEMPLATE_BYTES = 2**20  # largest chat template; published ones have 20 kB
+MAX_NESTING = 64  # depth of objects and lists; published files have 10
+SHOWN = 60  # characters shown of a wrong value
 
 OWN_CODE = (
     "it brings Python code of its own (auto_map in its JSON files), which is never run here: bring a model whose "
     "classes transformers has"
 )
-# The files of a folder that transformers and this package read beside weights and their indices.
+# Files of a folder that transformers and this package read, besides weights and their indices.
 JSON_FILES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -37,23 +37,24 @@ ADAPTER_CONFIG = "adapter_config.json"  # of a folder with an adapter, and no mo
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # what peft reads, newest first
 BESIDE_ADAPTER = "non_lora_trainables.bin"  # what LLaVA writes beside an adapter
 OTHER_FILES = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
-TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens its files, too
-# Vocabularies of transformers' other tokenizers, whichever class a folder names.
+TEMPLATES_FOLDER = "additional_chat_templates"  # transformers opens its files as well
+# Vocabularies of transformers' other tokenizers, for whatever class a folder names.
 _MORE_JSON = (
     "tekken.json", "entity_vocab.json", "byte_maps.json", "vocab-src.json", "vocab-tgt.json", "target_vocab.json",
     "normalizer.json", "emoji.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
 _VOCABULARY = re.compile(r".*\.(model|spm|bpe|codes|tiktoken|tokenizer)|(tokenizer|tiktoken)\.model.*|dict\.txt")
 
-# Keys by which one file sends transformers to others.
+# Keys that make transformers open other files.
 _NAMES_JSON = ("configuration_files", "fast_tokenizer_files")
 _NAMES_FILES = re.compile(rf"{'|'.join(_NAMES_JSON)}|\w+_file|transformers_weights")
-# Of those in tokenizer_config.json, whose values transformers replaces by the folder's own files.
+# Such keys in tokenizer_config.json whose values transformers replaces by the folder's own files.
 _NEVER_READ = ("tokenizer_file", "special_tokens_map_file", "added_tokens_file", "tokenizer_config_file")
-# Keys that choose kernels, which transformers would fetch as code where their value is a repository's name.
+# Keys that choose kernels. If the value is a repository's name, transformers would download and run its code.
 _IMPLEMENTATIONS = re.compile(r"_?(attn|experts)_implementation\w*|use_kernels|kernel_config")
 
-# Sizes of modules and lists, by the key's name: least and most. Published models have a tenth of the latter at most.
+# Sizes of modules and lists, by the key's name: minimum and maximum. Published models use at most a tenth of the
+# maximum.
 SIZES = (
     (re.compile(r"num_hidden_layers|n_layers?|num_layers"), 1, 1000),
     (re.compile(r"\w*layers"), 0, 1000),
@@ -66,15 +67,15 @@ SIZES = (
 
 
 def own_file(file: Path) -> Path:
-    """The file with links resolved. Raises DataError for one outside its folder, or that is no regular file.
+    """Resolve the links of a file. Raises DataError if it is outside its folder or not a regular file.
 
-    A link may lead to another file of the same folder, or from <model>/snapshots/<revision> to a file in <model>/blobs,
-    as in Hugging Face's cache. The folder itself may be a link, because the user named it. Raises FileNotFoundError
-    where there is nothing.
+    A link may point to another file of the same folder, or from <model>/snapshots/<revision> to a file in
+    <model>/blobs, as in Hugging Face's cache. The folder itself may be a link, because the user named it. Raises
+    FileNotFoundError if the file is missing.
     """
     try:
         folder, real = file.parent.resolve(), file.resolve()
-    except RuntimeError:  # pathlib's, before Python 3.13
+    except RuntimeError:  # raised by pathlib before Python 3.13
         raise DataError(f"{file} is a link that leads to itself: copy the file there") from None
     rooms = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(room) for room in rooms):
@@ -85,7 +86,7 @@ def own_file(file: Path) -> Path:
 
 
 def read_json(file: Path, where: str) -> dict:
-    """The object in a JSON file of bounded size and nesting. where: for messages, the flag and folder.
+    """Read the object in a JSON file of bounded size and nesting. where: for messages, the flag and folder.
 
     Raises ConfigError that names the file.
     """
@@ -94,7 +95,7 @@ def read_json(file: Path, where: str) -> dict:
 
 
 def _object(file: Path) -> dict:
-    """The same. Raises DataError with what is wrong."""
+    """Read the object in a JSON file. Raises DataError with the problem."""
     try:
         real = own_file(file)
     except FileNotFoundError:
@@ -131,12 +132,13 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def read_json_if_there(file: Path, where: str) -> dict:
-    """The same; empty without such a file."""
+    """Do read_json; {} without such a file."""
     return read_json(file, where) if is_there(file) else {}
 
 
 def read_config(file: Path, where: str) -> dict:
-    """A model's config.json, its sizes within bounds, without what would choose kernels. Raises ConfigError."""
+    """Read a model's config.json, checked for sizes within bounds, without keys that choose kernels. Raises
+    ConfigError."""
     config = read_json(file, where)
     with library_errors(where):
         _check_says(config, file)
@@ -144,14 +146,15 @@ def read_config(file: Path, where: str) -> dict:
 
 
 def size_problem(config: dict, path: str = "") -> str | None:
-    """The first size in a configuration that can't be one, and what was expected, before anything is made of it."""
+    """Describe the first size in a configuration that is out of bounds, with the expected range; None if all are
+    valid."""
     for key, value in config.items():
         if isinstance(value, dict):
             if problem := size_problem(value, f"{path}{key}."):
                 return problem
             continue
         if not isinstance(value, (int, float)):
-            continue  # types are transformers' to check, which knows what each class takes
+            continue  # types are checked by transformers' classes
         least, most = next(((low, high) for name, low, high in SIZES if name.fullmatch(key)), (None, None))
         if isinstance(value, float) and not math.isfinite(value):
             return f"{path}{key} {value}: expected a finite number"
@@ -161,10 +164,10 @@ def size_problem(config: dict, path: str = "") -> str | None:
 
 
 def check_folder(path: str | Path, where: str) -> None:
-    """Look at every file that transformers or tokenizers may open by themselves in a folder, whatever its name.
+    """Check every file that transformers or tokenizers may open themselves in a folder, whatever its name.
 
-    A folder that was looked at is not read again until a file in it changes. Raises ConfigError for a file outside of
-    the folder, that is no regular file, too large, too deep, no JSON object, or that sends them to a file elsewhere.
+    A checked folder is not read again until a file in it changes. Raises ConfigError for a file outside the folder, one
+    that is irregular, too large, too deeply nested or not a JSON object, and one that names a file elsewhere.
     """
     folder = Path(path)
     if problem := utf8_problem(str(path)):
@@ -175,9 +178,9 @@ def check_folder(path: str | Path, where: str) -> None:
 
 
 def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
-    """Names and stamps of a folder's files, and of the templates one level below; every one lies inside it.
+    """Names and stamps of a folder's files, and of the templates one level below, all checked to be inside the folder.
 
-    A link that leads nowhere counts only where its name is one of those that are read everywhere. Raises DataError.
+    A dangling link is an error only if its name is in JSON_FILES or OTHER_FILES. Raises DataError.
     """
     files = list(folder.iterdir())
     templates = folder / TEMPLATES_FOLDER
@@ -200,10 +203,10 @@ def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
 
 @lru_cache(maxsize=64)
 def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
-    """The part of check_folder that reads. stamps: of the files, a key of the cache. Raises DataError."""
+    """Read and check the files for check_folder. stamps: of the files, as a cache key. Raises DataError."""
     sizes = {name: stamp.num_bytes for name, stamp in stamps}
     names = [name for name in (*JSON_FILES, *_MORE_JSON) if name in sizes]
-    for name in names:  # it grows
+    for name in names:  # the list grows in the loop
         content = _object(folder / name)
         _check_says(content, folder / name)
         named = (value for key in _NAMES_JSON if isinstance(value := content.get(key), list))
@@ -219,9 +222,9 @@ def _check_files(folder: Path, stamps: tuple[tuple[str, Stamp], ...]) -> None:
 
 @contextlib.contextmanager
 def library_errors(where: str, what: str = "it can't be opened") -> Iterator[None]:
-    """Convert any error of transformers, tokenizers or torch about a folder's content into a ConfigError.
+    """Convert any error of transformers, tokenizers or torch about a folder's content to a ConfigError.
 
-    They raise errors of many types, some only where a value is used. Only for calls whose input is the folder.
+    They raise errors of many types, some only when a value is used. Use only around calls whose input is the folder.
     """
     try:
         yield
@@ -232,7 +235,7 @@ def library_errors(where: str, what: str = "it can't be opened") -> Iterator[Non
     except Exception as error:
         raise ConfigError(f"{where}: {what} ({said_by(error)}): copy it again") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of tokenizers, which is no Exception
+        if type(error).__name__ != "PanicException":  # raised by tokenizers; not a subclass of Exception
             raise
         raise ConfigError(f"{where}: {what} (the tokenizers library ended over it: {said_by(error)})") from error
 
@@ -251,7 +254,7 @@ def said_by(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """A value of a folder's file, short enough for a message."""
+    """Format a value of a folder's file for a message."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -279,7 +282,7 @@ def _shape_problem(found: object) -> str | None:
 
 
 def _surrogate_problem(text: bytes) -> str | None:
-    """The problem of half characters, which JSON can hold, but no file or terminal can."""
+    """Detect lone surrogates: JSON can express them, but files and terminals can't."""
     if re.search(rb"\\u[dD][89a-fA-F]", text) is None:
         return None
     try:
@@ -304,8 +307,8 @@ def _check_says(content: dict, file: Path) -> None:
 
 
 def _is_beside(name: object, key: str, file: Path) -> bool:
-    """True if a name is one of the same folder. In tokenizer_config.json paths of another machine are usual, and are
-    harmless where no such file exists."""
+    """True for the name of a file in the same folder. In tokenizer_config.json, paths of another machine are common,
+    and harmless if no such file exists."""
     if not isinstance(name, str):
         return False
     if file.name == "tokenizer_config.json" and key not in _NAMES_JSON and "\0" not in name:

@@ -1,4 +1,4 @@
-"""Paths of data, local or in an object store: the functions of `os.path` and `open` that take either."""
+"""Paths of data, local or in an object store: replacements of `os.path` functions and `open` for both."""
 
 import glob
 import io
@@ -21,7 +21,7 @@ def open_data(path: str) -> BinaryIO:
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file. Raises OSError."""
+    """Size of a file in bytes. Raises OSError."""
     return store_of(path).known_identity(path).num_bytes if is_remote(path) else os.stat(path).st_size
 
 
@@ -33,7 +33,7 @@ def is_file(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """True for a folder, or a prefix of objects. Web servers have none."""
+    """True for a folder, or a prefix of objects. Web servers have no folders."""
     if not is_remote(path):
         return os.path.isdir(path)
     if path.lower().startswith(HTTP):
@@ -42,17 +42,17 @@ def is_folder(path: str) -> bool:
 
 
 def exists(path: str) -> bool:
-    """True for anything that is there."""
+    """True if anything exists at the path."""
     return (is_file(path) or is_folder(path)) if is_remote(path) else os.path.exists(path)
 
 
 def real_path(path: str) -> str:
-    """The path with links resolved; a URL without slashes at its end."""
+    """Resolve links in a path; for a URL, strip trailing slashes."""
     return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
 
 
 def local_path(path: str) -> str:
-    """A path as it was given, with ~ and file:// resolved; a URL of a store as it is."""
+    """Resolve ~ and file:// in a path; a store's URL is returned unchanged."""
     if is_remote(path):
         return path
     for start in ("file://", "local://"):
@@ -62,7 +62,7 @@ def local_path(path: str) -> str:
 
 
 def join(folder: str, path: str) -> str:
-    """A path as seen from a folder, either of which may be remote."""
+    """Resolve a path relative to a folder; either may be remote."""
     path = local_path(path)
     if is_remote(path):
         return path
@@ -70,7 +70,8 @@ def join(folder: str, path: str) -> str:
 
 
 def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
-    """The files of a folder and its folders whose names end so, sorted. Hidden ones and __folders__ are left out."""
+    """List the files in a folder and its subfolders with these name endings, sorted. Hidden ones and __folders__ are
+    skipped."""
     if is_remote(folder):
         store = store_of(folder)
         found = [store.full_url(folder, name) for name in store.found_in(folder, lambda fs, inner: fs.find(inner))]
@@ -79,12 +80,12 @@ def files_in(folder: str, endings: tuple[str, ...]) -> list[str]:
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _is_hidden(name, "")]
         named = [os.path.join(root, name) for name in files if name.lower().endswith(endings)]
-        found += [file for file in named if os.path.isfile(file) and not _is_hidden(file, root)]  # a pipe is none
+        found += [file for file in named if os.path.isfile(file) and not _is_hidden(file, root)]  # excludes pipes
     return sorted(found)
 
 
 def relative_to(file: str, folder: str) -> str:
-    """The path of a file from a folder that it is in, with slashes."""
+    """Path of a file relative to a folder that contains it, with slashes."""
     if not is_remote(file):
         return os.path.relpath(file, folder).replace(os.sep, "/")
     inner, root = (url.partition("://")[2].strip("/") for url in (file, folder))
@@ -97,14 +98,14 @@ def _is_hidden(file: str, folder: str) -> bool:
 
 
 def names_in(folder: str) -> list[str]:
-    """What a folder has, sorted."""
+    """List a folder's entries, sorted."""
     if not is_remote(folder):
         return sorted(os.listdir(folder))
     return sorted(store_of(folder).found_in(folder, lambda fs, inner: fs.ls(inner, detail=False)))
 
 
 def matching(pattern: str) -> list[str]:
-    """What matches a pattern, sorted."""
+    """Expand a pattern, sorted."""
     if not is_remote(pattern):
         return sorted(glob.glob(pattern, recursive=True))
     store = store_of(pattern)
@@ -112,9 +113,10 @@ def matching(pattern: str) -> list[str]:
 
 
 def inside(root: str, name: str) -> str | None:
-    """The URL of an object that a record names; None if it is outside the root. Raises ValueError for no such name.
+    """Build the URL of an object named by a record; None if it is outside the root. Raises ValueError for an invalid
+    key.
 
-    Keys have no links and no "..": a name with one is refused, whatever the store would make of it.
+    Keys have no links and no "..": such names are refused, however the store would treat them.
     """
     if name.startswith(f"{root}/"):
         name = name[len(root) + 1 :]
@@ -126,5 +128,5 @@ def inside(root: str, name: str) -> str | None:
     if ".." in parts:
         return None
     key = "/".join(part for part in name.split("/") if part not in ("", "."))
-    # A server would take ? and # for the end of the path, and %2e%2e for two dots.
+    # A server would treat ? and # as the end of the path, and %2e%2e as two dots.
     return f"{root}/{urllib.parse.quote(key) if root.lower().startswith(HTTP) else key}"

@@ -1,7 +1,7 @@
-"""Files of a folder's processor: its settings and its chat template, from the file that transformers reads.
+"""Settings and chat template of a folder's processor, from the files that transformers reads.
 
-Several files may say the same thing. transformers' own functions choose among them here, so that a model is trained and
-asked with what its users' programs read.
+Several files may contain the same setting. transformers' own functions choose among them here, so that a model is
+trained and prompted with the same settings that its users' programs read.
 """
 
 import contextlib
@@ -40,9 +40,10 @@ _HERE = {"local_files_only": True}
 
 
 def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
-    """Settings of a folder's image processor, and the file that they are in. Raises ConfigError without any.
+    """Read the settings of a folder's image processor, and the name of their file. Raises ConfigError if there are
+    none.
 
-    Mean and deviation are there: those of transformers' class where no file says them.
+    Missing mean and deviation are filled in from transformers' class.
     """
     folder = Path(folder)
     found = _seen(folder, where)
@@ -62,7 +63,7 @@ def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
 
 
 def video_settings(folder: str | Path, where: str) -> tuple[dict, str]:
-    """The same of its video processor; empty where no file has any."""
+    """Read the settings of a folder's video processor, and the name of their file; ({}, "") if no file has any."""
     folder = Path(folder)
     found = _seen(folder, where)
     nested = found.pop(PROCESSOR_NAME, {}).get("video_processor")
@@ -77,7 +78,7 @@ def video_settings(folder: str | Path, where: str) -> tuple[dict, str]:
 
 
 def whole_settings(folder: str | Path, where: str) -> dict:
-    """All that processor_config.json says, with the chat template that transformers' processor takes, if any.
+    """Read processor_config.json, with the chat template that transformers' processor uses, if any.
 
     Raises ConfigError for a folder that transformers' processors refuse.
     """
@@ -95,13 +96,13 @@ def whole_settings(folder: str | Path, where: str) -> dict:
 
 
 def processor_template(folder: str | Path, where: str) -> str | None:
-    """The chat template that transformers' processor takes from a folder; None if only the tokenizer may have one."""
+    """Find the chat template that transformers' processor uses from a folder; None if only the tokenizer may have
+    one."""
     return _default_of(whole_settings(folder, where).get("chat_template"), PROCESSOR_NAME, where)
 
 
 def settings_passed_over(folder: str | Path, where: str) -> list[str]:
-    """Clauses about files of settings that transformers passes over, and that say something else than the ones it
-    takes."""
+    """Describe settings files that transformers ignores and that differ from those it uses."""
     folder, clauses = Path(folder), []
     found = _seen(folder, where)
     kinds = (("images", image_settings, IMAGE_PROCESSOR_NAME), ("videos", video_settings, VIDEO_PROCESSOR_NAME))
@@ -117,7 +118,7 @@ def settings_passed_over(folder: str | Path, where: str) -> list[str]:
 
 
 def _seen(folder: Path, where: str) -> dict[str, dict]:
-    """The files of settings that are there, by name, looked at before transformers opens them."""
+    """Read the settings files that exist, by name, before transformers opens them."""
     return {name: read_json(folder / name, where) for name in SETTINGS_FILES if is_there(folder / name)}
 
 
@@ -127,8 +128,8 @@ def _old_template(folder: Path, where: str) -> str | None:
 
 
 def _default_of(template: object, file: str, where: str) -> str | None:
-    """The chat template that transformers' processor takes where none is asked for by name. Raises ConfigError where it
-    takes none."""
+    """Return the chat template that transformers' processor uses by default. Raises ConfigError if it would use none of
+    the named ones."""
     if isinstance(template, dict) and template and "default" not in template:
         names = ", ".join(map(shown, template))
         raise ConfigError(
@@ -142,10 +143,10 @@ def _default_of(template: object, file: str, where: str) -> str | None:
 
 
 def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tuple[object, object]]:
-    """The settings in which two files differ, by name: the values taken and passed over.
+    """Compare the settings of two files: (value used, value ignored) by name, where they differ.
 
-    As transformers' class understands them, which knows defaults and earlier names of settings; as they are written
-    where it has no class that runs without torchvision, or where that refuses them.
+    Settings are compared as transformers' class interprets them, with its defaults and former names. They are compared
+    verbatim if no class runs without torchvision, or if the class refuses them.
     """
     if taken == other:
         return {}
@@ -160,12 +161,12 @@ def _others(folder: Path, taken: dict, other: dict, what: str) -> dict[str, tupl
 
 
 def _image_processor(folder: Path):
-    """The image processor that transformers opens from a folder, without torchvision."""
+    """Open a folder's image processor with transformers, without torchvision."""
     return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, **_HERE)
 
 
 def templates_passed_over(folder: str | Path, where: str, template: str) -> list[str]:
-    """A clause about files with another chat template than the one that is taken, or none."""
+    """Describe files with another chat template than the one used; [] if none differs."""
     folder = Path(folder)
     texts: dict[str, object] = {TEMPLATE_FILES[0]: _old_template(folder, where)}
     for name in (TEMPLATE_FILES[1], f"{TEMPLATES_FOLDER}/default.jinja"):
@@ -184,11 +185,11 @@ def templates_passed_over(folder: str | Path, where: str, template: str) -> list
 
 
 def _default(templates: object) -> object:
-    """The default one of a tokenizer's named templates."""
+    """Find the default among a tokenizer's named templates."""
     if isinstance(templates, list):
         return next((t.get("template") for t in templates if isinstance(t, dict) and t.get("name") == "default"), None)
     return templates
 
 
 def _as_rendered(template: str) -> str:
-    return template.removesuffix("\n")  # as jinja takes it
+    return template.removesuffix("\n")  # as jinja does

@@ -11,7 +11,7 @@ from llava_ds.constants import ConfigError, DataError, in_short
 def function_of_file(
     flag: str, name: str, may_skip: bool = False
 ) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
-    """Load a function from a Python file, path.py:function: prompts, completions, references and ids to numbers.
+    """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
 
     The file is run. may_skip: the function may return None for a completion, which becomes nan. Raises ConfigError if
     there is no such function; the returned function raises DataError if the user's does not return such a list.

@@ -1,8 +1,8 @@
-"""Reading of files safely, whoever has changed them since they were written.
+"""Read files safely, even if others changed them after they were written.
 
-Only regular files of a bounded size are opened, so that no named pipe, device or folder in their place makes a program
-wait, or takes all memory; their JSON is compared with a type before it is used; and a stamp and a hash of some blocks
-tell a file from any other that takes its place, without reading all of a large one.
+Only regular files of bounded size are opened: a named pipe, device or folder at the path can't block a program or
+exhaust memory. JSON is checked against a type before use. A stamp and a hash of some blocks identify a file without
+reading all of a large one.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from llava_ds.files.urls import is_remote
 
 MAX_JSON_BYTES = 16 << 20  # a manifest of 4,096 ranks has 3 MB; nested lists take twenty times their text in memory
 MAX_LINE_BYTES = 16 << 20
-MAX_ROWS_BYTES = 2 << 30  # of a JSONL file: more than a million steps
+MAX_ROWS_BYTES = 2 << 30  # largest JSONL file: more than a million steps
 
-WHOLE_BYTES = 64 << 10  # of a file that blocks_digest hashes as a whole
-BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # of a larger one
-READ_BYTES = 1 << 20  # at a time
+WHOLE_BYTES = 64 << 10  # files up to this size are hashed completely by blocks_digest
+BLOCK_BYTES, NUM_BLOCKS = 4 << 10, 16  # blocks of a larger file
+READ_BYTES = 1 << 20  # read at a time
 
-KINDS = {  # of files that are not regular
+KINDS = {  # names of irregular files
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -40,8 +40,8 @@ KINDS = {  # of files that are not regular
 
 
 def open_regular(path: str | Path, buffering: int = -1) -> BinaryIO:
-    """Open a file for reading. Raises OSError, and DataError where it is no regular file; never waits for a writer.
-    buffering: as of open."""
+    """Open a file for reading, without ever waiting for a writer. Raises OSError, and DataError for irregular files.
+    buffering: as in open."""
     file = open(path, "rb", buffering, opener=open_without_waiting)  # noqa: SIM115 the caller's
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode):
@@ -56,7 +56,7 @@ def open_without_waiting(path: str, flags: int) -> int:
 
 
 def why_not_regular(path: Path) -> str | None:
-    """The reason why a path can't be read or replaced as a file; None for a regular file and where there is nothing."""
+    """Explain why a path can't be read or replaced as a file; None for a regular or missing file."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def why_not_regular(path: Path) -> str | None:
 
 
 def read_bytes(path: str | Path, max_bytes: int) -> bytes:
-    """The content of a regular file. Raises FileNotFoundError, and DataError with the reason alone for all else."""
+    """Read a regular file. Raises FileNotFoundError, and DataError with the reason alone for other errors."""
     try:
         with open_regular(path) as file:
             content = file.read(max_bytes + 1)
@@ -83,9 +83,9 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
 
 
 def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTES):
-    """Read a JSON file and compare it with a type (a TypedDict, dict[str, int], …) in pydantic's strict mode.
+    """Read a JSON file and check it against a type (a TypedDict, dict[str, int], …) in pydantic's strict mode.
 
-    Raises FileNotFoundError, and DataError with the reason alone: the caller adds the file and what to do.
+    Raises FileNotFoundError, and DataError with the reason alone: the caller adds the file and the remedy.
     """
     value = _parsed(read_bytes(path, max_bytes))
     if (problem := mismatch(value, expected)) is not None:
@@ -94,7 +94,7 @@ def read_json(path: str | Path, expected: object, max_bytes: int = MAX_JSON_BYTE
 
 
 def mismatch(value: object, expected: object) -> str | None:
-    """The first place at which a value is not of a type, and what was expected there; None where it is."""
+    """Describe the first place where a value does not match a type, with the expected type; None if it matches."""
     try:
         _adapter(expected).validate_python(value, strict=True)
     except ValidationError as error:
@@ -107,9 +107,9 @@ def mismatch(value: object, expected: object) -> str | None:
 
 
 def read_rows(path: Path, expected: object = dict) -> tuple[list[dict], list[int]]:
-    """The rows of a JSONL file, and the numbers (from 1) of damaged lines: no UTF-8, no JSON, another type.
+    """Read the rows of a JSONL file, and the numbers (from 1) of damaged lines: invalid UTF-8 or JSON, or another type.
 
-    A last line that a kill cut short counts as neither. Raises FileNotFoundError, and DataError with the reason alone.
+    A truncated last line is skipped. Raises FileNotFoundError, and DataError with the reason alone.
     """
     rows, damaged = [], []
     try:
@@ -139,7 +139,7 @@ def read_rows(path: Path, expected: object = dict) -> tuple[list[dict], list[int
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a file that can't be used, and return its new path: a new one can take its place, and nothing is lost."""
+    """Rename an unusable file, so that a new one can be written without losing it. Returns the new path."""
     name = f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
     target, count = path.with_name(name), 1
     while os.path.lexists(target):
@@ -149,16 +149,16 @@ def move_aside(path: Path) -> Path:
 
 
 class Stamp(NamedTuple):
-    """A file system's record of a file. Writing to the file changes one of these, whatever is restored afterwards."""
+    """A file system's record of a file. Writing to the file changes it, even if times are restored afterwards."""
 
     num_bytes: int
     mtime_ns: int
     ctime_ns: int
-    inode: int  # of its 64 bits the lower 63, for tables have no unsigned numbers; some file systems use all
+    inode: int  # lower 63 of 64 bits, since tables have no unsigned numbers; some file systems use all
 
 
 def stamp_of(path: str | Path) -> Stamp:
-    """The stamp of a file, links followed; of an object its size and the store's mark. Raises OSError."""
+    """Take the stamp of a file, links followed; for an object, its size and the store's mark. Raises OSError."""
     if is_remote(path):
         size, mark = store_of(path).identity_of(path)
         return Stamp(size, int(mark[:15], 16), 0, 0)
@@ -167,16 +167,17 @@ def stamp_of(path: str | Path) -> Stamp:
 
 
 class FileState(TypedDict):
-    """A file's stamp and digest, by which it differs from any other in its place, also one with its size and time."""
+    """A file's stamp and block digest: they differ for any other file at its path, even one of the same size and
+    time."""
 
     stamp: list[int]
     blocks: str
 
 
 def state_of(path: str | Path) -> FileState:
-    """A file's stamp, and a hash of some of its blocks for file systems without change times.
+    """Take a file's stamp, and hash some of its blocks (for file systems without change times).
 
-    Raises OSError, and DataError for what is no regular file.
+    Raises OSError, and DataError for irregular files.
     """
     stamp = list(stamp_of(path))
     if not is_remote(path):
@@ -185,10 +186,10 @@ def state_of(path: str | Path) -> FileState:
 
 
 def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_bytes: int = WHOLE_BYTES) -> str:
-    """A hash of the content of a file, or a slice of one: all of it up to whole_bytes, else size and NUM_BLOCKS blocks
-    from its first byte to its last.
+    """Hash a file, or a slice: completely up to whole_bytes, otherwise its size and NUM_BLOCKS blocks from start to
+    end.
 
-    32 hexadecimal digits. Raises OSError, and DataError for what is no regular file.
+    Returns 32 hexadecimal digits. Raises OSError, and DataError for irregular files.
     """
     if is_remote(path):
         with store_of(path).RemoteFile(path, offset, num_bytes) as file:
@@ -201,7 +202,7 @@ def blocks_digest(path: str | Path, offset: int = 0, num_bytes: int = -1, whole_
 
 
 def _digest(read_at: Callable[[int, int], bytes], num_bytes: int, whole_bytes: int) -> str:
-    """The digest of blocks that read_at(count, start) gives."""
+    """Digest the blocks returned by read_at(count, start)."""
     digest = hashlib.sha256(num_bytes.to_bytes(8, "big"))
     if num_bytes <= whole_bytes:
         for start in range(0, num_bytes, READ_BYTES):
@@ -214,7 +215,7 @@ def _digest(read_at: Callable[[int, int], bytes], num_bytes: int, whole_bytes: i
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal. Raises OSError, and DataError for what is no regular file."""
+    """Compute the SHA-256 of a file in hexadecimal. Raises OSError, and DataError for irregular files."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(READ_BYTES):

@@ -1,10 +1,10 @@
-"""The base of files whose size is known before they are read."""
+"""Base class of files whose size is known before they are read."""
 
 import io
 
 
 class SizedFile(io.RawIOBase):
-    """A file of num_bytes, of which readinto gives what lies at _at."""
+    """A file of num_bytes. Subclasses implement readinto to read at _at."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()

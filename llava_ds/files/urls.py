@@ -1,4 +1,4 @@
-"""URLs of objects in stores, told from paths."""
+"""Tell URLs of objects in stores from paths."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Writing of files: whole or not at all, and flushed to the disk and hashed while they are written."""
+"""Write files completely or not at all, and flush them to the disk and hash them during writing."""
 
 import contextlib
 import errno
@@ -16,9 +16,9 @@ from llava_ds.files.reading import open_regular, sha256
 if TYPE_CHECKING:
     import torch
 
-Entry = dict[str, object]  # of one file: its "bytes" and its "sha256"
+Entry = dict[str, object]  # "bytes" and "sha256" of one file
 
-NAME_MAX = 255  # bytes of a file's name on Linux' file systems
+NAME_MAX = 255  # bytes of a file's name on Linux file systems
 BUFFER_BYTES = 1 << 20
 
 REMEDIES = {
@@ -33,18 +33,18 @@ REMEDIES = {
 
 
 def write_whole(path: Path, content: str | Callable[[Path], object], shared: bool = False) -> None:
-    """Replace a file in one rename: a reader finds all of the old one or all of the new one, also after a kill.
+    """Replace a file in one rename: readers find all of the old or all of the new file, even after a kill.
 
-    content: its text, or a function that writes it to a path; shared: whether other processes may write the same file
-    at the same time. Nothing is flushed to the disk. Raises OSError and the function's errors, with the old file
+    content: the text, or a function that writes the file to a path; shared: other processes may write the same file at
+    the same time. Nothing is flushed to the disk. Raises OSError and the function's errors, and leaves the old file
     unchanged.
     """
-    # One name for all starts of a run, so that the next one overwrites the rest that a kill left.
+    # One name for all starts of a run, so that the next start overwrites the remains of a killed one.
     mark = f".{os.getpid()}" if shared else ""
     scratch = path.with_name(f".{path.name}{mark}.tmp")
     try:
         if isinstance(content, str):
-            # Names of files that are no UTF-8 are in such texts as Python's escapes.
+            # File names that are not UTF-8 are written as Python's escapes.
             scratch.write_text(content, encoding="utf-8", errors="backslashreplace")
         else:
             content(scratch)
@@ -56,15 +56,15 @@ def write_whole(path: Path, content: str | Callable[[Path], object], shared: boo
 
 
 def write_output(path: Path, content: str | Callable[[Path], object], flag: str) -> None:
-    """Write a file that the user named with a flag, as write_whole does; a device or pipe directly.
+    """Write a file that the user named with a flag, as write_whole does; a device or pipe is written directly.
 
-    Raises ConfigError where that fails.
+    Raises ConfigError if that fails.
     """
     try:
-        # Nothing may be renamed over /dev/null, or over /dev/stdout, which is a link to a file.
+        # Never rename over /dev/null, or over /dev/stdout (a link to a file).
         if path.absolute().is_relative_to("/dev") or (path.exists() and not stat.S_ISREG(path.stat().st_mode)):
             if path.is_fifo():
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # fails where nobody reads, instead of waiting
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # fails if nobody reads, instead of waiting
             if isinstance(content, str):
                 path.write_text(content, encoding="utf-8", errors="backslashreplace")
             else:
@@ -76,7 +76,7 @@ def write_output(path: Path, content: str | Callable[[Path], object], flag: str)
 
 
 def path_problem(text: str) -> str | None:
-    """The reason why no file can have this path, to follow the flag in a message; None if one can."""
+    """Explain why no file can have this path, to follow the flag in a message; None if one can."""
     if not text:
         return "is empty: name a path, or leave it out"
     if text.startswith("~") and os.path.expanduser(text) == text:
@@ -90,13 +90,13 @@ def path_problem(text: str) -> str | None:
         return f"{in_short(text)}: a name in it has half of a character, which no file's name can have"
     except (OSError, ValueError) as error:  # ValueError: a null character
         if isinstance(error, PermissionError | NotADirectoryError):
-            return None  # the flag's own check says what it needs
+            return None  # the flag's own check reports it
         return f"{in_short(text)}: {getattr(error, 'strerror', None) or error}"
     return None
 
 
 def utf8_problem(text: str) -> str | None:
-    """The reason why libraries that open files by themselves can't open this path; None where they can."""
+    """Explain why libraries that open files themselves can't open this path; None if they can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -106,9 +106,9 @@ def utf8_problem(text: str) -> str | None:
 
 
 def can_be_made(folder: str) -> bool:
-    """True if the folder, or the nearest one above it that exists, can be written to.
+    """True if the folder, or its nearest existing parent, can be written to.
 
-    It is tried with a nameless file: permissions tell nothing about /proc or a read-only disk.
+    Tries it with a nameless file: permissions don't reveal /proc or a read-only disk.
     """
     if path_problem(folder) is not None:
         return False
@@ -128,8 +128,7 @@ def nearest_folder(path: str | Path) -> Path:
 class HashedFile:
     """A file that torch.save can write to.
 
-    It never raises while it is written, because torch's C++ writer in between does not survive that well. close()
-    raises the error.
+    write() never raises, because torch's C++ writer in between does not survive exceptions. close() raises the error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,10 +149,10 @@ class HashedFile:
         return size
 
     def flush(self) -> None:
-        """Nothing: close flushes once."""
+        """Do nothing: close flushes once."""
 
     def close(self) -> Entry:
-        """Flush all of it to the disk. Raises the first OSError of the file."""
+        """Flush everything to the disk. Raises the first OSError of the file."""
         try:
             if self.error is None:
                 self._file.flush()
@@ -183,8 +182,9 @@ def write_file(path: Path, write: Callable[[HashedFile], object]) -> Entry:
 
 
 def write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
-    """Write a safetensors file with the rights that any new file gets: safetensors lets only its owner read it."""
-    from safetensors.torch import save_file  # imports torch, which takes seconds
+    """Write a safetensors file with the permissions of any new file: safetensors makes it readable by its owner
+    only."""
+    from safetensors.torch import save_file  # imports torch: takes seconds
 
     path.touch()
     mode = path.stat().st_mode
@@ -202,7 +202,7 @@ def flush(path: Path) -> None:
 
 
 def flush_and_hash(path: Path) -> Entry:
-    """Flush a file that others wrote to the disk, and hash it."""
+    """Flush a file written by others to the disk, and hash it."""
     flush(path)
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
@@ -217,7 +217,7 @@ def not_cached(path: Path) -> None:
 
 
 def damage(folder: Path, name: str, entry: Entry, hashed: bool = True) -> str | None:
-    """The difference of a file from its entry; None when there is none. hashed: read all of it, not its size alone."""
+    """Describe how a file differs from its entry; None if it matches. hashed: read the content, not only the size."""
     try:
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             return f"{name} is a link that leads out of the checkpoint"
@@ -238,7 +238,7 @@ def damage(folder: Path, name: str, entry: Entry, hashed: bool = True) -> str | 
 
 
 def described(path: Path | str, error: Exception) -> str:
-    """A message about an error of a file, with the remedy."""
+    """Message about an error of a file, with the remedy."""
     if not isinstance(error, OSError) or error.errno is None:
         return f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     remedy = REMEDIES.get(error.errno)

@@ -1,4 +1,4 @@
-"""The embedded default: generated scenes of coloured shapes, and tiny base weights that never met each other."""
+"""The embedded default: generated scenes of coloured shapes, and tiny base weights that were trained separately."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A Llama-like tokenizer, trained on the texts of the scenes: byte-pair merges, byte fallback, a dummy ▁ in front."""
+"""A Llama-like tokenizer, trained on the texts of the scenes: byte-pair merges, byte fallback, a leading dummy ▁."""
 
 import json
 
@@ -10,14 +10,14 @@ MAX_LENGTH_TOKENS = 2048
 
 
 def train_tokenizer(texts, max_vocab_size=1024):
-    """Return a tokenizers.Tokenizer with Llama's legacy behaviour, its merges learned from an iterable of texts.
+    """Train a tokenizers.Tokenizer with Llama's legacy behaviour; its merges are learned from an iterable of texts.
 
-    Ids: <unk> 0, <s> 1, </s> 2, 256 bytes, then characters and merges. Every piece that is tokenized by itself gets a
-    leading ▁, as in the slow Llama tokenizer that LLaVA used.
+    Ids: <unk> 0, <s> 1, </s> 2, 256 bytes, then characters and merges. Every separately tokenized piece gets a leading
+    ▁, as in the slow Llama tokenizer that LLaVA used.
     """
     learner = Tokenizer(models.BPE())
     learner.normalizer = _normalizer()
-    # Only while learning: words and marks stay apart, so that "circle" is one token with and without a full stop.
+    # Only for learning: words and marks are split, so that "circle" is one token with and without a full stop.
     learner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split("\n", "removed"),  # line ends are left to their byte, as in Llama
@@ -52,8 +52,8 @@ def train_tokenizer(texts, max_vocab_size=1024):
 def save_tokenizer(tokenizer, folder):
     """Write the files that AutoTokenizer opens.
 
-    tokenizer_class is PreTrainedTokenizerFast because transformers 5's Llama class would rebuild normalizer and
-    merges by its own rules instead of reading tokenizer.json.
+    tokenizer_class is PreTrainedTokenizerFast: transformers 5's Llama class would rebuild normalizer and merges by its
+    own rules instead of reading tokenizer.json.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

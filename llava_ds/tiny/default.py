@@ -1,4 +1,4 @@
-"""Defaults of a run that names no model: the tiny weights and generated scenes, by the same flags as any other."""
+"""Defaults of a run without a model: the tiny weights and generated scenes, set through the usual flags."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from llava_ds.tiny.scene_files import write_dataset
 
 
 def fill_in(args: Arguments) -> Arguments:
-    """The same flags with the tiny model's folders and the generated data in the place of what was not given.
+    """Fill in the tiny model's folders and the generated data for flags that are not given.
 
-    Writes the data on the first call. Flags that name a model are returned as they are.
+    Writes the data on the first call. Flags that name a model are returned unchanged.
     """
     if args.model.model_name_or_path is not None:
         return args
@@ -24,12 +24,12 @@ def fill_in(args: Arguments) -> Arguments:
 
 
 def scenes_folder(cache_dir: str) -> Path:
-    """The folder of the generated scenes."""
+    """Folder of the generated scenes."""
     return Path(cache_dir).expanduser() / "scenes"
 
 
 def heldout_data(cache_dir: str) -> tuple[str, str]:
-    """The generated held-out questions and the folder of their pictures, written on the first call."""
+    """Paths of the generated held-out questions and of the folder with their images. Writes them on the first call."""
     folder = scenes_folder(cache_dir)
     write_dataset(folder)
     return str(folder / "heldout.json"), str(folder)

@@ -1,7 +1,7 @@
 """Captions of a scene, questions with short answers about it, and their balance.
 
-A question is balanced per *form* (what is asked, without its wording): over a data set every form meets each of its
-answers equally often, so a model that sees no picture can only guess.
+Questions are balanced per *form* (the content of a question without its wording): over a data set every form meets each
+of its answers equally often, so a model that sees no image can only guess.
 """
 
 import collections
@@ -37,13 +37,14 @@ CAPTION_REQUESTS = ("Describe the picture.", "What is in the picture?", "Say wha
 
 
 class Question(typing.NamedTuple):
-    """One question about one scene. form is what is asked, given and revealed name (thing, attribute) pairs."""
+    """One question about one scene. form: its content without wording; given and revealed: sets of (thing, attribute)
+    pairs."""
 
     kind: str
     form: tuple
     answer: str
-    given: frozenset  # what the question's own text tells of the scene
-    revealed: frozenset  # what the answer tells
+    given: frozenset  # facts stated in the question's text
+    revealed: frozenset  # facts stated in the answer
 
     def text(self, rng):
         """Return the question in one of its wordings."""
@@ -104,7 +105,8 @@ def _ask_count(things):
 
 
 def _ask_attribute(things, kind, noun, other, wording):
-    """kind: the attribute that is asked for, by the thing's place, or by its other attribute if nothing shares it."""
+    """Ask for an attribute. kind: the attribute; things are named by place, or by the other attribute if it is
+    unique."""
     questions = []
     for i, t in enumerate(things):
         names = [(f"{noun} {place_phrase(t.place)}", "place")]
@@ -135,7 +137,7 @@ def _ask_relation(things):
 
 
 def _unique_names(things):
-    """Return (index, "red circle", what the name tells) for things that are the only ones of their name."""
+    """Return (index, "red circle", facts in the name) for things with a unique name."""
     names = [f"{t.colour} {t.shape}" for t in things]
     return [
         (i, name, frozenset({(i, "colour"), (i, "shape")})) for i, name in enumerate(names) if names.count(name) == 1
@@ -143,7 +145,7 @@ def _unique_names(things):
 
 
 def place_relation(relation, a, b):
-    """Return whether place a is left of (above, ...) place b, or None where they share the column (row)."""
+    """Return whether place a is left of (above, ...) place b; None if they share the column (row)."""
     difference = a % 3 - b % 3 if relation in ("left of", "right of") else a // 3 - b // 3
     if difference == 0:
         return None
@@ -163,8 +165,8 @@ _ASKERS = {
 class Balance:
     """Counts the answers given so far, and refuses a question that would tilt them.
 
-    An answer may run ahead of the rarest one by form_slack questions within its form, and by kind_slack within its
-    kind. The form of a relation is its relation word: its full forms are so many that each is asked about once.
+    An answer may be up to form_slack questions ahead of the rarest one within its form, and kind_slack within its kind.
+    The form of a relation is its relation word: there are so many full forms that each occurs about once.
     """
 
     def __init__(self, form_slack, kind_slack):
@@ -173,7 +175,8 @@ class Balance:
         self.per_kind = collections.Counter()
 
     def choose(self, questions, rng):
-        """Return that of the questions, all of one kind, whose answer and form were asked least, or None; count it."""
+        """Choose the question whose answer and form occurred least, and count it; None if all are refused. The
+        questions are of one kind."""
         if not questions:
             return None
         kind = questions[0].kind
@@ -201,7 +204,7 @@ class Balance:
 
 
 def conversation(scene, num_turns, balance, rng):
-    """Return up to num_turns Questions about a scene, none answered by the text of those before it."""
+    """Return up to num_turns Questions about a scene, none answered by the text of earlier ones."""
     possible = {kind: all_questions(scene, kind) for kind in KINDS}
     known, asked, turns = set(), set(), []
     for _ in range(3 * num_turns):

@@ -1,4 +1,4 @@
-"""Writes generated scenes to disk as LLaVA JSON and PNG files, atomically."""
+"""Write generated scenes to disk as LLaVA JSON and PNG files, atomically."""
 
 import contextlib
 import fcntl
@@ -17,12 +17,12 @@ RECORD_FILE = "dataset.json"
 
 
 def write_dataset(folder, *, seed=0, num_pretrain=5760, num_finetune=7200, num_heldout=1200):
-    """Write pretrain.json, finetune.json, heldout.json and their pictures into a folder.
+    """Write pretrain.json, finetune.json, heldout.json and their images into a folder.
 
-    Counts are records; num_heldout is rounded up to the same number of each kind of question. A folder that holds a
-    complete data set of the same parameters and generator version is left alone, an older one is replaced; the folder
-    appears by one rename, so it is never seen half written. Processes that call this at once wait for the first.
-    Raises DataError for a folder that holds something else, ConfigError where there is no room.
+    Counts are records; num_heldout is rounded up to equally many questions of each kind. A complete data set of the
+    same parameters and generator version is kept, an older one is replaced. The folder is published by one rename, so
+    it is never half written. Concurrent calls wait for the first. Raises DataError for a folder with other content,
+    ConfigError if there is not enough space.
     """
     folder = Path(folder)
     made_from = {
@@ -37,28 +37,28 @@ def write_dataset(folder, *, seed=0, num_pretrain=5760, num_finetune=7200, num_h
 
 
 def _write_once(folder, made_from):
-    """write_dataset, its parameters as they are noted beside the data."""
+    """Implement write_dataset. made_from: its parameters, as stored with the data."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{folder.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in folder.parent.glob(f".{glob.escape(folder.name)}-*"):
-            shutil.rmtree(left)  # by a kill; nobody else builds here meanwhile
+            shutil.rmtree(left)  # left by a kill; nobody else builds here meanwhile
         with contextlib.suppress(FileNotFoundError, DataError):  # missing or damaged
             if read_json(folder / RECORD_FILE, dict) == made_from:
                 return
         if folder.exists() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file():
             raise DataError(f"{folder} holds something other than generated scenes: name a new or empty folder")
-        from llava_ds.tiny.scene_splits import write_splits  # draws, once
+        from llava_ds.tiny.scene_splits import write_splits  # draws images; needed once
 
         scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         building = scratch / "new"
-        building.mkdir()  # unlike what mkdtemp makes, not private
+        building.mkdir()  # readable by others, unlike the folder that mkdtemp makes
         try:
             counts = {name: made_from[name] for name in ("num_pretrain", "num_finetune", "num_heldout")}
             write_splits(building, made_from["seed"], **counts)
             (building / RECORD_FILE).write_text(json.dumps(made_from, indent=1))
             if folder.exists():
-                folder.rename(scratch / "old")  # deleted where it stands, a kill would leave a part of it
+                folder.rename(scratch / "old")  # if it were deleted in place, a kill would leave a part
             building.rename(folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The records and pictures of generated scenes: the three splits of the default data, and questions of given kinds."""
+"""Records and images of generated scenes: the three splits of the default data, and questions of given kinds."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from llava_ds.tiny.scenes import draw_scene, sample_scene
 
 TEXT_ONLY_SHARE = 0.1
 MIN_TURNS, MAX_TURNS = 4, 8
-DESCRIBE = "describe"  # a kind beside those of questions: say all that the picture shows
+DESCRIBE = "describe"  # a further kind: describe the whole image
 
 
 def write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
-    """Write the three splits; two processes draw the pictures of one while the records of the next are made."""
+    """Write the three splits; two processes draw the images of one split while the records of the next are made."""
     splits = {
         "pretrain": (pretrain_records, num_pretrain),
         "heldout": (heldout_records, num_heldout),
@@ -41,9 +41,9 @@ def write_splits(folder, seed, num_pretrain, num_finetune, num_heldout):
 
 
 def write_questions(folder, seed, splits):
-    """Write single questions about scenes of their own, as <name>.json and pictures beside it.
+    """Write single questions, each about a new scene, as <name>.json and a folder of images with the same name.
 
-    splits: name to (kinds of the questions in their order, whether the scenes are of the held-out ones).
+    splits: name to (kinds of the questions in order, True for held-out scenes).
     """
     folder = Path(folder)
     with write_errors(folder, "the questions"), _drawing_processes() as pool:
@@ -60,7 +60,7 @@ def write_questions(folder, seed, splits):
 
 
 def _drawing_processes():
-    """Two processes that draw pictures.
+    """Start two processes that draw images.
 
     Forked, not spawned: a spawned child first imports the caller's script, and with it torch and deepspeed.
     """
@@ -68,7 +68,7 @@ def _drawing_processes():
 
 
 def pretrain_records(rng, count):
-    """Return `count` pairs (record without id and image, scene): one caption per picture."""
+    """Return `count` pairs (record without id and image, scene): one caption per image."""
     pairs = []
     for _ in range(count):
         scene = sample_scene(rng)
@@ -79,7 +79,7 @@ def pretrain_records(rng, count):
 
 
 def finetune_records(rng, count):
-    """Return `count` pairs (record, scene) of several turns; scene is None where the talk is about a text."""
+    """Return `count` pairs (record, scene) of several turns; scene is None for conversations about a text."""
     balance = Balance(form_slack=2, kind_slack=math.inf)
     pairs = []
     while len(pairs) < count:
@@ -96,12 +96,13 @@ def finetune_records(rng, count):
 
 
 def heldout_records(rng, count):
-    """Return at least `count` pairs (record with its kind, scene), every kind of question equally often."""
+    """Return at least `count` pairs (record with its kind, scene), with equally many questions of every kind."""
     return question_records(rng, [KINDS[i % len(KINDS)] for i in range(-(-count // len(KINDS)) * len(KINDS))], True)
 
 
 def question_records(rng, kinds, heldout):
-    """Return pairs (record with its kind, scene) of one question each, of these kinds in turn: KINDS, or DESCRIBE."""
+    """Return pairs (record with its kind, scene) of one question each. kinds: of the questions in order, from KINDS, or
+    DESCRIBE."""
     balance = Balance(form_slack=2, kind_slack=2)
     pairs = []
     for kind in kinds:
@@ -117,7 +118,7 @@ def question_records(rng, kinds, heldout):
 
 
 def _turns(talk):
-    """Return LLaVA's list of messages for pairs (question, answer)."""
+    """Convert pairs (question, answer) to LLaVA's list of messages."""
     return [{"from": who, "value": text} for pair in talk for who, text in zip(("human", "gpt"), pair, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """Scenes of coloured shapes: sampled from a seed, drawn with anti-aliased edges.
 
-A scene has 1 to 4 things, each in its own cell of a 3 x 3 grid and wholly inside that cell, so that places and
-relations are never ambiguous and things never overlap. Lengths are fractions of the picture's side, y downwards.
+A scene has 1 to 4 things, each in a separate cell of a 3 x 3 grid and completely inside it, so that places and
+relations are never ambiguous and things never overlap. Lengths are fractions of the image's side, y downwards.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ GROUNDS = ("plain", "gradient", "stripes", "checks", "speckle")
 MAX_THINGS = 4
 
 _COLOUR_NAMES = tuple(COLOURS)
-HELDOUT_ONE_IN = 8  # of all arrangements, this share is never shown in training
+HELDOUT_ONE_IN = 8  # one arrangement in this many is never shown in training
 SUPERSAMPLE = 3  # shapes are drawn this much larger and averaged down: smooth edges
 
 
 @dataclasses.dataclass(frozen=True)
 class Thing:
-    """One coloured shape. place indexes PLACES; x, y (centre) and size (diameter) are fractions of the side."""
+    """One coloured shape. place: index in PLACES; x, y (centre) and size (diameter): fractions of the image's side."""
 
     colour: str
     shape: str
@@ -43,7 +43,7 @@ class Thing:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Things in reading order, and what the drawing needs besides them."""
+    """Things in reading order, and further inputs of the drawing."""
 
     things: tuple
     ground: str
@@ -56,17 +56,17 @@ class Scene:
 
 
 def arrangement_of(kinds):
-    """Return in words what a scene shows: the identity by which training and held-out scenes are kept apart."""
+    """Describe a scene in words: the identity that separates training from held-out scenes."""
     return ", ".join(f"{colour} {shape} {PLACES[place]}" for colour, shape, place in kinds)
 
 
 def is_heldout(arrangement):
-    """True for the share of arrangements that only held-out data may show; a fixed property of the words."""
+    """True for arrangements reserved for held-out data; a fixed property of the words."""
     return zlib.crc32(arrangement.encode()) % HELDOUT_ONE_IN == 0
 
 
 def sample_scene(rng, heldout=False):
-    """Return a random scene of the training share, or of the held-out share of arrangements."""
+    """Sample a scene from the training arrangements, or from the held-out ones."""
     kinds = _sample_kinds(rng)
     while is_heldout(arrangement_of(kinds)) != heldout:
         kinds = _sample_kinds(rng)
@@ -79,10 +79,10 @@ def sample_scene(rng, heldout=False):
 
 
 def _sample_kinds(rng):
-    """Return [(colour, shape, place)] in reading order.
+    """Sample [(colour, shape, place)] in reading order.
 
-    The number of things is uniform over 1 to 4. In two thirds of the scenes some things share a colour or a shape,
-    or the answers to "how many circles are there?" would almost always be one.
+    The number of things is uniform over 1 to 4. In two thirds of the scenes some things share a colour or a shape;
+    otherwise the answers to "how many circles are there?" would almost always be one.
     """
     num = int(rng.integers(1, MAX_THINGS + 1))
     colours = [_COLOUR_NAMES[i] for i in rng.integers(0, len(COLOURS), num)]
@@ -106,7 +106,7 @@ def _thing(rng, colour, shape, place):
 
 
 def draw_scene(scene):
-    """Return the scene as an RGB picture, side_px x side_px. The same scene always gives the same pixels."""
+    """Draw the scene as an RGB image, side_px x side_px. The same scene always gives the same pixels."""
     rng = np.random.default_rng(scene.draw_seed)
     picture = Image.fromarray(_ground(rng, scene.ground, scene.side_px))
     for thing in scene.things:
@@ -117,7 +117,7 @@ def draw_scene(scene):
 
 
 def _ground(rng, kind, side):
-    """Return a greyish ground, uint8 (side, side, 3): never saturated enough to be taken for a thing."""
+    """Return a greyish ground, uint8 (side, side, 3): never saturated enough to be mistaken for a thing."""
     light = rng.uniform(30, 225)
     other = np.clip(light + rng.choice((-1, 1)) * rng.uniform(12, 30), 15, 240)
     y, x = np.mgrid[:side, :side].astype(np.float32) / side
@@ -141,7 +141,7 @@ def _ground(rng, kind, side):
 
 
 def _shape_mask(thing, side):
-    """Return (left, top, mask): where a thing's mask lies in the picture, in px, and its coverage, 0 to 255."""
+    """Return (left, top, mask): position of a thing's mask in the image, in px, and its coverage, 0 to 255."""
     radius = thing.size * side / 2
     left, top = math.floor(thing.x * side - radius) - 1, math.floor(thing.y * side - radius) - 1
     width = math.ceil(2 * radius) + 3

@@ -1,1 +1,1 @@
-"""Images and videos on their way to tiles."""
+"""Decoding of images and videos to tiles."""

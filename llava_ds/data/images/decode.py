@@ -1,5 +1,5 @@
 # n tiles of one image or video, S side of the tower's square
-"""Decoding of images and videos to uint8 tiles. They are normalised on the device, in the tower."""
+"""Decode images and videos to uint8 tiles. They are normalised on the device, in the tower."""
 
 import contextlib
 import functools
@@ -24,13 +24,13 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Cut
 from llava_ds.videos import Footage, even_frames, video_frames
 
-# Raster formats whose decoders run no program and open no other file. Not ICO, which hides images of other sizes.
+# Raster formats whose decoders run no program and open no other file. Not ICO: it hides images of other sizes.
 FORMATS = (
     "JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "PCX", "TGA",
 )  # fmt: skip
 
-_PADDED_TIMES = 8  # of the bound of pixels, for a padded image: some seconds of work
-_HEADER_BYTES = 8 << 20  # before the pixels: profiles, thumbnails, other metadata
+_PADDED_TIMES = 8  # padded images may have this many times the pixel bound: some seconds of work
+_HEADER_BYTES = 8 << 20  # allowance for data before the pixels: profiles, thumbnails, other metadata
 _BYTES_PER_PIXEL = 16  # four floats; compressed formats have fewer
 _ORIENTATION = 0x0112  # the EXIF tag
 _TURNS = {
@@ -52,12 +52,12 @@ def _videos() -> ModuleType:
 
 
 def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -> tuple[Size, ...]:
-    """Upright (width, height) of an image, or of every frame used of a video, from headers only.
+    """Read upright (width, height) of an image, or of every used frame of a video, from headers only.
 
-    notes: where to put lines about images that use little of their range, which only images of more than 8 bits a value
-    are decoded for; None does without.
+    notes: list that collects lines about images that use little of their range (this decodes images of more than 8 bits
+    a value); None skips the check.
 
-    Raises DataError for files that are no images or are too large, as they are or resized, and ConfigError for a video
+    Raises DataError for files that are not images or are too large, as stored or resized, and ConfigError for a video
     file if the extra that decodes it is missing.
     """
     options = options_for(media, options)
@@ -82,9 +82,10 @@ def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -
 def footage(
     media: Media, options: ImageOptions, notes: list[str] | None = None
 ) -> tuple[Footage | None, tuple[Size, ...]]:
-    """The frames of a video that the options have a rule for, else None; and sizes as of probe, which takes notes, too.
+    """Return the footage of a video if the options have a frame rule (otherwise None), and sizes as probe does. notes:
+    as in probe.
 
-    Frames that are given as images are --video_fps of a second, unless their part of a message says it.
+    Frames given as images have --video_fps, unless their part of a message gives a rate.
     """
     if media.kind == "image" or options.video is None:
         return None, probe(media, options, notes)
@@ -100,7 +101,7 @@ def footage(
 
 
 def image_size(ref: FileRef) -> Size:
-    """Upright (width, height) of an image, from its header only. Raises DataError for a file that is no image."""
+    """Read upright (width, height) of an image from its header. Raises DataError for a file that is not an image."""
     with _opened(ref, MAX_IMAGE_PIXELS) as (_, _, size):
         return size
 
@@ -112,7 +113,8 @@ def load_media(
     options: ImageOptions,
     wanted: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Tiles of an image or frames of a video, (n, 3, S, S) uint8. sizes: from probe; wanted: only these, ascending.
+    """Load the tiles of an image or the frames of a video, (n, 3, S, S) uint8. sizes: from probe; wanted: ascending
+    indices of the tiles to return (default: all).
 
     Raises DataError for a broken file, and FileChanged if the layout depends on a size that has changed.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
@@ -137,13 +139,13 @@ def load_media(
         if tiled:
             tiles += cut_tiles(image, expected, pinpoint, options.size, options.fast_decoding)
         else:
-            _check_resized(ref, image.size, aspect_ratio, options)  # it may have changed since it was probed
+            _check_resized(ref, image.size, aspect_ratio, options)  # the file may have changed since it was probed
             tiles.append(to_tile(image, aspect_ratio, options))
     return torch.stack(tiles if wanted is None or not tiled else [tiles[i] for i in wanted])
 
 
 def _tiles_by(media: Media, sizes: tuple[Size, ...], options: TiledImageOptions) -> torch.Tensor:
-    """Tiles of an image or video as its tower's own processor makes them. sizes: from probe."""
+    """Cut an image or video into tiles as its tower's own processor does. sizes: from probe."""
     cut = geometry.tiled_cut(media.kind, sizes, options)
     if media.kind == "image":
         return cut_by(_load(media.refs[0], options, sizes[0]), cut, options.size, options.resample)
@@ -151,7 +153,7 @@ def _tiles_by(media: Media, sizes: tuple[Size, ...], options: TiledImageOptions)
 
 
 def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """The frames to use, of the sizes that they had before."""
+    """Yield the frames to use. Raises an error if a size has changed."""
     if media.kind == "frames":
         for ref, size in zip(used_files(media, options), sizes, strict=True):
             yield _load(ref, options, size)
@@ -166,8 +168,8 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
 
 
 def moments_of(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptions) -> torch.Tensor:
-    """Tiles of a video, (n, 3, T * S, S) uint8: the frames of each moment below each other; the last one again where
-    too few are left."""
+    """Tiles of a video, (n, 3, T * S, S) uint8: the frames of each moment stacked vertically, with the last frame
+    repeated to fill the last moment."""
     tiles = [cut_by(frame, cut, options.size, options.resample) for frame in frames]  # (tiles, 3, S, S) each
     step = options.video.moment
     tiles += [tiles[-1]] * (-len(tiles) % step)
@@ -175,7 +177,7 @@ def moments_of(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptio
 
 
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """The image, or the frames used of a video, in RGB, upright and in full size."""
+    """Yield the image, or the used frames of a video, in RGB, upright and in full size."""
     if media.kind == "video":
         yield from _videos().frames(media.refs[0], sizes, options_for(media, options))
     else:
@@ -185,19 +187,19 @@ def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) ->
 def load_image(
     source: str | os.PathLike | FileRef, max_pixels: int = MAX_IMAGE_PIXELS, value_range: str | None = None
 ) -> Image.Image:
-    """Load an image in RGB, upright as its EXIF data says, with white for transparent parts.
+    """Load an image in RGB, upright by its EXIF data, with white for transparent parts.
 
-    value_range: of ImageOptions. Its size is checked before anything is decoded. Raises DataError with the path.
+    value_range: as in ImageOptions. The size is checked before decoding. Raises DataError with the path.
     """
     return _decoded(source if isinstance(source, FileRef) else FileRef(str(source)), max_pixels, value_range)
 
 
 def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
-    """Convert an image to RGB, on white where it is transparent. value_range: of ImageOptions."""
+    """Convert an image to RGB, with white for transparent parts. value_range: as in ImageOptions."""
     if is_deep(image):
         image = to_eight_bits(image, value_range)
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
-        return image if image.mode == "RGB" else image.convert("RGB")  # which would make a copy
+        return image if image.mode == "RGB" else image.convert("RGB")  # convert would make a copy
     whole = Image.new("RGB", image.size)
     for top, bottom in bands(*image.size):
         part = image.crop((0, top, image.width, bottom)).convert("RGBA")
@@ -208,9 +210,9 @@ def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
 
 @contextlib.contextmanager
 def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, Size]]:
-    """Open an image and read its header: the image, its EXIF orientation, and its upright size.
+    """Open an image and read its header. Yields the image, its EXIF orientation, and its upright size.
 
-    Any error of the image, also in the block, becomes a DataError with its path.
+    Any error of the image, including in the block, becomes a DataError with its path.
     """
     try:
         with warnings.catch_warnings():
@@ -247,17 +249,17 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
 
 
 def _open_header(file: io.BufferedReader, max_pixels: int) -> Image.Image:
-    """Open an image, reading a bounded part of it: headers can claim parts of any length."""
+    """Open an image with a bound on the bytes read: headers can claim parts of any length."""
     start = file.peek(16)
     if start.startswith(b"RIFF") or start[4:8] == b"ftyp":
-        file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF are read as a whole
+        file.raw.max_bytes = max(_HEADER_BYTES, max_pixels)  # WebP and AVIF are read completely
     elif start.startswith((b"GIF", b"P")):
         file.raw.max_bytes = _HEADER_BYTES // 16  # read byte by byte
     return Image.open(file, formats=_known_formats())
 
 
 def _load(ref: FileRef, options: ImageOptions, expected: Size | None = None) -> Image.Image:
-    """Load an image in RGB and upright. expected: the size that it had before."""
+    """Load an image in RGB and upright. expected: its size when the data was checked."""
     return _decoded(ref, options.max_pixels, options.value_range, expected)
 
 
@@ -274,7 +276,7 @@ def _decoded(ref: FileRef, max_pixels: int, value_range: str | None, expected: S
 
 
 def _decode(ref: FileRef, image: Image.Image) -> None:
-    """Decode an opened image. Raises DataError for one of another size than its header says."""
+    """Decode an opened image. Raises DataError if its size differs from the header's."""
     stored = image.size
     image.load()
     if image.size != stored:
@@ -282,22 +284,22 @@ def _decode(ref: FileRef, image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation in the header, 1 to 8, the same before and after decoding.
+    """Read the EXIF orientation from the header, 1 to 8, the same before and after decoding.
 
-    EXIF data behind the pixels of a PNG is ignored, as it takes decoding to read it. Pillow turns a TIFF itself.
-    Damaged EXIF data turns nothing, as in any viewer.
+    EXIF data after the pixels of a PNG is ignored, because reading it requires decoding. Pillow rotates TIFFs itself.
+    Damaged EXIF data is ignored, as in any viewer.
     """
     if image.format == "TIFF":
         return 1
     try:
-        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # not the PNG plugin's, which decodes
+        turn = Image.Image.getexif(image).get(_ORIENTATION, 1)  # not the PNG plugin's method: that decodes
     except Exception:  # its parser raises almost any type on broken data
         return 1
     return turn if turn in _TURNS else 1
 
 
 def _check_tiff_tiles(ref: FileRef, image: Image.Image, max_pixels: int) -> None:
-    """Refuse a TIFF with huge tiles, for which its decoder would allocate memory."""
+    """Refuse a TIFF with huge tiles: its decoder would allocate memory for them."""
     if image.format == "TIFF":
         tile = image.tag_v2.get(322, 0), image.tag_v2.get(323, 0)
         if tile[0] * tile[1] > max_pixels:
@@ -305,34 +307,34 @@ def _check_tiff_tiles(ref: FileRef, image: Image.Image, max_pixels: int) -> None
 
 
 def used_files(media: Media, options: ImageOptions) -> list[FileRef]:
-    """The files to load: all of them, or at most --frames_upbound frames."""
+    """The files to load: all, or at most --frames_upbound frames."""
     if media.kind != "frames":
         return list(media.refs)
     return [media.refs[i] for i in even_frames(len(media.refs), options.frames_upbound)]
 
 
 def _aspect_ratio(media: Media, options: ImageOptions) -> str:
-    """The way to make one tile of an image. Frames are never padded, as in LLaVA-NeXT."""
+    """How to make one tile of an image. Frames are never padded, as in LLaVA-NeXT."""
     if media.kind == "image" and (options.is_anyres or options.aspect_ratio == "pad"):
         return "pad"
     return "stretch" if options.stretch else "square"
 
 
 def _check_resized(ref: FileRef, size: Size, aspect_ratio: str, options: ImageOptions) -> None:
-    """Refuse an image so narrow that it would have far more pixels than the bound after some step of resizing."""
+    """Refuse an image so narrow that some step of resizing would give far more pixels than the bound."""
     if aspect_ratio == "pad":
         padded = max(size) * size[1]  # resized in bands: takes time, but no memory
         if padded > _PADDED_TIMES * options.max_pixels or max(size) * options.size > options.max_pixels:
             raise DataError(f"{ref.path}: an image of {size[0]} x {size[1]} is too narrow to be padded: leave it out")
         return
-    stretched = options.size, size[1]  # half-way, see resize.resized
+    stretched = options.size, size[1]  # intermediate size, see resize.resized
     resized = stretched if aspect_ratio == "stretch" else geometry.resized_size(*size, options.scaled_side)
     if resized[0] * resized[1] > options.max_pixels:
         raise DataError(f"{ref.path}: {too_narrow(size, resized)}")
 
 
 def _check_steps(ref: FileRef, size: Size, steps: tuple[Size, ...], options: ImageOptions) -> None:
-    """Refuse an image that would be resized to more pixels than the bound, also halfway, by width alone."""
+    """Refuse an image whose resizing exceeds the pixel bound, including after resizing the width only."""
     before = (size, *steps)
     if any(max(width * h, width * height) > options.max_pixels for (_, h), (width, height) in zip(before, steps)):
         raise DataError(

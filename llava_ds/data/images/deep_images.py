@@ -1,5 +1,5 @@
 # h, w height and width
-"""Images with more than 8 bits a value: their conversion to 8 bits, and those that lose most of it."""
+"""Convert images with more than 8 bits a value to 8 bits, and describe those that lose most of their information."""
 
 import functools
 
@@ -8,9 +8,9 @@ from PIL import Image
 
 from llava_ds.config.bounds import OWN_RANGE, range_of_values
 
-PART = 1 / 16  # of its range that an image uses at least, and of its pixels that lie outside at most
-FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # that become black and white where nothing else is said
-WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # which may have colours of 16 bits a channel
+PART = 1 / 16  # minimum share of its range that an image must use, and maximum share of its pixels outside
+FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # default values of black and white
+WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # may have colours of 16 bits a channel
 _HINT = "--image_value_range scales images of one channel (docs/images.md)"
 
 
@@ -20,8 +20,8 @@ def is_deep(image: Image.Image) -> bool:
 
 
 def is_wide(image: Image.Image) -> bool:
-    """True for an image, not decoded yet, of more than 8 bits a value: a deep one, or one of 16 bits a channel, of
-    which Pillow reads the upper 8."""
+    """True for an undecoded image of more than 8 bits a value: a deep image, or one of 16 bits a channel (Pillow reads
+    only the upper 8)."""
     if is_deep(image):
         return True
     if image.format not in WIDE_FORMATS or not image.tile:
@@ -31,11 +31,11 @@ def is_wide(image: Image.Image) -> bool:
 
 
 def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.Image:
-    """Convert a deep image to one of 8 bits: round(255 * (value - low) / (high - low)), within 0 and 255.
+    """Convert a deep image to 8 bits: round(255 * (value - low) / (high - low)), clipped to 0 and 255.
 
-    value_range: of ImageOptions. Without one, low and high are 0 and 255 for floats, and for integers where an image
-    of 32 bits has no value above 255; else 0 and 65,535. An image of one value is black with a range of its own.
-    Raises ValueError for floats that are no finite numbers.
+    value_range: as in ImageOptions. By default, low and high are 0 and 255 for floats, and for 32-bit integers without
+    a value above 255; otherwise 0 and 65,535. With its own range, an image of a single value is black. Raises
+    ValueError for NaN or infinity.
     """
     values = _values(image, value_range is not None)
     if value_range is not None:
@@ -50,8 +50,8 @@ def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.I
 
 
 def described(image: Image.Image, value_range: str | None = None) -> str:
-    """Describe an image that was decoded and uses less than 1/16 of its range, or leaves it with more than 1/16 of its
-    pixels; "" for others. Raises ValueError as to_eight_bits does."""
+    """Describe a decoded image that uses less than 1/16 of its range, or has more than 1/16 of its pixels outside; ""
+    for others. Raises ValueError as to_eight_bits does."""
     if not is_deep(image):
         extrema = image.getextrema()
         bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
@@ -72,14 +72,14 @@ def described(image: Image.Image, value_range: str | None = None) -> str:
 
 
 def deep_images_line(number: int, first: list[str]) -> str:
-    """A line about images that `described` describes. first: some of these."""
+    """Summarize images that `described` reports. first: some of their descriptions."""
     more = f" and {number - len(first):,} more" if number > len(first) else ""
     have = "image uses" if number == 1 else "images use"
     return f"{number:,} {have} less than 1/16 of their range, or lie outside of it: {'; '.join(first)}{more}: {_HINT}"
 
 
 def _values(image: Image.Image, as_stored: bool) -> np.ndarray:
-    """(h, w). as_stored: unsigned integers of 32 bits as such, which Pillow reads as signed ones."""
+    """Pixel values (h, w). as_stored: restore unsigned 32-bit integers that Pillow reads as signed."""
     values = np.asarray(image)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError("it holds values that are no finite numbers, NaN or infinity")
@@ -94,7 +94,7 @@ def _least_and_most(values: np.ndarray) -> tuple[float, float]:
 
 
 def _scaled(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """(h, w) uint8."""
+    """Scale to (h, w) uint8."""
     if high == low:
         return np.zeros(values.shape, np.uint8)
     scaled = (values.astype(np.float64) - low) * (255 / (high - low))

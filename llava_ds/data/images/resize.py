@@ -1,9 +1,9 @@
 # h, w height and width of an image, S side of the tower's square
-"""Resizing of images to tiles: by Pillow, pixel for pixel LLaVA's, or by torch, several times as fast.
+"""Resize images to tiles: with Pillow, pixel for pixel as in LLaVA, or with torch, several times as fast.
 
-Both resize the width first and then the height, and round to 8 bits in between, as any Pillow before 13 does. torch has
-weights of 16 bits where Pillow has 22: a pixel may differ by 1 after the first pass, and by 2 after the second, whose
-weights add up to 1.25 in magnitude.
+Both resize the width first and then the height, and round to 8 bits in between, like any Pillow before 13. torch has
+weights of 16 bits where Pillow has 22: a pixel may differ by 1 after the first pass, and by 2 after the second (its
+weights add up to 1.25 in magnitude).
 """
 
 import sys
@@ -19,11 +19,11 @@ from llava_ds.constants import DataError
 from llava_ds.geometry import BICUBIC, BILINEAR, ImageOptions, Size
 from llava_ds.tilings import Cut
 
-_BAND_PIXELS = 4_000_000  # converted or padded at a time, so that a large image is never copied whole
+_BAND_PIXELS = 4_000_000  # pixels converted or padded at a time, so that a large image is never copied whole
 
 
 def to_tile(image: Image.Image, aspect_ratio: str, options: ImageOptions) -> torch.Tensor:
-    """One tile of a whole image, (3, S, S) uint8.
+    """Make one tile of a whole image, (3, S, S) uint8.
 
     aspect_ratio: "pad" keeps everything, on the mean colour; "square" and "original" crop the centre; "stretch" changes
     the proportions.
@@ -45,7 +45,7 @@ def to_tile(image: Image.Image, aspect_ratio: str, options: ImageOptions) -> tor
 
 
 def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: bool = False) -> list[torch.Tensor]:
-    """Tiles of an anyres image: a stretched overview, then tiles row by row on black; (3, S, S) uint8 each.
+    """Cut an anyres image into tiles, (3, S, S) uint8 each: a stretched overview, then tiles row by row on black.
 
     side: S. Source: LLaVA's process_anyres_image, which resizes by Pillow's default for RGB, bicubic.
     """
@@ -61,7 +61,7 @@ def cut_tiles(image: Image.Image, size: Size, pinpoint: Size, side: int, fast: b
 
 
 def cut_by(image: Image.Image, cut: Cut, side: int, resample: int) -> torch.Tensor:
-    """Tiles of an image that a tiling cuts, (n, 3, S, S) uint8. side: S; resample: Pillow's number of the filter.
+    """Cut an image into tiles by a tiling's Cut, (n, 3, S, S) uint8. side: S; resample: Pillow's filter number.
 
     Source: transformers' image processors, which resize by Pillow alone.
     """
@@ -85,9 +85,9 @@ def too_narrow(size: Size, resized_to: Size) -> str:
 
 
 def resized(image: Image.Image, size: Size, fast: bool = False, resample: int = BICUBIC) -> torch.Tensor:
-    """Resize an RGB image: (3, h, w) uint8, a view of other strides. resample: Pillow's number of a filter.
+    """Resize an RGB image to (3, h, w) uint8, a non-contiguous view. resample: Pillow's filter number.
 
-    fast: no pixel differs by more than 2 of 255. Pillow 13 on its own begins with the height where that is less work,
+    fast: no pixel differs by more than 2 of 255. Pillow 13 on its own resizes the height first if that is less work,
     and rounds differently: by up to 15 of 255 in a stretched overview.
     """
     if fast:
@@ -99,14 +99,15 @@ def resized(image: Image.Image, size: Size, fast: bool = False, resample: int = 
 def padded(
     image: Image.Image, size: int, colour: tuple[int, int, int], fast: bool = False, resample: int = BICUBIC
 ) -> torch.Tensor:
-    """Pad an RGB image to a square of the colour and resize it: (3, size, size) uint8, a view. resample: as resized's.
+    """Pad an RGB image to a square of the given colour and resize it: (3, size, size) uint8, a view. resample: as in
+    resized.
 
     Source: LLaVA's expand2square.
     """
     side, left, top = geometry.square_padding(*image.size)
     if fast:
         return _by_torch(image, (size, size), ((side, side), (left, top), colour), resample)
-    # One band at a time, which changes no pixel; and all rows of padding are one row.
+    # Resizing band by band changes no pixel; all rows of padding are equal.
     row = Image.new("RGB", (side, 1), colour).resize((size, 1), resample)
     narrow = row.resize((size, side), Image.Resampling.NEAREST)
     for first, last in bands(side, image.height):
@@ -117,7 +118,7 @@ def padded(
 
 
 def bands(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """(first, last) rows of bands of a few million pixels."""
+    """Yield (first, last) rows of bands of a few million pixels."""
     step = max(1, _BAND_PIXELS // width)
     for first in range(0, height, step):
         yield first, min(first + step, height)
@@ -130,7 +131,7 @@ def _planes(image: Image.Image) -> torch.Tensor:
 def _by_torch(
     image: Image.Image, size: Size, ground: tuple[Size, tuple[int, int], tuple[int, int, int]], resample: int
 ) -> torch.Tensor:
-    """Resize a canvas with the image on it. ground: the canvas, the place of the image's corner, and its colour.
+    """Resize an image on a canvas. ground: the canvas size, the position of the image's corner, and the canvas colour.
 
     A pixel is an int32 of four bytes in Pillow's own memory: copies would take a third of a small image's time.
     """
@@ -150,10 +151,10 @@ def _by_torch(
 
 
 def _packed(image: Image.Image) -> torch.Tensor:
-    """(h, w) int32, the image's own memory if it is in one piece. Not to be written to."""
+    """View the pixels as (h, w) int32, in the image's own memory if that is one block. Don't write to the result."""
     try:
         pixels = pa.array(image).values
-    except ValueError:  # in several pieces, as PILLOW_BLOCK_SIZE and PILLOW_ALIGNMENT may ask for
+    except ValueError:  # several blocks, as with PILLOW_BLOCK_SIZE and PILLOW_ALIGNMENT
         pixels = pa.array(np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8))
     return torch.from_dlpack(pixels).view(torch.int32).view(image.height, image.width)
 
@@ -163,12 +164,12 @@ def _planes_of(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(pixels: torch.Tensor) -> torch.Tensor:
-    """(h, w) int32 to (1, 4, h, w) uint8, channels last."""
+    """View (h, w) int32 as (1, 4, h, w) uint8, channels last."""
     return pixels.view(torch.uint8).view(1, *pixels.shape, 4).permute(0, 3, 1, 2)
 
 
 def _interpolated(pixels: torch.Tensor, size: Size, resample: int) -> torch.Tensor:
-    """Resize (h, w) int32 pixels to a size, width and height."""
+    """Resize (h, w) int32 pixels to a size (width, height)."""
     mode = {BILINEAR: "bilinear", BICUBIC: "bicubic"}[resample]
     found = torch.nn.functional.interpolate(_unpacked(pixels), size=size[::-1], mode=mode, antialias=True)
     return found.permute(0, 2, 3, 1).contiguous().view(torch.int32)[0, ..., 0]

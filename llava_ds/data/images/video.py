@@ -1,4 +1,4 @@
-"""Frames of video files, decoded with PyAV, which comes with the extra "video"."""
+"""Frames of video files, decoded with PyAV from the extra "video"."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from llava_ds.data.sample import FileRef
 from llava_ds.geometry import ImageOptions, Size
 from llava_ds.videos import Footage, video_frames
 
-# Containers that hold their own frames. Playlists are not among them, for they name other files and addresses.
+# Containers with embedded frames. Playlists are excluded: they name other files and addresses.
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,asf,mpeg,mpegts,m4v,ogg"
-LONGEST_S = 1e6  # of a video: eleven days; of a longer one a list of its frames could fill the memory
-UNEVEN = 0.05  # of a rate: so much do times in Matroska's milliseconds never change it
-NO_RATE = 24.0  # frames a second where a file doesn't say it, as in transformers
+LONGEST_S = 1e6  # longest video, eleven days: a list of more frames could fill the memory
+UNEVEN = 0.05  # relative change of a rate; rounding times to Matroska's milliseconds never causes this much
+NO_RATE = 24.0  # frames a second if a file doesn't give a rate, as in transformers
 _QUARTER_TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 
 def probe(ref: FileRef, options: ImageOptions) -> tuple[Size, ...]:
-    """(width, height) of every frame to use, from the container, without decoding.
+    """Read (width, height) of every frame to use from the container, without decoding.
 
-    Raises DataError for files that are no videos, and ConfigError if PyAV is missing.
+    Raises DataError for files that are not videos, and ConfigError if PyAV is missing.
     """
     with _opened(ref) as (_, stream):
         size = _bounded(ref, stream.codec_context.width, stream.codec_context.height, options.max_pixels)
@@ -31,8 +31,8 @@ def probe(ref: FileRef, options: ImageOptions) -> tuple[Size, ...]:
 
 
 def footage(ref: FileRef, options: ImageOptions) -> tuple[Footage, Size]:
-    """The number of frames, how many are a second, and their upright size, of which a first frame is decoded to know
-    how they are turned."""
+    """Read the number of frames, the frame rate, and the frames' upright size. Decodes the first frame to find its
+    rotation."""
     count, rate = _count_and_rate(ref)
     with _opened(ref) as (container, stream):
         _bounded(ref, stream.codec_context.width, stream.codec_context.height, options.max_pixels)
@@ -44,7 +44,8 @@ def footage(ref: FileRef, options: ImageOptions) -> tuple[Footage, Size]:
 
 
 def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
-    """The frames to use, in RGB and upright, one at a time. Raises DataError if they differ from the probed ones."""
+    """Yield the frames to use, in RGB and upright, one at a time. Raises DataError if they differ from the probed
+    ones."""
     wanted = _indices(ref, options)
     if len(wanted) != len(sizes):
         raise FileChanged(
@@ -74,11 +75,11 @@ def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
 
 
 def _count_and_rate(ref: FileRef) -> tuple[int, float]:
-    """Frames, and how many are a second on average, NO_RATE where that is not known, without decoding.
+    """Read the number of frames and the average frame rate (NO_RATE if unknown), without decoding.
 
-    If the header has no number of frames, packets are counted, and their times correct a rate in the header that is no
-    average, as of uneven videos in Matroska; torchcodec, transformers' first choice, computes it from them, too. Raises
-    DataError for a video that is longer than any.
+    If the header has no number of frames, packets are counted. Their times then correct a rate in the header that is
+    not the average, as in uneven Matroska videos; torchcodec, transformers' first choice, also computes the rate from
+    times. Raises DataError for a video longer than LONGEST_S.
     """
     with _opened(ref) as (container, stream):
         count, rate = stream.frames, float(stream.average_rate or stream.base_rate or NO_RATE)
@@ -98,7 +99,8 @@ def _count_and_rate(ref: FileRef) -> tuple[int, float]:
 
 
 def _rate_of(times: list[int | None], time_base: Fraction) -> float | None:
-    """Frames a second between the first and the last of their times, in time_base; None where some are not known."""
+    """Frames a second between the first and the last time; None if some times are missing. times: in units of
+    time_base."""
     if len(times) < 2 or None in times or max(times) == min(times):
         return None
     return (len(times) - 1) / float((max(times) - min(times)) * time_base)
@@ -119,7 +121,7 @@ def _bounded(ref: FileRef, width: int, height: int, max_pixels: int) -> Size:
 
 @contextlib.contextmanager
 def _opened(ref: FileRef) -> Iterator[tuple]:
-    """(container, its first video stream)."""
+    """Yield (container, its first video stream)."""
     try:
         import av
     except ImportError as error:

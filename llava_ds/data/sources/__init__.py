@@ -1,4 +1,4 @@
-"""Records on disk, in whichever format, to samples."""
+"""Conversion of records on disk, in any supported format, to samples."""
 
 from llava_ds.data.sources.open import MAX_SHOWN, open_sources, read_samples, shown
 from llava_ds.data.sources.options import RawRecord, SourceOptions, parse_columns

@@ -1,4 +1,4 @@
-"""Detection of the format of a source's records, from the first of them."""
+"""Detect the format of a source's records from the first ones."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from llava_ds.data.sources.tars import IMAGE_SUFFIXES
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list
 from llava_ds.files.places import local_path, real_path
 
-NUM_RECORDS = 100  # to detect the format from
+NUM_RECORDS = 100  # number of records for detection
 FORMATS_HELP = (
     'llava: {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, '
     '{"from": "gpt", "value": "A cat."}]}; '
@@ -27,20 +27,20 @@ FORMATS_HELP = (
     "completion, query and response, or instruction, input and output, with images, system and history; "
     'caption: {"image": "a.jpg", "text": "A cat."}'
 )
-OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # that only later records may have
+OPTIONAL_FIELDS = (*FIELDS_OF_ALL, "input", "history", "margin")  # may appear only in later records
 _IMAGE_KEY = re.compile("image|img|picture|photo|video", re.IGNORECASE)
-_IMAGE_NAME = re.compile("(?:image|img|picture|photo)s?[ _-]?(?:id|name|idx|index|no)s?", re.IGNORECASE)  # no path
+_IMAGE_NAME = re.compile("(?:image|img|picture|photo)s?[ _-]?(?:id|name|idx|index|no)s?", re.IGNORECASE)  # not a path
 _OPTION_KEY = re.compile("A|(?:choice|option)_?(?:a|1)", re.IGNORECASE)  # a column of the first choice
-MIN_BASE64 = 64  # characters that no name of a file begins an image with
+MIN_BASE64 = 64  # characters: file names never begin like this
 ALPACA_QUESTION = {"instruction", "input"}
 IMAGE_ENDINGS = tuple(f".{suffix}" for suffix in IMAGE_SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A record format and the names of fields found.
+    """A detected record format and its field names.
 
-    format: of most records; columns: the names of the fields that are read; marks_added: images came without marks.
+    format: of most records; columns: names of the fields that are read; marks_added: images came without marks.
     """
 
     format: str
@@ -53,8 +53,8 @@ class Found:
 class FirstRecords:
     """The first records of a source: those that are objects, all keys, and the reasons of rejected ones.
 
-    held: keys of images or other files as bytes, and of unread columns that name images; has_all_keys: no later record
-    has other keys.
+    held: keys with images or other files as bytes, and unread columns that name images; has_all_keys: later records
+    have no other keys.
     """
 
     records: list[dict]
@@ -67,7 +67,7 @@ class FirstRecords:
     def of(
         cls, texts: Iterable[str], keys: Iterable[str], held: Iterable[str] = (), has_all_keys: bool = False
     ) -> "FirstRecords":
-        """Parse the records. keys: names known already, as a table's columns."""
+        """Parse the records. keys: names known in advance, such as a table's columns."""
         records, names, reasons = [], dict.fromkeys(keys), []
         for text in texts:
             try:
@@ -83,9 +83,9 @@ class FirstRecords:
 
 
 def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: str) -> Found:
-    """Detect the format of records from the first of them.
+    """Detect the format of records from the first ones.
 
-    Raises ConfigError if no format fits, or if two names could be meant for one field.
+    Raises ConfigError if no format fits, or if two names could belong to one field.
     """
     for field, column in options.columns:
         may_come = field in OPTIONAL_FIELDS and not first.has_all_keys
@@ -116,13 +116,13 @@ def detect(first: FirstRecords, columns: Columns, options: SourceOptions, path: 
 
 
 def _used_fields(found: str, votes: Iterable[str]) -> tuple[str, ...]:
-    """The fields of a format, and of others that some records have: each record is read in its own form."""
+    """Fields of the main format and of other formats that some records have: each record is read in its own form."""
     forms = [found] if found in ("caption", "preference") else [found, *(each for each in votes if each != "caption")]
     return tuple(dict.fromkeys(field for each in forms for field in (*FIELDS_OF_ALL, *FORM_FIELDS[each])))
 
 
 def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
-    """The message about records that no format fits: it says what is wrong with the first one."""
+    """Message for records that fit no format, with the problem of the first record."""
     if not first.records and first.reasons:
         return f"{path}: none of its first records can be used; the first: {first.reasons[0]}"
     why = next(filter(None, (_wrong_with(record, first.keys, columns) for record in first.records)), None)
@@ -134,7 +134,7 @@ def _unknown(first: FirstRecords, columns: Columns, path: str) -> str:
 
 
 def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
-    """What is wrong with the values of a record that has no known format. keys: of all records and columns."""
+    """Describe the problem with the values of a record of unknown format. keys: of all records and columns."""
     for fields in (("turns",), ("texts",)):
         for _, name in present(record, columns, fields):
             try:
@@ -164,7 +164,7 @@ def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
 
 
 def _likely_columns(record: dict, keys: list[str], columns: Columns) -> list[str]:
-    """Pairs for --data_columns: of names in other capitals or without their s, or of the only list of turns under
+    """Suggest pairs for --data_columns: names with other capitals or without their s, or the only list of turns under
     another name."""
     field_of_name = {name: field for field, names in columns.by_field().items() for name in names}
     field_of_name |= {name.removesuffix("s"): "turns" for name in columns.turns}
@@ -185,7 +185,7 @@ def _begins_with_turn(value: object, name: str) -> bool:
 
 
 def _refuse_no_preferences(first: FirstRecords, columns: Columns, path: str) -> None:
-    """Raise ConfigError where none of the first records has two answers."""
+    """Raise ConfigError if none of the first records has two answers."""
     packed = ('"chosen"' in str(record.get("text")) for record in first.records)
     if not any(present(record, columns, ("chosen", "rejected")) for record in first.records) and not any(packed):
         found = f"the first: {first.reasons[0]}" if first.reasons else _shown(first.keys)
@@ -196,14 +196,14 @@ def _refuse_no_preferences(first: FirstRecords, columns: Columns, path: str) -> 
 
 
 def _refuse_pairs(records: list[dict], read: Columns, path: str) -> None:
-    """Raise ConfigError where the first records are pairs of answers. read: the columns that are."""
+    """Raise ConfigError if the first records are pairs of answers. read: the columns that are read."""
     problems = [pair_problem(record, read) for record in records]
     if records and None not in problems:
         raise ConfigError(f"{path}: the first of its records {problems[0]}")
 
 
 def _refuse_several(records: list[dict], columns: Columns, path: str) -> None:
-    """Raise ConfigError where most records have two fields that could be the question, or the answer."""
+    """Raise ConfigError if most records have two fields that could be the question, or the answer."""
     for what, fields in (("question", QUESTIONS), ("answer", ANSWERS)):
         each = [present(record, columns, fields) for record in records]
         each = [pairs for pairs in each if pairs]
@@ -218,7 +218,7 @@ def _refuse_several(records: list[dict], columns: Columns, path: str) -> None:
 
 
 def _refuse_choices(first: FirstRecords, columns: Columns, path: str) -> None:
-    """Raise ConfigError where answers are numbers or letters of choices, which no question shows."""
+    """Raise ConfigError if answers are numbers or letters of choices that no question shows."""
     choices = next((key for key in first.keys if key in CHOICE_KEYS or _OPTION_KEY.fullmatch(key)), None)
     if choices is None:
         return
@@ -242,7 +242,7 @@ def _is_choice(answer: object) -> bool:
 
 
 def _refuse_unread_images(first: FirstRecords, columns: Columns, path: str) -> None:
-    """Raise ConfigError where no image is found, but an unread key has something like one."""
+    """Raise ConfigError if no image is found, but an unread key seems to contain one."""
     known = set(columns.all())
     unread = [key for key in first.held if key not in known]
     others = [key for key in first.keys if key not in known and key not in unread]
@@ -275,7 +275,7 @@ def names_image(key: str, value: object) -> bool:
 
 
 def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptions) -> Columns:
-    """The columns of a folder of images, with datasets' names: file_name, file_names and others ending so."""
+    """Columns of a folder of images under datasets' names: file_name, file_names and names with these endings."""
     named = {field for field, _ in options.columns}
     files = [key for key in keys if key.endswith(("file_name", "file_names"))]
     videos = tuple(key for key in files if key.startswith("video"))
@@ -289,13 +289,13 @@ def metadata_columns(columns: Columns, keys: Iterable[str], options: SourceOptio
 
 
 def _seen(records: list[dict], columns: Columns, path: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of a field and a name of it in some record, the id last."""
+    """Pairs of a field and its name in some record, the id last."""
     seen: dict[tuple[str, str], None] = {}
     for field, names in columns.by_field().items():
         present = [[name for name in names if record.get(name) is not None] for record in records]
         present = list(filter(None, present))
         several = [names for names in present if len(names) > 1]
-        # One such record is a bad record. If most are like that, the user has to decide.
+        # A single such record is a bad record. If most are like that, the user must decide.
         if len(several) > len(present) / 2:
             known = "conversations" if field == "turns" else field
             raise ConfigError(

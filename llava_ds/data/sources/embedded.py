@@ -1,8 +1,8 @@
-"""Images embedded in records, which are written to a spool once, so that records stay small.
+"""Images embedded in records, extracted once to a spool so that records stay small.
 
-A spool is a folder with all images of a source in one file and its records as lines of JSON, with a reference (file,
-offset, size) in place of each image. Only references of readers count: `embed` removes those that a record brings, and
-to_sample allows no file but the spool's.
+A spool is a folder with all images of a source in one file and its records as lines of JSON, where a reference (file,
+offset, size) replaces each image. Only references by readers are trusted: `embed` removes those in a record, and
+to_sample allows no file except the spool's.
 """
 
 import base64
@@ -20,23 +20,23 @@ from llava_ds.data.sources.options import Columns
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list, loose_turns
 
 REFERENCE = "llava_ds_file"  # key of a reference: a file, offset and num_bytes
-REJECTED = "llava_ds_rejected"  # key of an object in place of a record that its reader rejected: the reason
+REJECTED = "llava_ds_rejected"  # key of the object that replaces a record rejected by its reader: the reason
 IMAGES, RECORDS = "pictures.bin", "records.jsonl"
 PART_KEYS = ("image", "image_url", "path", "url", "video", "video_url")
-_OWN_KEYS = (REFERENCE, "offset", "num_bytes")  # of references, which no record may bring
+_OWN_KEYS = (REFERENCE, "offset", "num_bytes")  # keys of references, not allowed in records
 
-Row = tuple[int, int, str]  # number of the file, line, the record's text
+Row = tuple[int, int, str]  # index of the file, line, the record's text
 
 
 def reference(path: str, offset: int, num_bytes: int) -> dict[str, object]:
-    """A reference to the bytes of an image."""
+    """Build a reference to the bytes of an image."""
     return {REFERENCE: path, "offset": offset, "num_bytes": num_bytes}
 
 
 def embed(record: dict, columns: Columns, convert: Callable[[object], object]) -> dict:
-    """Replace all values of image and video fields of a record by `convert` of them, in place.
+    """Apply `convert` to all values of a record's image and video fields, in place.
 
-    Conversations in JSON text or in objects of lists become lists of turns, so that no part of them is left out.
+    Conversations in JSON text or in objects of lists become lists of turns, so that all their parts are converted.
     """
     for name in (*columns.image, *columns.video):
         if record.get(name) is not None:
@@ -86,25 +86,25 @@ def _converted(value: object, convert: Callable[[object], object], depth: int = 
 
 
 def rejected(reason: str) -> str:
-    """The text in place of a record that its reader rejects."""
+    """Build the text that replaces a record rejected by its reader."""
     return json.dumps({REJECTED: reason})
 
 
 class ImageStore:
-    """Writes images one after the other to a file."""
+    """Appends images to a file."""
 
     def __init__(self, file: BinaryIO, final_path: str) -> None:
         self.file, self.final_path, self.num_bytes = file, final_path, 0
 
     def add(self, data: bytes) -> dict[str, object]:
-        """Write the bytes and return a reference to them."""
+        """Append the bytes and return a reference to them."""
         with write_errors(os.path.dirname(self.final_path), "the images inside the data"):
             self.file.write(data)
         self.num_bytes += len(data)
         return reference(self.final_path, self.num_bytes - len(data), len(data))
 
     def embed(self, value: object) -> object:
-        """A reference for bytes or a data URI, after writing them; any other value unchanged."""
+        """Append bytes or a data URI and return a reference; other values are returned unchanged."""
         if isinstance(value, (bytes, bytearray)):
             return self.add(value)
         if isinstance(value, str) and value.startswith("data:image"):
@@ -118,10 +118,10 @@ class ImageStore:
 
 
 def spooled(folder: str, rows: Callable[[ImageStore], Iterator[Row]]) -> Iterator[Row]:
-    """Rows from a spool, which is written first if it is not complete.
+    """Yield rows from a spool. Writes the spool first if it is incomplete.
 
-    The folder appears in one rename, so any number of processes may do this at once. Raises ConfigError if it can't be
-    written, and the errors of `rows`.
+    The folder is published by one rename, so any number of processes may do this at once. Raises ConfigError if it
+    can't be written, and the errors of `rows`.
     """
     final = Path(folder)
     if not _is_whole(final):

@@ -1,4 +1,4 @@
-"""Fields of a record, and the files or slices of files of the images and videos that it names."""
+"""Fields of a record, and the files or file slices of its images and videos."""
 
 import errno
 import functools
@@ -20,16 +20,16 @@ from llava_ds.files.places import inside, size_of
 from llava_ds.files.reading import KINDS
 from llava_ds.files.urls import is_remote
 
-MAX_PATH_BYTES = 4096  # Linux's own limit
-MAX_NAME = 255  # characters of a file's name, the same
-BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")  # of PNG, JPEG, GIF, WebP and BMP
+MAX_PATH_BYTES = 4096  # Linux's limit
+MAX_NAME = 255  # characters of a file's name, also Linux's limit
+BASE64_BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR", "Qk")  # PNG, JPEG, GIF, WebP and BMP
 MAX_FILES_PER_RECORD = 10_000
 
 _VIDEO_ENDINGS = tuple(f".{suffix}" for suffix in VIDEO_SUFFIXES)
 
 
 def to_media(mark: Mark, source: Source) -> Media:
-    """The media of a mark with a value. Raises DataError unless all files are there."""
+    """Resolve the media of a mark with a value. Raises DataError if a file is missing."""
     kind, value, settings = mark.kind, mark.value, mark.settings
     if isinstance(value, dict):
         value, own = read_file(value, kind)
@@ -44,7 +44,7 @@ def to_media(mark: Mark, source: Source) -> Media:
 
 
 def _file(value: object, source: Source, what: str) -> FileRef:
-    """The file, or slice of a file, of an image, a video or a frame."""
+    """Resolve the file, or slice of a file, of an image, a video or a frame."""
     if isinstance(value, dict):
         value, settings = read_file(value, "video" if what == "video" else "image")
         if settings:
@@ -59,11 +59,10 @@ def _file(value: object, source: Source, what: str) -> FileRef:
 
 
 def find_file(name: str, root: str | None, what: str = "image", flag: str = "--image_folder") -> str:
-    """The real path of a file that a record names.
+    """Resolve the real path of a file named by a record.
 
-    root: the real path of the folder that name is relative to, and that the file has to be in once links are resolved.
-    Makes one system call if the folder is known, and none for an object; opens nothing. Raises DataError with the
-    reason.
+    root: real path of the folder that name is relative to; the resolved file must be inside. Makes one system call if
+    the folder is known, and none for an object; opens nothing. Raises DataError with the reason.
     """
     folder_name = flag.removeprefix("--").replace("_", " ")
     if root is not None and is_remote(root):
@@ -106,7 +105,7 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
 
 
 def _find_object(name: str, root: str, what: str, folder_name: str) -> str:
-    """The URL of an object that a record names. Whether it is there shows when it is read."""
+    """Resolve the URL of an object named by a record. A missing object is noticed only when it is read."""
     try:
         if not name or len(name.encode()) > MAX_PATH_BYTES:
             raise ValueError("it is empty" if not name else f"it is longer than {MAX_PATH_BYTES} bytes")
@@ -126,7 +125,8 @@ def _folder_inside(folder: str, root: str) -> str | None:
 
 
 def _slice(value: dict, source: Source) -> FileRef:
-    """The slice of a reference. Refuses one to a file of another source, or past a file's end, as a forgery."""
+    """Resolve a reference to a slice. References to another source's file, or past a file's end, are refused as
+    forgeries."""
     path, offset, num_bytes = (value.get(key) for key in (REFERENCE, "offset", "num_bytes"))
     if isinstance(path, str) and path in source.slices_of and type(offset) is int and type(num_bytes) is int:
         try:
@@ -191,7 +191,7 @@ def field_of(record: dict, names: tuple[str, ...]) -> tuple[str, object]:
 
 
 def json_of(value: object, name: str) -> str:
-    """JSON of a record's object, which may be given as JSON text; "" for none or an empty one."""
+    """Serialize an object of a record, possibly given as JSON text; "" for none or an empty object."""
     found = (
         "" if isinstance(value, str) and not value.strip() else from_json(value, f"has {short(value)} under {name!r}")
     )
@@ -204,7 +204,7 @@ def json_of(value: object, name: str) -> str:
 
 
 def from_json(value: object, what: str) -> object:
-    """The value, read as JSON if it is a text. what: the beginning of an error message."""
+    """Parse the value if it is JSON text. what: the beginning of an error message."""
     if not isinstance(value, str):
         return value
     try:
@@ -214,15 +214,15 @@ def from_json(value: object, what: str) -> object:
 
 
 def checked_text(value: object, problem: Callable[[], str]) -> str:
-    """The value if it is a text that can be encoded. Raises DataError with the message of `problem`, which is made only
-    then: showing a value takes longer than all other checks of a record."""
+    """Return the value if it is encodable text, otherwise raise DataError. `problem` builds the message only on error:
+    formatting a value takes longer than all other checks of a record."""
     if not is_text(value):
         raise DataError(problem())
     return value
 
 
 def is_text(value: object) -> bool:
-    """True for a text without lone surrogates, which no tokenizer accepts."""
+    """True for a text without lone surrogates (no tokenizer accepts them)."""
     if not isinstance(value, str):
         return False
     try:
@@ -233,11 +233,11 @@ def is_text(value: object) -> bool:
 
 
 def either(names: tuple[str, ...]) -> str:
-    """Names, as an error message lists them."""
+    """Join names for an error message."""
     return " or ".join(map(repr, names))
 
 
 def keys_of(record: dict) -> str:
-    """Keys of a record, as an error message lists them."""
+    """List the keys of a record for an error message."""
     shown = ", ".join(short(key) for key in list(record)[:10]) or "none"
     return f"its keys: {shown}" + (f" and {len(record) - 10} more" if len(record) > 10 else "")

@@ -1,4 +1,4 @@
-"""Reading of JSON lists and JSONL, record by record, through a window of bounded size."""
+"""Read JSON lists and JSONL, record by record, through a window of bounded size."""
 
 import codecs
 import json
@@ -17,26 +17,26 @@ _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}"]', re.DOTALL)
 _DATA_URI = b'"data:image'
-_CUT_CHARS = 16  # a window may end inside an escape, a number or `false`: nothing this near to its end is certain
+_CUT_CHARS = 16  # a window may end inside an escape, a number or `false`: nothing this close to its end is certain
 
 
 class _Window:
-    """A moving part of a text file, with the line and column of every place in it.
+    """A moving window over a text file that tracks line and column.
 
-    Bytes that are no UTF-8 become lone surrogates, so that one bad record does not hide the others.
+    Bytes that are not UTF-8 become lone surrogates, so that one bad record does not hide the others.
     """
 
     def __init__(self, file: BinaryIO, name: str, num_bytes: int) -> None:
         self.file, self.name, self.num_bytes = file, name, num_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self.text = ""
-        self.at = 0  # position in text: all before it is done
-        self.line, self.line_at = 1, 0  # line is that of text[line_at]
+        self.at = 0  # position in text: everything before it is done
+        self.line, self.line_at = 1, 0  # line of text[line_at]
         self.column = 0  # characters of that line before text[0]
         self.more()
 
     def more(self) -> bool:
-        """Drop the text that is done and read at least as much as is left. False at the end of the file."""
+        """Drop processed text and read at least as much as remains. False at the end of the file."""
         left = len(self.text) - self.at
         if left > MAX_RECORD_CHARS:
             raise self.error(f"a record is longer than {MAX_RECORD_CHARS >> 20} million characters", self.at)
@@ -48,7 +48,7 @@ class _Window:
         return bool(data)
 
     def next_char(self) -> str:
-        """Move to the next character that is no space and return it; "" at the end of the file."""
+        """Move to the next character that is not a space and return it; "" at the end of the file."""
         while True:
             self.at = _SPACE.match(self.text, self.at).end()
             if self.at < len(self.text):
@@ -57,13 +57,13 @@ class _Window:
                 return ""
 
     def current_line(self) -> int:
-        """The line of the current place, counted from the place of the call before."""
+        """Line of the current position, counted incrementally from the previous call."""
         self.line += self.text.count("\n", self.line_at, self.at)
         self.line_at = self.at
         return self.line
 
     def place(self, at: int) -> tuple[int, int]:
-        """Line and column, from 1, of a place in the text."""
+        """Line and column, from 1, of a position in the text."""
         line = self.line + self.text.count("\n", self.line_at, at)
         newline = self.text.rfind("\n", 0, at)
         return line, at - newline if newline >= 0 else self.column + at + 1
@@ -74,9 +74,9 @@ class _Window:
 
 
 def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tuple[int, str]]:
-    """Line and text of every value in a JSON list.
+    """Yield line and text of every value in a JSON list.
 
-    Raises DataError with line and column if the file is no JSON list.
+    Raises DataError with line and column if the file is not a JSON list.
     """
     with open_data(path) as file:
         window = _Window(file, path, window_bytes)
@@ -103,7 +103,7 @@ def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tupl
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
-    """Number and text of every line that is not empty."""
+    """Yield number and text of every non-empty line."""
     with open_data(path) as file:
         number = 0
         while line := file.readline(MAX_RECORD_CHARS + 1):
@@ -118,12 +118,12 @@ def read_jsonl(path: str) -> Iterator[tuple[int, str]]:
 
 
 def holds_data_uri(path: str) -> bool:
-    """True if a JSON string of a file begins like an embedded image. Quotations inside a text don't count."""
+    """True if a JSON string in a file begins like an embedded image. Quotations inside a text don't count."""
     with open_data(path) as file:
         tail = b""
         while chunk := file.read(WINDOW_BYTES):
             window = tail + chunk
-            at = window.find(_DATA_URI, len(tail) == len(_DATA_URI))  # one inside the tail was found before
+            at = window.find(_DATA_URI, len(tail) == len(_DATA_URI))  # a match inside the tail was found before
             while at >= 0:
                 if window[at - 1 : at] != b"\\":
                     return True
@@ -133,7 +133,7 @@ def holds_data_uri(path: str) -> bool:
 
 
 def first_value(path: str) -> tuple[str, str]:
-    """The first character of a file that is no space and, if it opens an object, the first one behind the object.
+    """Return the first character that is not a space and, if it opens an object, the first one after the object.
 
     Distinguishes a list, JSONL, and a file with one object.
     """
@@ -148,7 +148,7 @@ def first_value(path: str) -> tuple[str, str]:
 
 
 def _end_of_value(window: _Window) -> int:
-    """The end of the value at the current place in the window's text, after reading all of it."""
+    """Find the end of the value at the current position, reading more if necessary."""
     while True:
         text = window.text
         try:
@@ -173,7 +173,7 @@ def _end_of_value(window: _Window) -> int:
 
 
 def _end_of_nested(text: str, start: int) -> int | None:
-    """The end of a list or object that is nested too deeply to parse, by counting brackets."""
+    """Find the end of a list or object too deeply nested to parse, by counting brackets."""
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text, start):
         token = match.group()

@@ -1,4 +1,4 @@
-"""The files of --data_path, and the kind of reader for them."""
+"""Find the files of --data_path and the kind of reader for them."""
 
 import glob
 import json
@@ -42,7 +42,7 @@ _FIRST_KEY = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"([^"\\]*)"')
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-# Files of a hub's clone that hold no records.
+# Files of a hub's clone without records.
 _NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 _EXPECTED = (
     "a .json, .jsonl, .csv, .parquet or .tar file, a pattern of such files, a .yaml mixture, or a folder: saved by "
@@ -52,7 +52,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Located:
-    """The files of a source. kind: of their reader; note: about the choice of files, for a person, or ""."""
+    """The files of a source. kind: of reader; note: about the choice of files, for a person, or ""."""
 
     kind: str
     files: tuple[str, ...]
@@ -60,9 +60,9 @@ class Located:
 
 
 def locate(data_path: str, split: str | None = None) -> Located:
-    """The files to read of one source. split: of a folder, None for its only one.
+    """Find the files of one source. split: of a folder; None if it has only one.
 
-    Raises ConfigError if there is nothing to read or a split has to be named, and DataError for damaged files.
+    Raises ConfigError if nothing is found or a split must be named, and DataError for damaged files.
     """
     path = local_path(data_path)
     if is_folder(path):
@@ -73,7 +73,7 @@ def locate(data_path: str, split: str | None = None) -> Located:
 
 
 def _files(data_path: str, path: str) -> Located:
-    """A file, or those of a pattern."""
+    """Find a single file, or the files of a pattern."""
     files = (path,) if exists(path) else expand(path)
     irregular = [file for file in files if not is_file(file)]
     if irregular:
@@ -92,7 +92,7 @@ def _one_kind(data_path: str, files: tuple[str, ...]) -> str:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """The files that match a pattern with {a,b}, {000..009}, *, ? or [ab], in its order.
+    """Expand a pattern with {a,b}, {000..009}, *, ? or [ab] to files, in the pattern's order.
 
     Raises ConfigError if a part of it matches none.
     """
@@ -158,7 +158,7 @@ def _folder(path: str, split: str | None) -> Located:
 
 
 def _saved(path: str, split: str | None) -> Located:
-    """A folder that `save_to_disk` wrote, or the folder of one of its splits."""
+    """Locate a folder written by `save_to_disk`, or one of its splits."""
     if is_remote(path):
         raise ConfigError(f"{path} was saved by datasets, which maps files of a disk: copy it, or write parquet")
     splits, note = saved_splits(path), ""
@@ -181,7 +181,7 @@ def _saved(path: str, split: str | None) -> Located:
 
 
 def _image_folder(path: str, metadata: list[str], split: str | None) -> Located:
-    """The folder with metadata of a split."""
+    """Locate the folder with metadata of a split."""
     chosen = choose_files(path, metadata, split)
     folders = {os.path.dirname(file) for file in chosen.files}
     if len(folders) > 1:

@@ -1,4 +1,4 @@
-"""Images and videos as parts of a message, or as objects in a record's lists: their files and their settings."""
+"""Images and videos as parts of a message, or as objects in a record's lists: their files and settings."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -19,12 +19,12 @@ KINDS = {
 }
 SOUNDS = ("audio", "audio_url", "input_audio")
 FILES = {"image": ("image", "image_url", "path", "url"), "video": ("video", "video_url", "path", "url")}
-# Of an object in a record's list of images, beside its file: they describe it, and ask for nothing.
+# Keys of an object in a record's list of images, next to its file: they only describe it.
 DESCRIPTIONS = (
     "id", "name", "filename", "file_name", "format", "mode", "mime_type", "width", "height", "size", "duration",
     "caption", "alt_text", "title", "source", "license", "sha256", "md5",
 )  # fmt: skip
-# Names that qwen-vl-utils and transformers give settings, with ours; those of a size are whole numbers.
+# Names of settings in qwen-vl-utils and transformers, mapped to ours; sizes are whole numbers.
 SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 WHOLE = (*SIZES, "total_pixels", "nframes", "min_frames", "max_frames")
 SETTINGS = {
@@ -34,15 +34,15 @@ SETTINGS = {
         "num_frames": "nframes",
     },
 }
-MOST = 1e9  # of a setting
+MOST = 1e9  # largest setting
 DETAIL, INDEX = "detail", "index"
 
 
 class Mark(NamedTuple):
     """An <image> or <video> mark of a text, or a part of a message.
 
-    value: its image or video, None for the record's next one; settings: of Media; index: the number, from 0, of the
-    record's image or video, as Hugging Face's H4 data sets give it, None for the next one.
+    value: its image or video, None for the record's next one; settings: as in Media; index: index (from 0) of the
+    record's image or video, as in Hugging Face's H4 data sets, None for the next one.
     """
 
     kind: str
@@ -52,9 +52,9 @@ class Mark(NamedTuple):
 
 
 def read_mark(part: dict, where: str) -> Mark:
-    """The image or video of a message's part of one of KINDS. where: for errors, like "turn 0 has a part".
+    """Read the image or video from a message part of a type in KINDS. where: for errors, like "turn 0 has a part".
 
-    Raises DataError for keys that are not known, or that say two things.
+    Raises DataError for unknown or contradictory keys.
     """
     kind = KINDS[part["type"]]
     given = {name: value for name, value in part.items() if name != "type" and not is_absent(value)}
@@ -70,8 +70,8 @@ def read_mark(part: dict, where: str) -> Mark:
 
 
 def read_file(value: object, kind: str) -> tuple[object, Settings]:
-    """The file, or the frames, of an image or video, and its settings. value: a path, a reference, a list of frames, or
-    an object with one of these. Raises DataError as read_mark does."""
+    """Return the file, or the frames, of an image or video, and its settings. value: a path, a reference, a list of
+    frames, or an object with one of these. Raises DataError as read_mark does."""
     settings: Settings = ()
     while isinstance(value, dict) and REFERENCE not in value:
         where = f"has {short(value)} as its {kind}, an object"
@@ -84,7 +84,7 @@ def read_file(value: object, kind: str) -> tuple[object, Settings]:
 
 
 def refuse_unknown(part: dict, known: Iterable[str], where: str) -> None:
-    """Raise DataError for a key of a part that has a value and is not known."""
+    """Raise DataError for a key of a part that has a value and is unknown."""
     for name, value in part.items():
         if name not in known and not is_absent(value):
             raise DataError(
@@ -94,7 +94,7 @@ def refuse_unknown(part: dict, known: Iterable[str], where: str) -> None:
 
 
 def joined(one: Settings, other: Settings, where: str) -> Settings:
-    """The settings of both. Raises DataError where they contradict each other."""
+    """Merge two groups of settings. Raises DataError if they contradict each other."""
     both = dict(one)
     for name, value in other:
         if both.setdefault(name, value) != value:
@@ -103,12 +103,12 @@ def joined(one: Settings, other: Settings, where: str) -> Settings:
 
 
 def is_absent(value: object) -> bool:
-    """True for a value as good as none: tables give every part all keys of any."""
+    """True for an empty value: tables give every part the keys of all parts."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _read(given: dict, kind: str, where: str, beside: tuple[str, ...] = ()) -> tuple[object, Settings]:
-    """The file, None if there is none, and the settings."""
+    """Return the file (or None) and the settings."""
     settings = SETTINGS[kind]
     refuse_unknown(given, (*FILES[kind], *settings, DETAIL, *beside), where)
     files = {name: given[name] for name in FILES[kind] if name in given}
@@ -129,7 +129,7 @@ def _read(given: dict, kind: str, where: str, beside: tuple[str, ...] = ()) -> t
 
 
 def _number(name: str, value: object, where: str) -> float:
-    """A setting's number, which Qwen's own examples also write as a text."""
+    """Parse a setting's number. Qwen's own examples also write it as text."""
     number = value
     if isinstance(value, str):
         try:

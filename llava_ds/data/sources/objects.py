@@ -1,4 +1,4 @@
-"""Boxes, points and names of objects in a record, as ms-swift writes them: under "objects", with marks in the text."""
+"""Boxes, points and names of objects in a record, in ms-swift's form: under "objects", with marks in the text."""
 
 import re
 from collections import Counter
@@ -11,9 +11,9 @@ from llava_ds.data.sources.options import nearest, short
 
 OBJECTS = "objects"
 KEYS = ("ref", "bbox", "bbox_type", "image_id")
-# A mark, and the backslashes before it: an odd number makes it text, as each pair is one backslash.
+# A mark and the backslashes before it. After an odd number the mark is plain text; each pair is one backslash.
 MARKS = re.compile(rf"(\\*)({BOX_MARK}|{REF_MARK})")
-MOST = 1e9  # of a coordinate: no image is so large
+MOST = 1e9  # largest coordinate: no image is this large
 
 _LAYOUT = '{"ref": ["a dog"], "bbox": [[left, top, right, bottom]]}'
 
@@ -21,10 +21,10 @@ _LAYOUT = '{"ref": ["a dog"], "bbox": [[left, top, right, bottom]]}'
 def objects_of(
     record: dict, messages: Sequence[Message], num_images: int, bbox_type: BboxType
 ) -> tuple[tuple[str, ...], tuple[Box, ...]]:
-    """The names and the boxes that stand for the marks of a conversation, in its order.
+    """Return the names and boxes for the marks of a conversation, in order.
 
-    num_images: that it shows; bbox_type: of boxes of which the record does not say it. Without a mark in the text, the
-    field may be anything. Raises DataError with the reason where they don't fit.
+    num_images: number of images in the record; bbox_type: default for records without one. If the text has no mark, the
+    field may be anything. Raises DataError with the reason if they don't fit.
     """
     found = [match.groups() for message in messages for match in MARKS.finditer(message.text)]
     wanted = Counter(mark for backslashes, mark in found if len(backslashes) % 2 == 0)
@@ -57,7 +57,7 @@ def objects_of(
 
 
 def fill_marks(text: str, value: Callable[[str], str]) -> str:
-    """The text with the value of every mark in its place, and without the backslash before a mark that is text."""
+    """Replace every mark by its value, and remove the backslash before a mark that is plain text."""
 
     def fill(found: re.Match) -> str:
         backslashes, mark = found.groups()
@@ -78,7 +78,7 @@ def _is_name(ref: object) -> bool:
 
 
 def _images(objects: dict, num_boxes: int, num_images: int) -> list[int]:
-    """The image of each box, by its number from 0."""
+    """Image index (from 0) of each box."""
     images = _list(objects, "image_id") or [0] * num_boxes
     if num_images > 1 and not objects.get("image_id") and num_boxes:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Opening of the sources of --data_path: one, or the entries of a YAML mixture."""
+"""Open the sources of --data_path: a single source, or the entries of a YAML mixture."""
 
 import dataclasses
 import hashlib
@@ -51,9 +51,9 @@ ENTRY_KEYS = (
 
 
 def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
-    """Open the sources of --data_path, reading their first records only.
+    """Open the sources of --data_path, reading only their first records.
 
-    Raises ConfigError or DataError, for a mixture with all of its problems.
+    Raises ConfigError or DataError; for a mixture, with all of its problems.
     """
     with read_errors(data_path):
         if data_path.endswith(MIXTURE_SUFFIXES):
@@ -68,7 +68,7 @@ def open_sources(data_path: str, options: SourceOptions) -> list[Source]:
 def read_samples(
     path: str | Path, image_folder: str | Path | None, options: SourceOptions | None = None
 ) -> list[Sample]:
-    """All samples of a small data set, in order. image_folder overrides the one of the options.
+    """Read all samples of a small data set, in order. image_folder overrides the one of the options.
 
     Raises DataError with the file, the first wrong records and the reasons.
     """
@@ -90,7 +90,7 @@ def read_samples(
 
 
 def shown(problems: Iterable[str], where: str = "") -> str:
-    """The first problems, a line each, and the number of the others; where: added to that."""
+    """List the first problems, one per line, and the number of the others. where: appended to that number."""
     problems = list(problems)
     lines = [f"  {problem}" for problem in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
@@ -122,7 +122,7 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
     records = FirstRecords.of([record.text for record in first], keys, held, has_all_keys=known)
     found = detect(records, source.columns, options, data_path)
     source = dataclasses.replace(source, columns=found.columns)
-    is_table = kind in SPOOLED_KINDS or files[0].endswith(".parquet")  # which gives the columns that are read
+    is_table = kind in SPOOLED_KINDS or files[0].endswith(".parquet")  # tables give the columns that are read
     read = read_columns(keys, found.columns) if is_table else keys
     return dataclasses.replace(
         source,
@@ -136,8 +136,8 @@ def _open(data_path: str, options: SourceOptions, selection: Selection) -> Sourc
 
 
 def _table_columns(source: Source) -> tuple[list[str], list[str]]:
-    """All columns of a table, and those that hold images or other files as bytes, or that are not read and name images;
-    none for other kinds of files."""
+    """Return all columns of a table, and the columns that hold files as bytes or that are unread and name images. Both
+    are empty for other kinds of files."""
     path = source.files[0]
     if source.kind == "datasets":
         path = os.path.dirname(path)
@@ -161,7 +161,7 @@ def _keys(text: str) -> list[str]:
 
 
 def _spool_name(source: Source) -> str:
-    """A name that changes with the columns and with the files' stamps and some of their blocks."""
+    """Name that changes with the columns, the files' states and some of their blocks."""
     if source.kind not in (*SPOOLED_KINDS, "json", "jsonl"):
         return "none"
     digest = hashlib.sha256(repr((SPOOL_VERSION, source.kind, source.columns)).encode())

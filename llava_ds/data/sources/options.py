@@ -11,23 +11,23 @@ from llava_ds.constants import ConfigError, did_you_mean
 _REPR = reprlib.Repr()
 _REPR.maxstring, _REPR.maxother, _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 120, 120, 3, 4, 4
 
-# Of a record, as in ms-swift, verl, and OpenAI's and vLLM's requests.
+# Keys of a record in ms-swift, verl, and OpenAI's and vLLM's requests.
 TEMPLATE_KWARGS, TOOLS = "chat_template_kwargs", "tools"
 
-# Of a turn, or of a record with a list: OpenAI's fine-tuning, ms-swift, axolotl, TRL and verl.
+# Keys of a turn, or of a record with a list: OpenAI's fine-tuning, ms-swift, axolotl, TRL and verl.
 WEIGHT_KEYS = ("weight", "loss", "loss_scale", "train", "training", "trainable", "loss_mask")
 
-# Of a record, for all of its turns or answers.
+# Keys of a record, for all of its turns or answers.
 RECORD_WEIGHT_KEYS = (*WEIGHT_KEYS, "weights", "loss_weights", "loss_scales", "loss_masks")
 ANY_RECORD_WEIGHT = frozenset(RECORD_WEIGHT_KEYS)
 
-# Of a record: keys that are false beside an answer that is no good one (KTO's, of ms-swift, TRL and LLaMA-Factory), and
-# ms-swift's images of a rejected answer.
+# Keys of a record that are false if its answer is a bad one (KTO, in ms-swift, TRL and LLaMA-Factory), and ms-swift's
+# images of a rejected answer.
 GOOD_ANSWER_KEYS = ("label", "kto_tag")
 REJECTED_IMAGES = "rejected_images"
 
-QUESTIONS = ("prompt", "query", "question", "instruction", "input")  # fields of a question; input stands behind another
-ANSWERS = ("completion", "response", "answer", "output")  # fields of the answer to it
+QUESTIONS = ("prompt", "query", "question", "instruction", "input")  # question fields; input follows another field
+ANSWERS = ("completion", "response", "answer", "output")  # fields of the answer
 PAIRS = ("chosen", "rejected", "margin")
 FIELDS = (
     *("id", "conversations", "messages", "image", "video", "text", "system", "texts", "history"),
@@ -39,8 +39,8 @@ FIELDS = (
 class SourceOptions:
     """Options for reading --data_path.
 
-    columns: pairs of a field and its name in the records; split: of a folder that has several; are_preferences: every
-    record has two answers.
+    columns: (field, name in the records) pairs; split: of a folder with several; are_preferences: every record has two
+    answers.
     """
 
     data_format: str = "auto"
@@ -56,10 +56,10 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class RawRecord:
-    """One record as JSON text, not parsed yet, and its place.
+    """One unparsed record as JSON text, and its location.
 
-    line: where it starts in the file, from 1 (the row of a table, the member of a tar); index: its number in the
-    source, from 0, the same for every repetition by a weight.
+    line: where it starts in the file, from 1 (the row of a table, the member of a tar); index: its index in the source,
+    from 0, the same for every repetition by a weight.
     """
 
     file: str
@@ -95,9 +95,11 @@ class Columns:
 
     @classmethod
     def of(cls, columns: tuple[tuple[str, str], ...]) -> "Columns":
-        """The usual names, but for fields that the user named. A column that is named for a field is no other one.
+        """Use the usual names, except for fields that the user named. A column named for one field is not used for
+        others.
 
-        A named question or answer leaves no other field to be it: instruction and input go together.
+        Naming one question (or answer) field disables the other question (or answer) fields; instruction and input go
+        together.
         """
         named: dict[str, tuple[str, ...]] = {}
         for field, column in columns:
@@ -113,7 +115,7 @@ class Columns:
         return cls(**named, **{field: tuple(n for n in names if n not in taken) for field, names in usual.items()})
 
     def only(self, used: tuple[str, ...]) -> "Columns":
-        """The names of these fields, and none of the other fields."""
+        """Keep the names of these fields only."""
         return replace(self, **{field.name: () for field in fields(self) if field.name not in used})
 
     def by_field(self) -> dict[str, tuple[str, ...]]:
@@ -133,12 +135,12 @@ class Columns:
 
     @functools.cached_property
     def has_questions(self) -> bool:
-        """True if a question and its answer may be in fields of their own."""
+        """True if a question and its answer may be in separate fields."""
         return any(getattr(self, field) for field in QUESTIONS) and any(getattr(self, field) for field in ANSWERS)
 
     @functools.cached_property
     def known(self) -> frozenset[str]:
-        """All names, also the usual ones of fields that are not read."""
+        """All names, including the usual names of fields that are not read."""
         return frozenset((*self.all(), *Columns().all()))
 
     def all(self) -> tuple[str, ...]:
@@ -147,7 +149,7 @@ class Columns:
 
 
 def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
-    """Parse --data_columns, as conversations=dialog,image=picture. Raises ConfigError with all problems."""
+    """Parse --data_columns, such as conversations=dialog,image=picture. Raises ConfigError with all problems."""
     pairs, problems = [], []
     for part in (text or "").split(","):
         field, equals, column = (piece.strip() for piece in part.partition("="))
@@ -167,7 +169,7 @@ def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-EMPTY = (None, "", [], {})  # values as good as absent: a table gives every record all keys
+EMPTY = (None, "", [], {})  # values treated as absent: a table gives every record all keys
 
 
 def nearest(word: object, known: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Preference records: a conversation that ends with a question, and two answers to it, one better than the other."""
+"""Preference records: a conversation that ends with a question, and a better and a worse answer to it."""
 
 import itertools
 import json
@@ -24,16 +24,16 @@ FORMS = (
 
 
 def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
-    """Return the record twice, as conversations that end with the chosen and with the rejected answer.
+    """Split the record into two conversations that end with the chosen and with the rejected answer.
 
-    Raises DataError with the reason where it is no preference.
+    Raises DataError with the reason if it is not a preference.
     """
     record, columns = _unpacked(record), source.columns
     if record.get(REJECTED_IMAGES) not in (None, "", []):
         raise DataError(f"has {REJECTED_IMAGES!r}: pairs whose answers have images of their own are not supported")
     question, answers = _question_and_answers(record, columns)
     if question is None or all(len(messages) > 1 for messages in answers):
-        # Both are whole conversations, which part at the last answer.
+        # Both are whole conversations that differ from the last answer on.
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*answers))
         shared = [message for message, _ in pairs]
         if question is None or (shared and _text_of(shared[-1]) == _text_of(question[-1])):
@@ -52,7 +52,7 @@ def as_conversations(record: dict, source: Source) -> tuple[dict, dict]:
 
 
 def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, list[list]]:
-    """The messages of the question, None where the record has no field for them, and those of both answers."""
+    """Return the messages of the question (None if the record has no field for them), and of both answers."""
     question = _question(record, columns)
     chosen_name, chosen = field_of(record, columns.chosen)
     if chosen is None and columns.response:
@@ -62,7 +62,7 @@ def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, 
     if rejected in (None, "", []):
         raise DataError(f"has no answer under {rejected_name!r} ({keys_of(record)}); a preference has both")
     rejected = _messages(rejected, rejected_name)
-    if chosen is None and question and _role_of(question[-1]) in MODEL_ROLES:  # ms-swift: the conversation has it
+    if chosen is None and question and _role_of(question[-1]) in MODEL_ROLES:  # ms-swift: the conversation holds it
         return (question[:-1], [question[-1:], rejected]) if len(rejected) == 1 else (None, [question, rejected])
     if chosen in (None, "", []):
         raise DataError(f"has no answer under {chosen_name!r} ({keys_of(record)}); a preference has both")
@@ -70,8 +70,8 @@ def _question_and_answers(record: dict, columns: Columns) -> tuple[list | None, 
 
 
 def pair_problem(record: dict, columns: Columns) -> str | None:
-    """The reason why a record can't be learned as a conversation or caption, as a predicate, if it is a pair; None if
-    it is none. columns: those that are read."""
+    """Explain, as a predicate, why a pair can't be learned as a conversation or caption; None if the record is not a
+    pair. columns: the columns that are read."""
     names = [name for name in Columns().chosen if name not in columns.all() and record.get(name) not in EMPTY]
     if not names and _unpacked(record) is record:
         return None
@@ -90,7 +90,7 @@ def _learned_by() -> str:
 
 
 def margin_of(record: dict, columns: Columns) -> float:
-    """By how much the chosen answer is better, as TRL's column says it; 0 without one. Raises DataError."""
+    """How much better the chosen answer is, from TRL's column; 0 if missing. Raises DataError."""
     name, margin = field_of(_unpacked(record), columns.margin)
     if margin is None:
         return 0.0
@@ -104,7 +104,7 @@ def margin_of(record: dict, columns: Columns) -> float:
 
 
 def _unpacked(record: dict) -> dict:
-    """RLHF-V keeps question and answers as JSON in one text."""
+    """Unpack RLHF-V's question and answers, stored as JSON in one text."""
     text = record.get("text")
     if "chosen" in record or not isinstance(text, str) or '"chosen"' not in text:
         return record
@@ -116,13 +116,13 @@ def _unpacked(record: dict) -> dict:
 
 
 def _question(record: dict, columns: Columns) -> list | None:
-    """The messages before the answers, or None where the record has no field for them."""
+    """Return the messages before the answers; None if the record has no field for them."""
     turns_name, turns = field_of(record, columns.turns)
     asked = question_of(record, columns)
     if turns is None:
         return None if asked is None else [*asked[0], *asked[1]]
     if asked is not None and _text_of(asked[1][-1]) in map(_text_of, as_turns(turns, turns_name)):
-        return [*asked[0], *asked[1]]  # the same question once more, as UltraFeedback has it
+        return [*asked[0], *asked[1]]  # the same question again, as in UltraFeedback
     if asked is not None:
         names = [name for _, name in present(record, columns, QUESTIONS)]
         raise DataError(f"has both {turns_name!r} and {names[0]!r}: give the question once")
@@ -130,7 +130,7 @@ def _question(record: dict, columns: Columns) -> list | None:
 
 
 def _messages(answer: object, name: str) -> list[dict]:
-    """An answer that is a text, a message, its parts, or a list of messages."""
+    """Convert an answer (a text, a message, its parts, or a list of messages) to messages."""
     if isinstance(answer, str) and not answer.strip():
         raise DataError(f"has {short(answer)} under {name!r}, expected an answer")
     if not isinstance(answer, (str, dict, list)) or (isinstance(answer, dict) and not is_turn(answer)):

@@ -1,7 +1,7 @@
-"""Forms of records: functions that put a record's turns in a list, which the reader takes.
+"""Forms of records: functions that convert them to the list of turns that the reader takes.
 
-Which fields a source has is found from its first records (detect.py). Of a record that has several forms the first one
-of FORM_FIELDS counts: a conversation before texts, these before a question and answer, and a caption last.
+The fields of a source are detected from its first records (detect.py). If a record has several forms, the first one in
+FORM_FIELDS is used: a conversation before texts, texts before a question and answer, and a caption last.
 """
 
 import json
@@ -16,13 +16,13 @@ from llava_ds.data.sources.turn_lists import as_turns, is_turn, is_turn_list, lo
 
 Turns = list[dict[str, Any]]
 
-ANSWER_KEYS = ("answer", "text", "ground_truth")  # of an answer that is an object: VQAv2's, SQuAD's and verl's
-CHOICE_KEYS = ("choices", "options")  # lists that an answer may be a number or a letter of
+ANSWER_KEYS = ("answer", "text", "ground_truth")  # keys of an answer that is an object: VQAv2, SQuAD and verl
+CHOICE_KEYS = ("choices", "options")  # lists to which a number or letter as answer may refer
 SAID_BY_HUMAN, SAID_BY_MODEL = "human", "gpt"
 
 
 def as_conversation(record: dict, columns: Columns) -> dict:
-    """The record with a list of turns under the first name of turns, and without the fields that it is from.
+    """Convert a record to one with a list of turns under the first name of turns, replacing the fields it is made from.
 
     Raises DataError with the reason.
     """
@@ -38,7 +38,7 @@ def as_conversation(record: dict, columns: Columns) -> dict:
 def _turns(record: dict, columns: Columns) -> dict:
     name, value = field_of(record, columns.turns)
     if value is None or is_turn_list(value):
-        return record  # as it is, or for the reader to refuse
+        return record  # unchanged, or left for the reader to refuse
     return {**record, name: as_turns(value, name)}
 
 
@@ -65,7 +65,7 @@ def _replaced(record: dict, turns: Turns, used: tuple[str, ...], columns: Column
     return {**rest, columns.turns[0]: turns}
 
 
-# The fields of each form, beside those of all of them, and in the order in which they count.
+# Fields of each form in addition to FIELDS_OF_ALL, in order of precedence.
 FORM_FIELDS = {
     "llava": ("turns",),
     "sharegpt": ("turns",),
@@ -77,7 +77,7 @@ FORM_FIELDS = {
 }
 FIELDS_OF_ALL = ("id", "image", "video", "system")
 WITHOUT_TURNS = ("texts", "question_answer")  # forms whose fields become the turns
-UNMARKED_FORMS = ("texts",)  # that never have marks, as captions: images are shown first, whatever the flag
+UNMARKED_FORMS = ("texts",)  # never have marks, like captions: images are shown first, whatever the flag
 
 
 def names_of(columns: Columns, fields: tuple[str, ...]) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def present(record: dict, columns: Columns, fields: tuple[str, ...]) -> list[tup
 
 
 def question_of(record: dict, columns: Columns) -> tuple[Turns, Turns] | None:
-    """The turns of the history, and those of the question that QUESTIONS have; None without a question."""
+    """Return the turns of the history and of the question in QUESTIONS; None without a question."""
     found = present(record, columns, QUESTIONS)
     if not found:
         return None
@@ -109,7 +109,7 @@ def question_of(record: dict, columns: Columns) -> tuple[Turns, Turns] | None:
 
 
 def answer_of(record: dict, columns: Columns) -> Turns | None:
-    """The turns that answer the question; None without them. Raises DataError where an answer is no text."""
+    """Return the turns that answer the question, or None. Raises DataError if an answer is not a text."""
     found = present(record, columns, ANSWERS)
     if not found:
         return None
@@ -118,21 +118,22 @@ def answer_of(record: dict, columns: Columns) -> Turns | None:
     value = record[name]
     if field == "answer" and not is_turn(value) and not _holds_turns(value):
         texts = accepted_answers(value, name)
-        value = Counter(texts).most_common(1)[0][0]  # of equal counts the first
+        value = Counter(texts).most_common(1)[0][0]  # the first among equal counts
     if isinstance(value, str) and not value.strip():
         raise DataError(f"has {short(value)} under {name!r}, expected an answer")
     return said(value, name, SAID_BY_MODEL)
 
 
 def all_answers(record: dict, columns: Columns) -> list[str] | None:
-    """All accepted answers of a record, where it has a list of them."""
+    """All accepted answers of a record that lists several, otherwise None."""
     found = [name for _, name in present(record, columns, ("answer",))]
     texts = accepted_answers(record[found[0]], found[0]) if found else []
     return texts if len(texts) > 1 else None
 
 
 def accepted_answers(value: object, name: str) -> list[str]:
-    """All answers under a name: a text or a number, an object with one, or a list of these. Raises DataError."""
+    """Collect all answers under a name: a text or a number, an object with an answer, or a list of these. Raises
+    DataError."""
     if isinstance(value, str) and name.endswith("s") and value.lstrip().startswith("["):
         value = as_answer_list(value, name)  # CSV has lists as texts
     if isinstance(value, dict):
@@ -149,7 +150,7 @@ def accepted_answers(value: object, name: str) -> list[str]:
 
 
 def as_answer_list(text: str, name: str) -> list:
-    """A list of answers from its JSON. Raises DataError."""
+    """Parse a JSON list of answers. Raises DataError."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -158,7 +159,7 @@ def as_answer_list(text: str, name: str) -> list:
 
 
 def said(value: object, name: str, role: str) -> Turns:
-    """What is said under a name: a text, a message, a list of messages, or a list of parts. Raises DataError."""
+    """Convert a field's value to turns: a text, a message, a list of messages, or a list of parts. Raises DataError."""
     value = loose_turns(value)
     if is_turn(value):
         return [value]
@@ -179,7 +180,8 @@ def _is_part(value: object) -> bool:
 
 
 def _not_learned(turn: object) -> object:
-    """A message of a question, as TRL learns the completion only. A weight that it has itself counts."""
+    """Exclude a question's message from learning, because TRL learns only the completion. A weight of the message
+    itself takes precedence."""
     if not is_turn(turn) or turn.get("from", turn.get("role")) in ("human", "user", "system", "developer", "tool"):
         return turn
     return {"weight": 0, **turn}

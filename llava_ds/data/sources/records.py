@@ -1,7 +1,7 @@
-"""Conversion of one record's JSON text to a sample, checking shape, types and paths, as nothing in it is trusted.
+"""Convert one record's JSON text to a sample. Nothing in it is trusted: shape, types and paths are checked.
 
-These functions run for every record, in worker processes. They raise DataError with the reason and nothing else, and
-make system calls for images and videos only.
+These functions run for every record, in worker processes. They raise only DataError with the reason, and make system
+calls only for images and videos.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ from llava_ds.data.sources.turn_lists import is_turn_list
 from llava_ds.data.sources.turns import VIDEO_TOKEN, is_call, marks_videos, read_turn, with_marks
 from llava_ds.data.special_tokens import LITERAL_IMAGE
 
-AUDIO_TOKEN, AUDIO_KEYS = "<audio>", ("audio", "audios")  # LLaMA-Factory's and ms-swift's
-MAX_ID = 1000  # characters of an id; a longer one is cut and gets a hash
+AUDIO_TOKEN, AUDIO_KEYS = "<audio>", ("audio", "audios")  # names in LLaMA-Factory and ms-swift
+MAX_ID = 1000  # characters of an id; a longer one is truncated and gets a hash
 
 _DECODER = json.JSONDecoder()
 _UNMARKED = ": make them equal, or see --on_unmarked_image"
@@ -94,7 +94,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
     refs, boxes = (), ()
     if any([BOX_MARK in each.text or REF_MARK in each.text for each in messages]):
         refs, boxes = objects_of(record, messages, sum(each.kind == "image" for each in media), source.bbox_type)
-        if not refs and not boxes:  # all of them are words
+        if not refs and not boxes:  # every mark is plain text
             messages = [each.with_text(fill_marks(each.text, str)) for each in messages]
     kind = record.get("kind")
     return Sample(
@@ -112,7 +112,7 @@ def _sample(record: dict, source: Source, index: int) -> Sample:
 
 
 def _refuse_bad_answer(record: dict, source: Source) -> None:
-    """Raise DataError for a record that says its answer is one not to give."""
+    """Raise DataError for a record marked as a bad answer."""
     if source.format == "preference":
         return
     for key in GOOD_ANSWER_KEYS:
@@ -124,8 +124,8 @@ def _refuse_bad_answer(record: dict, source: Source) -> None:
 
 
 def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
-    """The keys of a record, and columns of its table, that have a value and are not read. Raises DataError for a pair
-    of answers."""
+    """List the keys of a record, and columns of its table, that have a value and are not read. Raises DataError for a
+    pair of answers."""
     known, found = source.read_keys, source.unread_columns
     if not record.keys() <= known:
         found += tuple(key for key in record if key not in known and record[key] not in EMPTY)
@@ -138,7 +138,7 @@ def unread_keys(record: dict, source: Source) -> tuple[str, ...]:
 
 
 def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mark], dict[str, list]]:
-    """Messages, their marks, and the images and videos that the record lists."""
+    """Return the messages, their marks, and the images and videos that the record lists."""
     columns = source.columns
     _, turns = field_of(record, columns.turns)
     if not is_turn_list(turns):
@@ -191,7 +191,7 @@ def _add_calls(answer: Message, message: Message, i: int) -> None:
 def _settle_unmarked(messages: list[Message], marks: list[Mark], named: dict[str, list], source: Source) -> str:
     """Apply --on_unmarked_image to images without any marks, or marks without any images; return the outcome.
 
-    Raises DataError where the flag says to refuse.
+    Raises DataError if the flag says to refuse.
     """
     choice, images = source.on_unmarked_image, bool(named["image"] or named["video"])
     if bool(marks) == images:
@@ -244,7 +244,7 @@ def _prepend_marks(messages: list[Message], marks: list[Mark], named: dict[str, 
 
 
 def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Iterator[Mark]:
-    """The marks with their images and videos. Raises DataError if the numbers differ."""
+    """Assign images and videos to the marks. Raises DataError if the numbers differ."""
     if named["video"] and not named["image"] and not any(m.kind == "video" and m.value is None for m in marks):
         # LLaVA-NeXT marks videos with <image> as well.
         marks = [mark._replace(kind="video") if mark.value is None else mark for mark in marks]
@@ -267,8 +267,8 @@ def _matched(marks: list[Mark], named: dict[str, list], source: Source) -> Itera
 
 
 def _in_order(values: list, marks: list[Mark]) -> list:
-    """The record's images or videos in the order of the marks for them. Raises DataError for indices that don't name
-    each of them once."""
+    """Order the record's images or videos by the indices of their marks. Raises DataError unless the indices name each
+    exactly once."""
     if not any([mark.index is not None for mark in marks]):
         return values
     indices = [mark.index for mark in marks]

@@ -1,4 +1,4 @@
-"""Selection of a source's records by a sampling strategy and a weight, in the file's order."""
+"""Select a source's records by a sampling strategy and a weight, in the file's order."""
 
 import math
 import random
@@ -24,7 +24,7 @@ _STRATEGY = re.compile(r"(first|end|random):(\d{1,12})(\.\d{1,6})?(%?)")
 class Selection:
     """A sampling strategy, and a weight that repeats its records.
 
-    strategy: all, first, end or random; number of records, or share of them (rounded up), as in LLaVA-NeXT; weight: 2
+    strategy: all, first, end or random; number: of records; share: of records (rounded up), as in LLaVA-NeXT; weight: 2
     takes everything twice, 1/2 a random half (rounded up), 5/2 everything twice and a random half once more.
     """
 
@@ -35,7 +35,7 @@ class Selection:
     seed: int = DEFAULT_SEED
 
     def describe(self) -> str:
-        """A text for a person; empty if every record is taken once."""
+        """Describe the selection for a person; empty if every record is taken once."""
         parts = []
         if self.strategy != "all":
             amount = f"{self.number:,}" if self.share is None else f"{float(self.share * 100):g}%"
@@ -56,9 +56,9 @@ class Selection:
         return min(wanted, num_records)
 
     def apply(self, read: Callable[[], Iterator[T]], count: Callable[[], int]) -> Iterator[T]:
-        """The selected records of `read`. `count` is called if their number is needed.
+        """Yield the selected records of `read`. `count` is called only if the number of records is needed.
 
-        Nothing is held in memory: a repetition reads again, a random choice decides record by record.
+        Nothing is held in memory: a repetition reads again, and a random choice decides record by record.
         """
         if self.weight == 1 and self.strategy == "all":
             return read()
@@ -84,7 +84,7 @@ class Selection:
 
 
 def _random(items: Iterable[T], num_items: int, num_wanted: int, seed: str) -> Iterator[T]:
-    """num_wanted of the items, every subset equally likely, in their order. Source: Knuth's algorithm S."""
+    """Choose num_wanted items in order, every subset equally likely. Source: Knuth's algorithm S."""
     generator = random.Random(seed)  # a text as seed gives the same in every process
     for left, item in zip(range(num_items, 0, -1), items):
         if generator.random() * left < num_wanted:
@@ -93,7 +93,7 @@ def _random(items: Iterable[T], num_items: int, num_wanted: int, seed: str) -> I
 
 
 def parse_selection(strategy: object = "all", weight: object = 1, seed: object = DEFAULT_SEED) -> Selection:
-    """A selection from a mixture's values. Raises ConfigError."""
+    """Parse a mixture's values. Raises ConfigError."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ConfigError(f"seed is {short(seed)}, expected an integer")
     number_like = isinstance(weight, (int, float)) and not isinstance(weight, bool)

@@ -1,4 +1,4 @@
-"""A source of records: its files, their format, and reading them."""
+"""A source of records: its files, their format, and how to read them."""
 
 import functools
 import json
@@ -28,18 +28,17 @@ FORMATS = {
     "caption": "captions",
     "preference": "preferences",
 }
-MAX_FIRST_CHARS = 8 << 20  # of the first records, which are in memory
-SPOOLED_KINDS = ("parquet", "datasets")  # whose records may hold images as bytes
+MAX_FIRST_CHARS = 8 << 20  # characters of the first records, held in memory
+SPOOLED_KINDS = ("parquet", "datasets")  # kinds whose records may hold images as bytes
 
 
 @dataclass(frozen=True)
 class Source:
-    """Records of one format. Small and picklable: workers get it with every task.
+    """Records of one format. Small and picklable: workers receive it with every task.
 
-    files: all files whose contents count; spool: the folder for embedded images; slices_of: the spools and tars that
-    references in records may name; seen: pairs of a field and its name in the first records; bbox_type: coordinates of
-    boxes, where a record doesn't say it; note: on the choice of files, for a person; unread_columns: of a table, which
-    its records don't have.
+    files: all files whose contents count; spool: folder for embedded images; slices_of: spools and tars that references
+    in records may name; seen: (field, name) pairs in the first records; bbox_type: coordinates of boxes, for records
+    without one; note: on the choice of files, for a person; unread_columns: table columns omitted from its records.
     """
 
     path: str
@@ -72,14 +71,14 @@ class Source:
         return names.union(RECORD_WEIGHT_KEYS, (TOOLS, TEMPLATE_KWARGS))
 
     def read(self) -> Iterator[RawRecord]:
-        """The selected records in the files' order, the same in every process.
+        """Yield the selected records in the files' order, the same in every process.
 
         Only one record, or one batch of a table, is in memory. Raises DataError if a file can't be read.
         """
         return self.selection.apply(self._records, self.count)
 
     def count(self) -> int:
-        """Number of records in the files, before any selection. Reads them, unless they are tables."""
+        """Count the records in the files, before any selection. Reads the files unless they are tables."""
         if self.kind == "parquet":
             return sum(map(num_parquet_rows, self.files))
         if self.kind == "datasets":
@@ -87,7 +86,7 @@ class Source:
         return sum(1 for _ in self._rows())
 
     def describe(self) -> str:
-        """One line on the files, the format and the names of fields."""
+        """Describe the files, the format and the names of fields in one line."""
         files = len(self._names())
         line = f"{self.path}: {FORMATS[self.format]} in {KINDS[self.kind]}"
         line += f" of {files:,} files" if files > 1 else ""
@@ -106,7 +105,7 @@ class Source:
         return line + (f"; taken: {selected}" if selected else "")
 
     def first(self, num_records: int) -> list[RawRecord]:
-        """The first records without embedded images; fewer if they are long."""
+        """Read the first records without embedded images; fewer if they are long."""
         rows, names = islice(self._parse(ImageStore(_Nowhere(), "")), num_records), self._names()
         found: list[RawRecord] = []
         left = MAX_FIRST_CHARS
@@ -133,7 +132,7 @@ class Source:
         return self._parse(None)
 
     def _parse(self, store: ImageStore | None) -> Iterator[Row]:
-        """Rows from the files; `store` takes the images inside tables."""
+        """Yield rows from the files; `store` receives the images inside tables."""
         with read_errors(self.path):
             yield from self._parsed(store)
 
@@ -172,13 +171,13 @@ class Source:
 
 
 def short_names(paths: list[str]) -> list[str]:
-    """A different name for each data source: its file's name, with as many folders as tell them apart."""
+    """Unique short names of data sources: the file's name, with as many folders as needed."""
     parts, stems = [Path(path).parts for path in paths], [Path(path).stem for path in paths]
     for depth in range(max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts] if depth else stems
         if len(set(names)) == len(names):
             return names
-    # The same file several times, for different parts of it.
+    # The same file several times, for different parts.
     return [f"{path} ({paths[: i + 1].count(path)})" if paths.count(path) > 1 else path for i, path in enumerate(paths)]
 
 

@@ -1,7 +1,7 @@
 """Splits of a folder's data files, by the rules of `datasets`: README.md's configs, or names of files and folders.
 
-Where its rules leave a file out beside a split that they find, or take all files for "train" though some are named like
-another split (testmini, Val), such files are a split of their own here, so that none is trained on unasked.
+`datasets` may leave a file out although it finds another split, or take all files for "train" although some are named
+like another split (testmini, Val). Here such files form separate splits, so that none is trained on unintentionally.
 """
 
 import itertools
@@ -15,27 +15,28 @@ from llava_ds.files.places import is_file, join, open_data, relative_to
 
 TRAIN = "train"
 MAX_README_BYTES = 4 << 20
-# Names of splits that datasets has no keyword for, and what people write before or behind its keywords.
+# Names of splits that datasets has no keyword for, and common prefixes and suffixes of its keywords.
 HELD_OUT = ("holdout", "heldout", "validate", "benchmark")
 AFFIXES = (
     "", "a", "b", "c", "mini", "small", "tiny", "full", "set", "split", "std", "public", "private", "hard", "all",
 )  # fmt: skip
 
 _WORDS = re.compile(r"[A-Za-z]+")
-_MAYBE_OTHER = re.compile("val|test|dev|eval|h[oe]ld", re.IGNORECASE)  # in the name of an only file: look closer
+_MAYBE_OTHER = re.compile("val|test|dev|eval|h[oe]ld", re.IGNORECASE)  # in the name of a folder's only file: examine it
 _SHARD = re.compile(r"^(.*?)[-._ ]*\d*(?:[-._ ]+of[-._ ]+\d+)?(?:\.[^.]*)?$")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The files of a split, and a note for the line about the source, "" if there is nothing to say."""
+    """The files of a split, and a note for the line about the source ("" if none)."""
 
     files: tuple[str, ...]
     note: str = ""
 
 
 def choose_files(folder: str, files: list[str], split: str | None) -> Chosen:
-    """The files of the split, or of the only one. Raises ConfigError where one has to be named, or isn't there."""
+    """Choose the files of the split, or of the only split. Raises ConfigError if a split must be named, or doesn't
+    exist."""
     names = {relative_to(file, folder): file for file in files}
     splits, read_by = _splits(folder, list(names), split)
     found = " and ".join(f"{each!r} ({_some(part)})" for each, part in splits.items())
@@ -65,7 +66,7 @@ def choose_files(folder: str, files: list[str], split: str | None) -> Chosen:
 
 
 def _known_split(split: str | None, splits: Iterable[str]) -> str | None:
-    """A split's name by one of its keywords, as val is validation."""
+    """Resolve a keyword to its split's name, such as val to validation."""
     if split is None or split in splits:
         return split
     from datasets.data_files import SPLIT_KEYWORDS
@@ -74,7 +75,7 @@ def _known_split(split: str | None, splits: Iterable[str]) -> str | None:
 
 
 def _splits(folder: str, names: list[str], split: str | None) -> tuple[dict[str, list[str]], list[str]]:
-    """Sorted names of files by split, and notes on how they were found."""
+    """Group sorted names of files by split, with notes on how the splits were found."""
     configs = _configs(folder)
     if configs is not None:
         found = _splits_of_configs(folder, names, configs, split)
@@ -86,7 +87,7 @@ def _splits(folder: str, names: list[str], split: str | None) -> tuple[dict[str,
 
 
 def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """Relative names of files by the split that they are named after, "train" first, then names with that word."""
+    """Group relative file names by the split in their names: "train" first, then names with that word."""
     names = sorted(names)
     from datasets.data_files import SPLIT_PATTERN_SHARDED  # imports pandas: only for folders of several files
 
@@ -95,7 +96,7 @@ def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
     shards = [sharded.match(os.path.basename(name)) for name in names]
     if all(shards):  # train-00000-of-00002.parquet, in whatever folder
         return _grouped(names, [shard["split"] for shard in shards])
-    lower = {name.lower(): name for name in names}  # Train and VAL are splits, too
+    lower = {name.lower(): name for name in names}  # Train and VAL are splits as well
     known = lower if len(lower) == len(names) else {name: name for name in names}
     found = _by_patterns(list(known))
     if found is None:
@@ -105,7 +106,7 @@ def splits_of_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
-    """Names by split, without those that no pattern of datasets matches; None where only "all" matches."""
+    """Group names by split, without names that match no pattern of datasets; None if only "all" matches."""
     from datasets.data_files import DEFAULT_PATTERNS_ALL, _get_data_files_patterns
 
     def resolve(pattern: str) -> list[str]:
@@ -130,10 +131,11 @@ def _by_patterns(names: list[str]) -> dict[str, list[str]] | None:
 
 
 def _splits_by_words(names: list[str]) -> list[str]:
-    """The split of each name, of names that no pattern of datasets tells apart: "train", if nothing speaks against it.
+    """Find the split of each name when no pattern of datasets separates them: "train" by default.
 
-    Beside a name with a word such as mytrain, one with a word such as mytest is a split of its own; so are names that
-    differ in a keyword alone (myval, mytest), and those of _split_word. finetune beside pretrain has no such word.
+    If some name has a word such as mytrain, a name with a word such as mytest is a separate split. So are names that
+    differ only in a keyword (myval, mytest), and those found by _split_word. finetune next to pretrain has no such
+    word.
     """
     from datasets.data_files import SPLIT_KEYWORDS
 
@@ -159,7 +161,8 @@ def _no_ending(name: str) -> str:
 
 
 def _split_word(stem: str) -> str | None:
-    """The word in a path that is a keyword of a split with an affix, such as testmini, or is in HELD_OUT; else None."""
+    """Find a word in a path that is a split keyword with an affix, such as testmini, or is in HELD_OUT; otherwise
+    None."""
     from datasets.data_files import SPLIT_KEYWORDS
 
     keywords = "|".join(keyword for keywords in SPLIT_KEYWORDS.values() for keyword in keywords)
@@ -169,7 +172,7 @@ def _split_word(stem: str) -> str | None:
 
 
 def _name_others(names: list[str], splits: list[str | None]) -> list[str]:
-    """The splits, with a name for those that are None: that of a file or folder which no file of a split has."""
+    """Replace None in splits by the name of a file or folder that no file of a known split shares."""
     taken = {_own_name(part) for name, split in zip(names, splits) if split is not None for part in name.split("/")}
     parts = [[_own_name(part) for part in reversed(name.split("/"))] for name in names]
     return [split or next((part for part in each if part not in taken), each[0]) for split, each in zip(splits, parts)]
@@ -190,7 +193,7 @@ def _grouped(names: list[str], splits: list[str]) -> dict[str, list[str]]:
 
 
 def _configs(folder: str) -> dict[str, dict] | None:
-    """The configs of a hub's clone by name, of those that README.md says: the default one, or all; None without any."""
+    """Read a hub clone's configs from README.md, by name and with the default one first; None without any."""
     path = join(folder, "README.md")
     if not is_file(path):
         return None
@@ -214,8 +217,8 @@ def _configs(folder: str) -> dict[str, dict] | None:
 def _splits_of_configs(
     folder: str, names: list[str], configs: dict[str, dict], split: str | None
 ) -> tuple[dict[str, list[str]], list[str]] | None:
-    """Names by split as README.md has them, and a note; None where its patterns match none of the files. Raises
-    ConfigError where several configs could be meant, none of which is the default one."""
+    """Group names by split as in README.md, with a note; None if its patterns match no file. Raises ConfigError if
+    several configs are possible and none is the default."""
     from datasets.utils.metadata import MetadataConfigs
 
     default = MetadataConfigs(configs).get_default_config_name()
@@ -233,7 +236,7 @@ def _splits_of_configs(
 
 
 def _files_of_config(config: dict, names: list[str]) -> dict[str, list[str]]:
-    """Sorted names by split."""
+    """Group sorted names by split."""
     from datasets.data_files import sanitize_patterns
 
     inside = str(config.get("data_dir") or "").strip("/")
@@ -248,7 +251,7 @@ def _files_of_config(config: dict, names: list[str]) -> dict[str, list[str]]:
 
 
 def _which_config(folder: str, names: list[str], found: dict[str, dict[str, list[str]]]) -> str:
-    """A message that asks for the files of one config."""
+    """Message asking the user to name the files of one config."""
     shown = ", ".join(map(repr, [*found][:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     first = next(iter(found))
     part = next(iter(found[first].values()))
@@ -275,7 +278,7 @@ def _regex(pattern: str) -> str:
 
 
 def _pattern_for(part: list[str], names: list[str]) -> str | None:
-    """A pattern that matches these files and no other one; None if no simple one does."""
+    """A pattern that matches exactly these files; None if no simple one does."""
     ending = os.path.splitext(part[0])[1]
     stems = [_no_ending(name) for name in part]
     bases = [os.path.basename(stem) for stem in stems]

@@ -1,4 +1,4 @@
-"""Reading of tables (parquet files, saved `datasets` folders and CSV) in small batches."""
+"""Read tables (parquet files, saved `datasets` folders and CSV) in small batches."""
 
 import contextlib
 import csv
@@ -30,32 +30,32 @@ from llava_ds.files.urls import is_remote
 if TYPE_CHECKING:
     import datasets
 
-BATCH_ROWS = 32  # of images of some 100 kB each: a few MB at a time
+BATCH_ROWS = 32  # rows with images of some 100 kB each: a few MB at a time
 READ_BYTES = 1 << 20
-MAX_HEADER_CHARS = 1 << 20  # of the line with the names of a CSV's columns
+MAX_HEADER_CHARS = 1 << 20  # longest line of a CSV's column names
 
 _TOO_MANY_CELLS = "has {} cells, and the header names {}: a text with the separator in it has to be in quotes"
 
 
 def parquet_columns(path: str) -> list[str]:
-    """The column names of a parquet file. Raises DataError if it is none."""
+    """Column names of a parquet file. Raises DataError if it is not parquet."""
     return parquet_schema(path).names
 
 
 def parquet_schema(path: str) -> pyarrow.Schema:
-    """Names and types of the columns of a parquet file. Raises DataError if it is none."""
+    """Names and types of the columns of a parquet file. Raises DataError if it is not parquet."""
     return _open_parquet(path).schema_arrow
 
 
 def byte_columns(schema: pyarrow.Schema) -> list[str]:
-    """The columns of a table that hold files as bytes: images, sounds or videos, one or a list of them in a cell."""
+    """Columns of a table that hold files as bytes: images, sounds or videos, one or a list in each cell."""
     return [field.name for field in schema if _holds_bytes(field.type)]
 
 
 def first_names(folder_or_file: str, columns: Columns) -> list[dict]:
-    """The first rows of those columns of a table that are not read and hold texts or numbers, or lists of them.
+    """Read the first rows of a table's unread columns that hold texts or numbers, or lists of those.
 
-    Raises DataError where they can't be read.
+    Raises DataError if they can't be read.
     """
     saved = None if folder_or_file.endswith(".parquet") else open_saved(folder_or_file)
     schema = parquet_schema(folder_or_file) if saved is None else saved.data.schema
@@ -91,7 +91,7 @@ def num_parquet_rows(path: str) -> int:
 
 
 def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """The rows of parquet files as records, with known columns only. Images go to the store."""
+    """Yield the rows of parquet files as records, with known columns only. Images go to the store."""
     for number, path in enumerate(files):
         table = _open_parquet(path)
         names = read_columns(table.schema_arrow.names, columns)
@@ -101,15 +101,15 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) ->
                 for record in batch.to_pylist():
                     line += 1
                     yield number, line, _as_text(record, columns, store)
-        except ConfigError:  # of the store
+        except ConfigError:  # from the store
             raise
         except Exception as error:  # damaged data can raise anything in Arrow and Python
             raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
 
 
 def open_saved(folder: str) -> "datasets.Dataset":
-    """Open a folder that `save_to_disk` wrote; of several splits, "train". Raises DataError or ConfigError."""
-    import datasets  # with pandas, half a second of every start: only for who has such a folder
+    """Open a folder written by `save_to_disk`; with several splits, "train". Raises DataError or ConfigError."""
+    import datasets  # imports pandas, half a second of every start: only for such folders
 
     try:
         opened = datasets.load_from_disk(folder)
@@ -126,7 +126,7 @@ def open_saved(folder: str) -> "datasets.Dataset":
 
 
 def saved_splits(folder: str) -> list[str]:
-    """The splits of a folder that `save_to_disk` wrote; none for one without splits."""
+    """List the splits of a folder written by `save_to_disk`; empty for a folder without splits."""
     path = os.path.join(folder, "dataset_dict.json")
     if not os.path.isfile(path):
         return []
@@ -138,13 +138,13 @@ def saved_splits(folder: str) -> list[str]:
 
 
 def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row]:
-    """The rows of a saved `datasets` folder as records. Images go to the store, undecoded."""
+    """Yield the rows of a saved `datasets` folder as records. Images go to the store, undecoded."""
     saved = open_saved(folder)
     saved = saved.select_columns(read_columns(saved.column_names, columns)).with_format("arrow")
     line = 0
     try:
         for table in saved.iter(batch_size=BATCH_ROWS):
-            table.validate(full=True)  # damaged offsets would lead outside of it
+            table.validate(full=True)  # damaged offsets would point outside the table
             for record in table.to_pylist():
                 line += 1
                 yield 0, line, _as_text(record, columns, store)
@@ -155,9 +155,9 @@ def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row
 
 
 def read_csv(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
-    """Line and text of every row of a CSV or TSV file with a header line. Cells without text are left out.
+    """Yield line and text of every row of a CSV or TSV file with a header line. Empty cells are omitted.
 
-    Images may be a JSON list. A row with more cells than the header is rejected: its text has a comma without quotes.
+    Images may be a JSON list. A row with more cells than the header is rejected: its text has an unquoted comma.
     """
     limit = csv.field_size_limit(MAX_RECORD_CHARS)
     line = 1
@@ -180,16 +180,16 @@ def read_csv(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
 
 
 def csv_columns(path: str) -> list[str]:
-    """The column names of a CSV or TSV file. Raises DataError without any, or if one is there twice."""
+    """Column names of a CSV or TSV file. Raises DataError for no names or repeated names."""
     with _open_csv(path) as (names, _):
         return names
 
 
 @contextlib.contextmanager
 def _open_csv(path: str) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
-    """The names in the header line, and a reader of the other lines.
+    """Yield the names in the header line, and a reader of the other lines.
 
-    The separator is the comma, or in a header without commas a tab or a semicolon, as spreadsheets write them.
+    The separator is the comma, or for a header without commas a tab or a semicolon, as spreadsheets write them.
     """
     with io.TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header = file.readline(MAX_HEADER_CHARS)
@@ -206,7 +206,7 @@ def _open_csv(path: str) -> Iterator[tuple[list[str], Iterator[list[str]]]]:
 
 
 def _listed(cell: str) -> object:
-    """A JSON list of paths in a cell; any other cell unchanged."""
+    """Parse a JSON list of paths in a cell; other cells are returned unchanged."""
     if not cell.startswith("["):
         return cell
     try:
@@ -226,7 +226,7 @@ def _open_parquet(path: str) -> pyarrow.parquet.ParquetFile:
 
 
 def read_columns(names: Sequence[str], columns: Columns) -> list[str]:
-    """The columns of a table that its records have."""
+    """Columns of a table that are read into its records."""
     refused = (*GOOD_ANSWER_KEYS, REJECTED_IMAGES, *Columns().chosen)
     known = {*columns.all(), *RECORD_WEIGHT_KEYS, "kind", OBJECTS, TEMPLATE_KWARGS, TOOLS, *refused}
     return [name for name in names if name in known]
@@ -245,7 +245,7 @@ def _as_text(record: dict, columns: Columns, store: ImageStore) -> str:
 
 
 def _without_nulls(value: object) -> object:
-    """The value without the keys of its objects whose value is null: a table gives every key of a struct."""
+    """Remove null values from objects: a table gives every key of a struct."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

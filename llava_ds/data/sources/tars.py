@@ -1,7 +1,7 @@
-"""WebDataset shards: tars whose members with the same key are one record. Images are read in place, as slices.
+"""WebDataset shards: tars whose members with the same key form one record. Images are read in place, as slices.
 
-A key ends at the first dot of a name, as in WebDataset. Where members with one key have several texts (img_0.5.txt and
-img_0.75.txt), and each image is named after one of them, every text is a record: its key ends at the last dot.
+A key ends at the first dot of a name, as in WebDataset. If members with one key include several texts (img_0.5.txt and
+img_0.75.txt) and each image is named after one of the texts, every text is a record, and keys end at the last dot.
 """
 
 import json
@@ -16,22 +16,22 @@ from llava_ds.data.sources.embedded import embed, reference, rejected
 from llava_ds.data.sources.options import QUESTIONS, Columns
 from llava_ds.files.places import open_data
 
-MAX_NAME_BYTES = 1 << 20  # of an extended header; real ones have a few hundred
+MAX_NAME_BYTES = 1 << 20  # longest extended header; real ones have a few hundred
 MAX_TEXT_BYTES = 32 << 20
 
 TEXT_SUFFIXES = ("json", "txt")
 CLASS_SUFFIX = "cls"
-NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields that the only text of a record can't be learned from
+NO_CAPTIONS = (*QUESTIONS, "system", "history")  # fields from which a record's only text can't be learned
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "jp2", "avif", "jfif")
 VIDEO_SUFFIXES = ("mp4", "avi", "mkv", "mov", "webm", "m4v", "mpg", "mpeg", "flv", "wmv", "ts")
 MEDIA_SUFFIXES = frozenset((*IMAGE_SUFFIXES, *VIDEO_SUFFIXES))
 
 
 class Member(NamedTuple):
-    """A file in a tar: its name, its number (from 1), and the place of its bytes.
+    """A file in a tar: its name, its index (from 1), and the location of its bytes.
 
-    key: the name up to the first dot behind the last slash, which members of one record share; stem: up to its last
-    dot; suffix: what is behind it, in lower case.
+    key: the name up to the first dot after the last slash, shared by the members of one record; stem: the name up to
+    its last dot; suffix: the rest, in lower case.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Member(NamedTuple):
 
 
 def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
-    """The regular files of a tar, in order (ustar, GNU and pax names).
+    """Yield the regular files of a tar, in order (ustar, GNU and pax names).
 
-    Raises DataError for a compressed tar and, with the position, for one that is damaged or has no end mark, as after a
-    download that stopped between two members.
+    Raises DataError for a compressed tar and, with the position, for a damaged tar or one without an end mark, as after
+    an interrupted download.
     """
     if file.read(2) == b"\x1f\x8b":
         raise DataError(f"{path} is compressed: unpack it to a plain .tar, because images are read in place")
@@ -63,7 +63,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
     try:
         with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header, encoding="utf-8") as archive:
             while (header := archive.next()) is not None:
-                archive.members.clear()  # a kilobyte for each
+                archive.members.clear()  # each takes a kilobyte
                 _check_place(header, size, path)
                 offset = archive.offset
                 if header.isreg():
@@ -83,7 +83,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
 
 
 def _check_place(header: tarfile.TarInfo, size: int, path: str) -> None:
-    """Raise DataError for a member whose bytes are not one slice of the file of so many bytes."""
+    """Raise DataError unless a member's bytes are one slice of the file. size: of the file in bytes."""
     place = header.offset_data - tarfile.BLOCKSIZE
     if header.issparse():
         raise DataError(f"{path}: the member at byte {place} is sparse: pack it without --sparse")
@@ -94,7 +94,7 @@ def _check_place(header: tarfile.TarInfo, size: int, path: str) -> None:
 
 
 class _Header(tarfile.TarInfo):
-    """tarfile's, which would read extended headers of any size into memory."""
+    """tarfile's TarInfo with a limit: the original reads extended headers of any size into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in b"xgXLK" and not 0 <= self.size <= MAX_NAME_BYTES:
@@ -103,11 +103,11 @@ class _Header(tarfile.TarInfo):
 
 
 def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
-    """Member number and text of every record of a shard, in the order of their first members."""
+    """Yield member number and text of every record of a shard, in the order of their first members."""
     with open_data(path) as file:
         groups: dict[str, list[Member]] = {}
         for member in read_members(file, path):
-            if member.key and member.key[-1] != "/":  # a hidden file, such as macOS adds, has none
+            if member.key and member.key[-1] != "/":  # hidden files, such as macOS adds, have no key
                 groups.setdefault(member.key, []).append(member)
         for key, members in groups.items():
             for own_key, group in records_of(key, members, columns):
@@ -115,7 +115,7 @@ def read_shard(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
 
 
 def records_of(key: str, members: list[Member], columns: Columns) -> list[tuple[str, list[Member]]]:
-    """Key and members of the records that share a key up to the first dot: usually one."""
+    """Key and members of the records that share a key up to the first dot: usually one record."""
     stem = members[0].stem
     if all(member.stem == stem for member in members):
         return [(key if stem == key or _field_in(stem, key, columns) else stem, members)]
@@ -134,7 +134,7 @@ def _is_under(stem: str, text: str) -> bool:
 
 
 def _field_in(stem: str, key: str, columns: Columns) -> str:
-    """The field that a member's name has behind its key, as key.conversations.json; "" for none."""
+    """Field between a member's key and suffix, as in key.conversations.json; "" for none."""
     if stem == key:
         return ""
     inner = stem[len(key) + 1 :]
@@ -142,7 +142,7 @@ def _field_in(stem: str, key: str, columns: Columns) -> str:
 
 
 def shard_contents(path: str) -> Iterator[bytes]:
-    """The contents of a shard that its hash covers: names, sizes and texts of members, but no pixels."""
+    """Yield the contents covered by a shard's hash: names, sizes and texts of members, but no pixels."""
     with open_data(path) as file:
         for member in read_members(file, path):
             yield json.dumps([member.name, member.num_bytes]).encode()
@@ -186,7 +186,8 @@ def _as_text(key: str, group: list[Member], columns: Columns, file: BinaryIO, pa
 
 
 def _record_of(key: str, texts: list[Member], columns: Columns, file: BinaryIO) -> dict:
-    """The record in the .json and .txt members of a key. Raises DataError, and ValueError for no JSON or UTF-8."""
+    """Read the record from the .json and .txt members of a key. Raises DataError, and ValueError for invalid JSON or
+    UTF-8."""
     fields = [_field_in(member.stem, key, columns) for member in texts]
     if len(texts) == 1:
         if texts[0].suffix == "txt" and fields[0] not in NO_CAPTIONS:
@@ -212,7 +213,7 @@ def _record_of(key: str, texts: list[Member], columns: Columns, file: BinaryIO) 
 
 
 def _add_caption(record: dict, caption: str, columns: Columns) -> None:
-    """Give a record the text of its .txt member. Of two captions that differ the user has to name one."""
+    """Add the text of a .txt member to a record. If it differs from another caption, the user must name one."""
     if "txt" in columns.text:
         record["txt"] = caption
         return
@@ -227,14 +228,15 @@ def _add_caption(record: dict, caption: str, columns: Columns) -> None:
 
 
 def _natural(member: Member) -> tuple[list[object], str]:
-    """A key to sort names with numbers: img2 before img10."""
+    """Sort key for names with numbers: img2 before img10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", member.stem)], member.name
 
 
 def _name_members(
     record: dict, names: tuple[str, ...], members: list[Member], resolve: Callable[[object], object]
 ) -> None:
-    """Let a record name its image members if it names none, or as many by other names, from before the packing."""
+    """Name a record's image members in it, if it names none, or names as many by other names (from before the
+    packing)."""
     for name in names:
         value = record.get(name)
         if value is None:
@@ -249,7 +251,7 @@ def _name_members(
 
 
 def _resolver(key: str, group: list[Member], path: str) -> Callable[[object], object]:
-    """A function from the name of a member (in full, without folder or without key) to its slice."""
+    """Build a function from a member's name (in full, without folder or without key) to its slice."""
     known: dict[str, Member] = {}
     for member in group:
         base = member.name.rpartition("/")[2]

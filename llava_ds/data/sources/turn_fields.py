@@ -1,4 +1,4 @@
-"""Fields of a turn beside its role and content: a thought, tool calls, the weight of the loss."""
+"""Fields of a turn besides its role and content: a thought, tool calls, the weight of the loss."""
 
 import json
 import re
@@ -13,11 +13,11 @@ from llava_ds.data.special_tokens import LITERAL_IMAGE
 
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 THOUGHT_PARTS = ("thinking", "reasoning")  # types of parts
-SWITCHES = ("train", "training", "trainable", "loss_mask")  # of those keys of weights that are no measures elsewhere
+SWITCHES = ("train", "training", "trainable", "loss_mask")  # weight keys that never mean anything else
 CALL_KEYS = ("tool_calls", "function_call")
-MAX_WEIGHT = 1_000  # of the loss: more is a mistake, and float32 ends at 3e38
-# Keys that public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT's) have beside a turn's text, which say
-# where it comes from and can't change what is learned of it. kind: read where answers are scored.
+MAX_WEIGHT = 1_000  # loss weight: more is a mistake, and float32 ends at 3e38
+# Keys of turns in public data sets (WildChat, OpenAssistant, the Cauldron, ShareGPT) that give their origin and don't
+# affect learning. kind: read for scored answers.
 IGNORED_KEYS = (
     "id", "index", "turn", "turn_id", "turn_identifier", "message_id", "uuid", "parent_id", "source", "timestamp",
     "created_at", "language", "country", "hashed_ip", "header", "redacted", "toxic", "state", "model", "num_tokens",
@@ -39,8 +39,8 @@ def refuse_unknown_keys(turn: dict, i: int) -> None:
 
 
 def read_fields(role: str, content: str | list, turn: dict, i: int) -> tuple[Message, str | list]:
-    """A message with all that a turn's fields say but its text and weight, and its content without a thought. role: of
-    Message. Raises DataError."""
+    """Read a turn's fields, except its text and weight, into a message. Also returns the content without thoughts.
+    role: as in Message. Raises DataError."""
     refuse_unknown_keys(turn, i)
     thought, content = _thought(turn, content, i)
     calls = [call for key in CALL_KEYS if turn.get(key) not in EMPTY for call in read_calls(turn[key], i)]
@@ -52,8 +52,8 @@ def read_fields(role: str, content: str | list, turn: dict, i: int) -> tuple[Mes
 
 
 def read_call(text: str, turn: dict, i: int) -> Message:
-    """An answer without a text, from a turn whose content is the JSON of one call or a list of calls, perhaps with a
-    thought before it."""
+    """Read an answer without text from a turn whose content is the JSON of one or more calls, possibly after a
+    thought."""
     found = _LEADING_THOUGHT.match(text)
     thought, text = (found[1].strip("\n"), found[2]) if found else (None, text)
     rest = {key: value for key, value in turn.items() if key not in ("value", "content")}
@@ -67,12 +67,12 @@ def read_call(text: str, turn: dict, i: int) -> Message:
 
 
 def join_calls(one: str, other: str) -> str:
-    """The calls of two answers, as Message.tool_calls has them."""
+    """Concatenate the calls of two answers in the form of Message.tool_calls."""
     return json.dumps([call for calls in (one, other) if calls for call in json.loads(calls)], ensure_ascii=False)
 
 
 def to_json(values: Sequence[object]) -> str:
-    """Calls or tools as JSON, "" for none. Marks of images in them are words."""
+    """Serialize calls or tools to JSON, "" for none. Image marks inside become plain text."""
     if not values:
         return ""
     text = json.dumps(values, ensure_ascii=False)
@@ -80,12 +80,13 @@ def to_json(values: Sequence[object]) -> str:
 
 
 def _as_words(text: str | None) -> str | None:
-    """The text with the characters <image> in place of marks."""
+    """Replace image marks by the characters <image>."""
     return text and text.replace(IMAGE_TOKEN, LITERAL_IMAGE)
 
 
 def read_calls(value: object, i: int) -> list[dict]:
-    """Calls in OpenAI's form, with arguments as an object. value: one call or a list, or either as JSON text."""
+    """Normalize calls to OpenAI's form, with arguments as an object. value: one call or a list, or either as JSON
+    text."""
     if isinstance(value, str):
         value = from_json(value, f"turn {i} has {short(value)} for its tool calls")
     calls = value if isinstance(value, list) else [value]
@@ -116,8 +117,8 @@ def _call(call: object, i: int) -> dict:
 
 
 def read_tools(value: object) -> list[dict]:
-    """The tools that a record offers, in OpenAI's form. value: None, a list, or one as JSON text; an item may be JSON
-    text as well, and may leave out {"type": "function", "function": …} around it."""
+    """Normalize a record's tools to OpenAI's form. value: None, a list, or a list as JSON text; an item may be JSON
+    text as well, and may omit {"type": "function", "function": …} around it."""
     if value in EMPTY:
         return []
     found = from_json(value, f"has {short(value)} under 'tools'")
@@ -139,8 +140,8 @@ def _wrapped(tool: dict) -> dict:
 
 
 def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> None:
-    """Set the weight of each message, by the fields of its turn and of its record. Raises DataError where they
-    contradict each other, and for the weight of a question."""
+    """Set the weight of each message from the fields of its turn and record. Raises DataError for contradictory
+    weights, and for the weight of a question."""
     if record.keys().isdisjoint(ANY_RECORD_WEIGHT) and not any([len(turn) > 2 for turn in turns]):
         return
     listed = _listed_weights(record, messages)
@@ -156,10 +157,10 @@ def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> N
 
 
 def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | None]:
-    """The weight of each message by the fields of its record, None where they say none.
+    """Read the weight of each message from the fields of its record, None where they give none.
 
-    A list has an entry for each turn, or for each answer; true or false is for all answers. Raises DataError for a list
-    of another length.
+    A list has an entry per turn, or per answer; true or false applies to all answers. Raises DataError for a list of
+    another length.
     """
     found: list[float | None] = [None] * len(messages)
     answers = [i for i, message in enumerate(messages) if message.role == "gpt"]
@@ -183,8 +184,8 @@ def _listed_weights(record: dict, messages: Sequence[Message]) -> list[float | N
 
 
 def gives_weights(key: str, value: object) -> bool:
-    """True for a value under a key of RECORD_WEIGHT_KEYS that is read: a list, perhaps as JSON text, or a switch for
-    all answers. Another number under a name such as "loss" may be anything, and is listed as not read."""
+    """True if the value of a key of RECORD_WEIGHT_KEYS is read as weights: a list, perhaps as JSON text, or a switch
+    for all answers. Other numbers under names such as "loss" may mean anything, and are listed as not read."""
     if isinstance(value, str):
         return value.startswith("[")
     if isinstance(value, list):
@@ -193,7 +194,7 @@ def gives_weights(key: str, value: object) -> bool:
 
 
 def _agreed_weight(weights: list[float], i: int) -> float | None:
-    """The weight that all fields say; None without one."""
+    """The weight if all fields agree; None without one."""
     if len(set(weights)) > 1:
         raise DataError(
             f"turn {i} has the weights {' and '.join(f'{each:g}' for each in weights)}, which contradict each other"
@@ -210,7 +211,7 @@ def _weight(value: object, where: str, key: str) -> float:
 
 
 def _thought(turn: dict, content: str | list, i: int) -> tuple[str | None, str | list]:
-    """The thought of a turn's fields and of its parts, and the content without these parts."""
+    """Return the thought in a turn's fields or parts, and the content without these parts."""
     found = [turn[key] for key in THOUGHT_KEYS if turn.get(key) not in EMPTY]
     if isinstance(content, list):
         thoughts = [part for part in content if isinstance(part, dict) and part.get("type") in THOUGHT_PARTS]

@@ -1,11 +1,11 @@
-"""Lists of turns in the shapes that tables give them: JSON text, an object of lists, pairs of question and answer."""
+"""Lists of turns in the shapes of tables: JSON text, an object of lists, pairs of question and answer."""
 
 import json
 
 from llava_ds.constants import DataError
 from llava_ds.data.sources.options import short
 
-# Keys of an object that is a question and its answer: the Cauldron's, ms-swift's, and those of plain tables.
+# Keys of an object with a question and its answer, in the Cauldron, ms-swift, and plain tables.
 PAIR_KEYS = (
     ("user", "assistant"),
     ("human", "assistant"),
@@ -20,7 +20,7 @@ ROLE_KEYS = ("from", "role")
 
 
 def as_turns(value: object, name: str) -> list:
-    """The turns under a record's key. Raises DataError that says what is wrong with the value."""
+    """Convert the value of a record's key to turns. Raises DataError with the problem of the value."""
     value = _decoded(value, name)
     if isinstance(value, dict):
         value = _rows(value, name)
@@ -38,7 +38,8 @@ def as_turns(value: object, name: str) -> list:
 
 
 def loose_turns(value: object) -> object:
-    """The list of turns in JSON text or in an object of lists; any other value, such as an answer's text, unchanged."""
+    """Parse a list of turns from JSON text or an object of lists; other values, such as an answer's text, are returned
+    unchanged."""
     found = value
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
@@ -75,7 +76,7 @@ def _decoded(value: object, name: str) -> object:
 
 
 def _rows(value: dict, name: str) -> list[dict]:
-    """The objects that a table keeps as one object of lists: {"from": [...], "value": [...]}."""
+    """Convert a table's object of lists, {"from": [...], "value": [...]}, to a list of objects."""
     columns = {key: each for key, each in value.items() if each is not None}
     odd = [key for key, each in columns.items() if not isinstance(each, list)]
     if odd or not columns:
@@ -89,7 +90,7 @@ def _rows(value: dict, name: str) -> list[dict]:
 
 
 def _turns_of(value: object, i: int, name: str) -> list:
-    """One turn, or the two of a pair."""
+    """Convert an item to one turn, or to the two turns of a pair."""
     if isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value):
         return [{"from": "human", "value": value[0]}, {"from": "gpt", "value": value[1]}]
     if not isinstance(value, dict):

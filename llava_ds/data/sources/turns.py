@@ -1,4 +1,4 @@
-"""One turn of a record: its role, its text with marks, and the images and videos of its parts."""
+"""Read one turn of a record: its role, its text with marks, and the images and videos of its parts."""
 
 import re
 
@@ -33,17 +33,17 @@ ROLES = {
     "function_call": "call",
     "tool_call": "call",
 }
-_TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA's and ShareGPT's, and OpenAI's
+_TEXT_KEYS = (("from", "value"), ("role", "content"))  # LLaVA and ShareGPT; OpenAI
 
 IMAGE_MARK = Mark("image")
-# A mark in a text, and the backslashes before it: an odd number makes it text, as each pair is one backslash.
+# A mark and the backslashes before it. After an odd number the mark is plain text; each pair is one backslash.
 _MARK = re.compile(rf"(\\*)({IMAGE_TOKEN}|{VIDEO_TOKEN})")
 
 
 def read_turn(turn: object, i: int, marks: list[Mark], has_videos: bool) -> Message:
-    """A message from a turn in the form of LLaVA and ShareGPT, or of OpenAI; adds its marks to the list.
+    """Read a message from a turn in the form of LLaVA and ShareGPT, or of OpenAI; appends its marks to the list.
 
-    Its weight is for turn_fields.weigh. Raises DataError for keys that are not read.
+    turn_fields.weigh sets its weight later. Raises DataError for keys that are not read.
     """
     role = content = None
     if isinstance(turn, dict):
@@ -81,12 +81,12 @@ def read_turn(turn: object, i: int, marks: list[Mark], has_videos: bool) -> Mess
 
 
 def is_call(turn: dict) -> bool:
-    """True for a turn of a role whose content is calls. They belong to the answer before it, as in ms-swift."""
+    """True for a turn whose role marks its content as calls. They belong to the answer before it, as in ms-swift."""
     return ROLES[speaker(turn)] == "call"
 
 
 def _refuse_two_spellings(turn: dict, i: int) -> None:
-    """Raise DataError for a turn that gives its role or its text twice, and not alike."""
+    """Raise DataError for a turn that gives its role or its text twice, with different values."""
     both = [[turn.get(key) for key in pair] for pair in zip(*_TEXT_KEYS)]
     (one, other), texts = both
     roles_differ = None not in (one, other) and ROLES.get(one) != ROLES.get(other)
@@ -95,14 +95,14 @@ def _refuse_two_spellings(turn: dict, i: int) -> None:
 
 
 def marks_videos(named: dict[str, list], source: Source) -> bool:
-    """True if <video> in a record's text is a mark. LLaVA has none: without videos it is text, such as HTML.
+    """True if <video> in a record's text is a mark. LLaVA has no such mark: without videos it is text, such as HTML.
     LLaMA-Factory would count it."""
     return bool(named["video"]) or source.format != "llava"
 
 
 def with_marks(text: str, marks: list[Mark], has_videos: bool) -> str:
-    """The text with every mark as <image>, and without the backslash before a mark that is text; adds the marks to the
-    list. has_videos: <video> is a mark, too."""
+    """Write every mark as <image>, remove the backslash before a mark that is plain text, and append the marks to the
+    list. has_videos: <video> is also a mark."""
     has_videos = has_videos and VIDEO_TOKEN in text
     if "\\<" not in text and not has_videos:
         marks += [IMAGE_MARK] * text.count(IMAGE_TOKEN)
@@ -122,9 +122,10 @@ def with_marks(text: str, marks: list[Mark], has_videos: bool) -> str:
 
 
 def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tuple[str, bool]:
-    """The text of a message in parts, and Message.keeps_spaces: texts in order, and a mark for each image and video.
+    """Join the parts of a message: texts in order, and a mark for each image and video. Also returns
+    Message.keeps_spaces.
 
-    A text with marks of its own is written as LLaVA's are, with every image on a line of its own.
+    A text with marks of its own is written in LLaVA's form, with every image on a separate line.
     """
     pieces: list[str | None] = []
     has_marks = False
@@ -152,7 +153,7 @@ def read_parts(parts: list, i: int, marks: list[Mark], has_videos: bool) -> tupl
 
 
 def _runs(pieces: list[str | None]) -> list[str]:
-    """The texts between images, and the images' marks; no empty text."""
+    """Join the texts between images; drops empty texts."""
     runs = [""]
     for piece in pieces:
         runs += [IMAGE_TOKEN, ""] if piece is None else []
