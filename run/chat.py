@@ -1,8 +1,8 @@
-"""Talk with a model about images: python run/chat.py --image photo.jpg --question "What is this?"
+"""Chat with a model about images: python run/chat.py --image photo.jpg --question "What is this?"
 
-Without --question it is a conversation in the terminal; /help lists the commands, /image shows the model another
-image. With --web it is a page on this machine, with --serve an endpoint for OpenAI's clients on it. On several GPUs:
-deepspeed run/chat.py --engine deepspeed.
+Without --question it is a conversation in the terminal; /help lists the commands, /image shows the model another image.
+--web starts a page on this machine, --serve an endpoint for OpenAI's clients. On several GPUs: deepspeed run/chat.py
+--engine deepspeed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ MOST_REQUESTS = 64  # of --serve
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags. Raises ConfigError."""
+    """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add_engine_flags(parser)
@@ -59,7 +59,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default = getattr(defaults, name)
         add(*spellings, type=number(kind), default=default, help=f"{text} (default: %(default)s)")
     add("--seed", type=number(Seed), help="with a temperature: gives the same answer again; absent: another each time")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher
     args = parser.parse_args(argv)
     check_flags(args)
     parse_engine_options(args)
@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that contradict each other."""
+    """Raise ConfigError for conflicting flags."""
     if args.web and args.serve:
         raise ConfigError("--web and --serve: give one of them, and start the other one beside it, on another --port")
     given = [f"--{name}" for name in ("image", "video", "question") if getattr(args, name)]
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
     if args.web:
         from llava_ds.extensions.infer.web import import_gradio, serve
 
-        import_gradio()  # a missing package is reported before a large model is loaded
+        import_gradio()  # report a missing package before a large model is loaded
     if args.serve:
         from llava_ds.extensions.infer.api import Limits, api_key, check_server_packages, serve_api
 
@@ -138,9 +138,9 @@ def main(argv: list[str]) -> None:
 
 
 def start(options: EngineOptions) -> Ranks | None:
-    """This process's rank among those that share the model; None for a single process."""
+    """Return this process's rank among those that share the model; None for a single process."""
     if options.engine == "deepspeed":
-        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints where answers are printed
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers
             return init_ranks()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--engine hf runs in one process: start it with python, or give --engine deepspeed")

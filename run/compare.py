@@ -1,7 +1,7 @@
 """Compare runs: python run/compare.py OUTPUT_DIR OUTPUT_DIR ...
 
-Prints their numbers and the flags that differ side by side, and writes a page with their curves on common axes. Runs
-that have ended, were killed, or are still running can be compared.
+Prints their numbers and differing flags in columns, and writes a page with their curves on common axes. Runs may be
+finished, killed, or still running.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags. Raises ConfigError."""
+    """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=given_path, help="the --output_dir of each run, two or more")

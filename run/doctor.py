@@ -1,11 +1,10 @@
 """Check that training can start on this machine: python run/doctor.py [--deepspeed_config ds_configs/zero3.json]
 
 Checks versions, devices, compiler, DeepSpeed's operators, network, disks and limits, and lets two ranks communicate.
-Nothing is compiled or downloaded. With a DeepSpeed JSON, also that run/train.py accepts it on this machine, and that
-the machine has what it needs (operators, NVMe).
-A problem keeps training from starting; with a warning it starts, but may be slow or fail later. Each has its remedy.
-
-Exit code: 0 training can start, 1 it can't, 2 the flags can't be used.
+Nothing is compiled or downloaded. With a DeepSpeed JSON, also checks that run/train.py accepts it on this machine, and
+that the machine has everything it needs (operators, NVMe).
+A problem keeps training from starting; after a warning it starts, but may be slow or fail later. Each has its remedy.
+Exit code: 0 training can start, 1 it can't, 2 the flags are invalid.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags. Raises ConfigError."""
+    """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("--deepspeed_config", "--deepspeed", type=given_path, help="DeepSpeed JSON to check, too")
@@ -42,7 +41,7 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.doctor.checks import CHECKS, as_lines, examine
 from llava_ds.extensions.doctor.requirements import PROBLEM, WARNING, Requirements
 
-LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks have a limit of their own
+LIMIT_S = 600  # for a driver or a network disk that does not answer; the ranks have their own limit
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> int:
     output_dir, cache_dir = (Path(os.path.expanduser(path)) for path in (args.output_dir, args.cache_dir))
     required = Requirements(output_dir, cache_dir, config)
 
-    # Prints where it hangs, and exits with 1.
+    # Prints where it hangs, and exits with code 1.
     faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
     findings = []
     checks = tuple(check for check in CHECKS if not (args.no_collective and check.name == "collective"))

@@ -1,8 +1,8 @@
-"""Encode the data of a training run ahead of it: python run/encode.py --model_name_or_path vicuna --data_path my.json
+"""Encode the data of a training run in advance: python run/encode.py --model_name_or_path vicuna --data_path my.json
 
 Takes the data and model flags of run/train.py (others are ignored) and fills --cache_dir, so that training starts at
-once. Needs no GPU. Start it on as many machines as you like, with the same flags and a --cache_dir that all share: they
-share the work. One that is killed may be started again, and goes on with what is there.
+once. Needs no GPU. Start it on any number of machines, with the same flags and a shared --cache_dir: they divide the
+work. A killed one can be started again, and continues.
 """
 
 import sys
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def parse(argv: list[str]) -> "Arguments":
-    """Read the flags. Raises ConfigError."""
-    from llava_ds.config.parsing import parse_arguments, tiny_defaults  # Ctrl-C has to work meanwhile
+    """Parse the flags. Raises ConfigError."""
+    from llava_ds.config.parsing import parse_arguments, tiny_defaults  # Ctrl-C has to work during the import
 
     _, rest = Parser(description=__doc__).parse_known_args(argv)
     return parse_arguments(rest, defaults=tiny_defaults(rest, RECIPES), to_train=False)[0]
@@ -39,7 +39,7 @@ from llava_ds.tiny import default as tiny
 
 
 def main(argv: list[str]) -> None:
-    """Encode the samples that the flags name."""
+    """Encode the samples named by the flags."""
     quiet_libraries()
     args, notes = take_from_model(parse(argv))
     args = tiny.fill_in(args)

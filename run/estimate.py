@@ -1,8 +1,8 @@
 """Estimate memory and speed of training: python run/estimate.py --model llava-v1.5-7b --num_gpus 8 --gpu h100 --speed
 
-Takes the flags of run/train.py (also recipes), and in place of folders a named size or a number of parameters. No
-weights are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows what training would choose,
---speed the time of a step, tokens/s, MFU and what bounds them.
+Takes the flags of run/train.py (also recipes); instead of folders, a named size or a number of parameters. No weights
+are read and no GPU is needed. GB are 10**9 bytes. --deepspeed_config auto shows training's choice, --speed the time of
+a step, tokens/s, MFU and their limits.
 """
 
 import argparse
@@ -32,8 +32,8 @@ SPEED_FLAGS = {
 
 
 def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
-    """Read this script's flags, and those of training. Raises ConfigError."""
-    from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work meanwhile
+    """Parse this script's flags and training's. Raises ConfigError."""
+    from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work during the import
 
     parser = Parser(description=__doc__)
     add_flags(parser.add_argument)
@@ -80,7 +80,7 @@ def add_flags(add: Callable[..., object]) -> None:
 
 
 def problems(own: argparse.Namespace, args: "Arguments") -> list[str]:
-    """Everything that is wrong with the flags, a line each."""
+    """Return a line for every problem with the flags."""
     from llava_ds.config.rules import CHOOSE_DS_CONFIG
 
     model, training = args.model, args.training
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> None:
         own.gpu_memory = gpu.memory
     gpu_memory = None if own.gpu_memory is None else own.gpu_memory * GB
     devices = Devices(own.num_gpus, own.gpus_per_node, memory=gpu_memory)
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
+    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints at import
         run, resolved = read_run(own, args, devices)
     speed = read_speed(own, run, resolved, gpu, gpu_memory) if own.speed else None
     if own.json:
@@ -163,7 +163,7 @@ def main(argv: list[str]) -> None:
 
 
 def auto_lines(args: "Arguments", run: Run, gpu_memory: float | None) -> list[str]:
-    """A line about the choice of auto, where a flag has it."""
+    """Return a line about the choice of auto, if a flag has it."""
     names = ("tokens_per_micro_batch", "gradient_checkpointing")
     flags = ", ".join(f"--{name}" for name in names if getattr(args.training, name) == "auto")
     if not flags or run.batch is None:
@@ -178,9 +178,9 @@ def auto_lines(args: "Arguments", run: Run, gpu_memory: float | None) -> list[st
 
 
 def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tuple[Run, ResolvedConfig]:
-    """The run that the flags describe, and its flags and JSON.
+    """Return the run described by the flags, and its resolved flags and JSON.
 
-    Without a DeepSpeed JSON it has this repository's, in bf16 by default.
+    Without a DeepSpeed JSON, this repository's is used, by default in bf16.
     """
     raw = None
     if args.training.deepspeed_config != CHOOSE_DS_CONFIG:
@@ -204,13 +204,13 @@ def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tu
         raise ConfigError(f"{name} needs the model's layers: name a size or folders")
     resolved = resolve(own, args, raw, shape, devices)
     longest = args.data.model_max_length
-    # Without data every sample may have the greatest length.
+    # Without data every sample may have the maximum length.
     share = resolved.args.training.per_device_train_batch_size * longest
     return planned_run(shape, resolved, Data(longest, own.supervised_fraction, share), devices), resolved
 
 
 def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu: Gpu, gpu_memory: float) -> SpeedRun:
-    """The work of a step and the machine, of which the flags change what they name."""
+    """Return the work of a step and the machine, with the flags' changes."""
     training, longest = resolved.args.training, resolved.args.data.model_max_length
     if own.mean_sample_tokens is not None and own.mean_sample_tokens > longest:
         raise ConfigError(
@@ -235,7 +235,7 @@ def read_speed(own: argparse.Namespace, run: Run, resolved: ResolvedConfig, gpu:
 def resolve(
     own: argparse.Namespace, args: "Arguments", raw: dict | None, shape: ModelShape, devices: Devices
 ) -> ResolvedConfig:
-    """The DeepSpeed JSON as training would resolve it on these GPUs. raw: as it was read, None to choose one."""
+    """Return the DeepSpeed JSON as training would resolve it on these GPUs. raw: unresolved, None to choose one."""
     if raw is None:
         raw, line = choose_ds_config(DS_CONFIGS, shape, args, devices)
         print(line, file=sys.stderr)

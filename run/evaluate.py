@@ -1,8 +1,8 @@
 """Score a model on held-out questions: python run/evaluate.py --model_path output/tiny-finetune
 
-Without --data_path it asks about generated scenes that are in no training image. --task names a benchmark whose files
-are on this disk; docs/benchmarks.md lists the files. On every local device: deepspeed run/evaluate.py ...
-The same command resumes an interrupted one, if it has an --output.
+Without --data_path the questions are about generated scenes that no training image shows. --task names a benchmark with
+files on this disk; docs/benchmarks.md lists the files. On every local device: deepspeed run/evaluate.py ... With
+--output, the same command resumes an interrupted evaluation.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from llava_ds.extensions.infer.infer_flags import EngineOptions, add_engine_flag
 from llava_ds.runtime.command import Parser, begin, exit_with, given_path, new_folder
 
 MOST_NEW_TOKENS = 64
-WITH_ANSWERS = ("llava", "caption", "preference")  # tasks whose questions come with their answers
+WITH_ANSWERS = ("llava", "caption", "preference")  # tasks whose questions include their answers
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags. Raises ConfigError."""
+    """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add_engine_flags(parser)
@@ -74,7 +74,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         default="~/.cache/llava_ds",
         help="folder for generated scenes and the images inside benchmarks",
     )
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed's launcher gives it
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher
     args = parser.parse_args(argv)
     refuse_contradictions(args)
     parse_engine_options(args)
@@ -82,7 +82,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def refuse_contradictions(args: argparse.Namespace) -> None:
-    """Raise ConfigError for flags that don't go together."""
+    """Raise ConfigError for conflicting flags."""
     if (args.best_of is None) != (args.reward_model_name_or_path is None):
         raise ConfigError("--best_of N and --reward_model_name_or_path FOLDER go together: give both, or neither")
     if args.best_of is not None and args.task == "preference":
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> None:
 
 
 def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]:
-    """The flags about the questions, and the questions, the same on all ranks."""
+    """Return the flags about the questions, and the questions, the same on all ranks."""
     with first_rank_first(ranks):
         data_path, image_folder = args.data_path, args.image_folder
         if data_path is None:
@@ -227,24 +227,25 @@ def read(args: argparse.Namespace, ranks: Ranks) -> tuple[Given, list[Question]]
 
 
 def open_model(args: argparse.Namespace, options: EngineOptions, ranks: Ranks) -> LoadedModel | Answering:
-    """The model that answers, or what prefers or draws answers in its place."""
+    """Return the model that answers, or the object that compares or draws answers instead."""
     if args.task != "preference" and args.best_of is None:
         loaded = load_for_inference(args.model_path, options, ranks)
         print_first(*loaded.notes)
         return loaded
-    from llava_ds.extensions.benchmarks.judging import BestOfN, Judge, Preferring  # with DeepSpeed, which takes seconds
+    # Importing DeepSpeed takes seconds.
+    from llava_ds.extensions.benchmarks.judging import BestOfN, Judge, Preferring
 
     if args.best_of is None:
         judge = Judge("--model_path", args.model_path, options, ranks)
         print_first(judge.describe())
         return Preferring(judge)
-    own = dataclasses.replace(options, chat_template_kwargs=None)  # it reads answers under its own variables
+    own = dataclasses.replace(options, chat_template_kwargs=None)  # its template has its own variables
     judge = Judge("--reward_model_name_or_path", args.reward_model_name_or_path, own, ranks, must_score=True)
     return BestOfN(args.model_path, judge, (args.best_of, args.max_new_tokens, args.seed), options, ranks)
 
 
 def drawn_by(args: argparse.Namespace) -> dict[str, object]:
-    """What answers depend on where they are drawn and judged."""
+    """Return the settings that answers depend on if they are drawn and judged."""
     if args.best_of is None:
         return {}
     judge = model_digest(args.reward_model_name_or_path, "--reward_model_name_or_path")
@@ -260,7 +261,7 @@ def answers_to(
     args: argparse.Namespace,
     ranks: Ranks,
 ) -> list[Answer]:
-    """The answer to each question, on every rank; answers of earlier attempts are read, not asked again."""
+    """Return the answer to each question, on every rank; answers of earlier attempts are read instead."""
     known = answered(store, column, len(questions), ranks)
     if known:
         print_first(f"{column}: {len(known):,} of {len(questions):,} questions are answered already")
@@ -282,9 +283,9 @@ def answers_to(
 def show(
     scored: dict[str, Scored], rows: list[dict], data_path: str, store: Store | None, args: argparse.Namespace
 ) -> None:
-    """Print the scores, write them to the store if there is one, and update the report of a run beside it.
+    """Print the scores, write them to the store if there is one, and update the run's report in its folder.
 
-    rows: of the answers to the unchanged questions.
+    rows: answers to the unchanged questions.
     """
     scores = as_json(scored, args.resamples, args.seed)
     if store is not None:
@@ -304,7 +305,7 @@ def show(
 
 
 def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespace) -> None:
-    """Add the scores to the model's card, if it has one of ours; a failure is a warning."""
+    """Add the scores to the model's card, if it was written by this project; a failure is a warning."""
     data = "generated scenes" if args.data_path is None else os.path.basename(os.path.abspath(data_path))
     name = (
         f"{data}{f', the first {args.limit:,}' if args.limit else ''}{', turns by themselves' * (args.turns == 'each')}"
@@ -318,7 +319,7 @@ def into_card(scores: dict[str, object], data_path: str, args: argparse.Namespac
 
 
 def start(options: EngineOptions) -> Ranks:
-    """This process's rank. A single process with transformers' engine needs neither DeepSpeed nor a port."""
+    """Return this process's rank. A single process with transformers' engine needs no DeepSpeed and no port."""
     variables = {**os.environ, **rank_variables(os.environ)[0]}
     if int(variables["WORLD_SIZE"]) > 1 or options.engine == "deepspeed":
         return init_ranks()

@@ -1,9 +1,9 @@
-"""Turn a checkpoint or a model folder into a model folder: python run/export.py output/mine/checkpoint-500 --format hf
+"""Convert a checkpoint or a model folder to a model folder: python run/export.py output/mine/checkpoint-500 --format hf
 
-SOURCE is a checkpoint of run/train.py, of any ZeRO stage and number of ranks; no GPU is needed. run.json beside it has
-the flags of the run; the base models have to be in the folders that it names, or in those of --model_name_or_path and
---vision_tower. Or SOURCE is a whole LLaVA, in LLaVA's own format or transformers', or LoRA over one, which is merged
-into it, also several by weight: run/export.py ONE --adapters OTHER THIRD --adapter_weights 0.5 0.3 0.2
+SOURCE is a checkpoint of run/train.py, of any ZeRO stage and number of ranks; no GPU is needed. The run's flags are
+read from run.json in its folder; the base models have to be in the folders named there, or in --model_name_or_path and
+--vision_tower. Or SOURCE is a complete LLaVA model, in LLaVA's own format or transformers', or LoRA over one (merged
+into it); several are merged by weight: run/export.py ONE --adapters OTHER THIRD --adapter_weights 0.5 0.3 0.2
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROWS = ("resize_token_embeddings", "pad_embeddings_to_multiple_of")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags. Raises ConfigError."""
+    """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("source", type=given_path, metavar="SOURCE", help="checkpoint-<step> folder, or a model's folder")

@@ -1,7 +1,7 @@
 """Show the data of a training run: python run/inspect_data.py --model_name_or_path vicuna --data_path my.json ...
 
-Takes the data and model flags of run/train.py (others are ignored), checks and encodes every record as training does,
-and shows the first samples with the supervised part marked. Only the model's tokenizer is read.
+Takes the data and model flags of run/train.py (others are ignored), checks and encodes every record like training, and
+shows the first samples with the supervised part marked. Only the model's tokenizer is read.
 """
 
 import argparse
@@ -21,8 +21,8 @@ HTML_SAMPLES = 30
 
 
 def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
-    """Read this script's flags, and those of training. Raises ConfigError."""
-    from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work meanwhile
+    """Parse this script's flags and training's. Raises ConfigError."""
+    from llava_ds.config.parsing import parse_arguments  # Ctrl-C has to work during the import
 
     parser = Parser(description=__doc__)
     add = parser.add_argument
@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> "tuple[argparse.Namespace, Arguments]":
 
 
 def _cannot_be_written(name: str, path: str | None) -> str | None:
-    """The reason why a file that the user named can't be created, before the work; None if it can, or none is named."""
+    """Return the reason why the file of a flag can't be created, or None. Called before the work."""
     if path is None:
         return None
     folder = Path(path).parent
@@ -116,10 +116,10 @@ def _write_rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase, pat
 
 
 def _model(args: "Arguments") -> "tuple[Arguments, PreTrainedTokenizerBase, TowerPlan]":
-    """The flags with the model's own settings, its tokenizer and its tower.
+    """Return the flags with the model's own settings, its tokenizer and its tower.
 
-    A folder with a tokenizer alone is enough: images are then prepared as for the tiny model. Prints the reason if
-    training would refuse the model or its length. Raises ConfigError where nothing could be shown without the model.
+    A folder with only a tokenizer is enough: images are then prepared as for the tiny model. Prints the reason if
+    training would refuse the model or its length. Raises ConfigError if nothing can be shown without the model.
     """
     folder = Path(args.model.model_name_or_path)
     tower, tokenizer = None, None
@@ -155,7 +155,7 @@ def _model(args: "Arguments") -> "tuple[Arguments, PreTrainedTokenizerBase, Towe
 
 
 def _is_ready(folder: Path) -> bool:
-    """True for a model of images and texts, whose conversations and images no other template and tower prepare."""
+    """Return True for a ready model: no other template and tower can prepare its conversations and images."""
     kind = read_json_if_there(folder / "config.json", f"--model_name_or_path {folder}").get("model_type")
     return folder_part(kind) is not None
 
@@ -166,7 +166,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, args: ModelArguments) -> Non
 
 
 def rows(dataset: EncodedDataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, object]]:
-    """One object per record, in the files' order: its ids, labels and sizes, or the reason why it is skipped."""
+    """Yield an object per record, in the files' order: its ids, labels and sizes, or the reason why it is skipped."""
     for i in progress_bar(iterable=range(dataset.num_records), desc="writing", unit="record"):
         row = dataset.row(i)
         if row["reason"] is not None:

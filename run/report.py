@@ -1,6 +1,6 @@
 """Write report.html of a run: python run/report.py OUTPUT_DIR
 
-It is made from the files in the run's folder, also of a run that was killed or is still running. A run writes it at its
+It uses the files in the run's folder, even if the run was killed or is still running. A run writes its report at the
 end; write it again to include the scores of run/evaluate.py.
 """
 
@@ -12,7 +12,7 @@ from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags. Raises ConfigError."""
+    """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     add = parser.add_argument
     add("output_dir", type=given_path, help="a run's --output_dir")

@@ -1,7 +1,6 @@
-"""Train a LLaVA by rewards of its own answers: deepspeed run/rl.py --reward_funcs exact --deepspeed_config zero2
+"""Train a LLaVA model by rewards of its own answers: deepspeed run/rl.py --reward_funcs exact --deepspeed_config zero2
 
-It is run/train.py with --objective grpo, or ppo where that is given: same flags, checkpoints, log and export
-(docs/rl.md).
+It is run/train.py with --objective grpo by default, or ppo: same flags, checkpoints, log and export (docs/rl.md).
 """
 
 import contextlib
@@ -14,10 +13,10 @@ from llava_ds.constants import ConfigError
 
 
 def names_objective(argv: list[str]) -> bool:
-    """True if the command line or its recipe has --objective."""
+    """Return True if the command line or its recipe has --objective."""
     if any(token.split("=", 1)[0] == "--objective" for token in argv):
         return True
-    with contextlib.suppress(ConfigError):  # which run/train.py reports
+    with contextlib.suppress(ConfigError):  # run/train.py reports it
         recipe = recipe_of(argv)
         return recipe is not None and "objective" in read_recipe(recipe)
     return False

@@ -1,4 +1,4 @@
-"""Train a LLaVA: deepspeed run/train.py --deepspeed_config ds_configs/zero3.json
+"""Train a LLaVA model: deepspeed run/train.py --deepspeed_config ds_configs/zero3.json
 
 Without --model_name_or_path it trains the tiny model that ships with the package on generated images.
 """
@@ -27,10 +27,10 @@ from llava_ds.train.start import name_sources, start
 
 
 def main(argv: list[str]) -> int:
-    """Train, and return the exit code: 0, or EXIT_STOPPED or EXIT_NOT_RESUMABLE where the run was asked to stop."""
+    """Train, and return the exit code: 0, or EXIT_STOPPED or EXIT_NOT_RESUMABLE if the run was asked to stop."""
     with (
         OutputLock() as lock,
-        Watchdog() as watchdog,  # this and the next tell the other ranks how this one ended
+        Watchdog() as watchdog,  # this and the next one report this rank's end to the others
         Stopping(on_leaving=watchdog.leaving) as stop,
     ):
         lock.tell_of(lambda: stop.is_asked)
@@ -38,17 +38,17 @@ def main(argv: list[str]) -> int:
 
 
 def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -> int:
-    """Go from flags to the exported model."""
+    """Run all phases, from flags to the exported model."""
     started = start(argv, lock, watchdog)  # flags and ranks, the same everywhere
     # Model, data, DeepSpeed JSON, checkpoint: all read and checked, nothing built.
     plan = make_plan(started).completed(started.ranks)
     if plan.args.training.dry_run:
         return choice("dry_run", True)(plan, started.ranks)
     session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
-    hooks = make_hooks(session)  # what acts between steps
+    hooks = make_hooks(session)  # actions between steps
     with older_objects_passed_over():
         train(session, hooks)
-    return finish(session, hooks)  # the export, or the end that was asked for
+    return finish(session, hooks)  # the export, or the requested end
 
 
 def train_and_leave_group(argv: list[str]) -> int:

@@ -1,7 +1,7 @@
-"""Tell which checkpoints are whole: python run/verify.py output/mine/checkpoint-500 output/other
+"""Verify checkpoints: python run/verify.py output/mine/checkpoint-500 output/other
 
-In a folder with checkpoint-* every one is verified. Every file is read and compared with the hash that was computed
-while it was written. Exit code 0: all are whole; 1: at least one is not; 2: there is nothing to verify.
+In a folder with checkpoint-* every one is verified. Every file is read and compared with the hash computed when it was
+written. Exit code 0: all are complete; 1: at least one is not; 2: there is nothing to verify.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from llava_ds.runtime.command import Parser, begin, exit_with, given_path
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags. Raises ConfigError."""
+    """Parse the flags. Raises ConfigError."""
     parser = Parser(description=__doc__)
     parser.add_argument(
         "paths", nargs="+", type=given_path, metavar="CHECKPOINT", help="checkpoint-<step>, or an --output_dir"
@@ -33,7 +33,7 @@ from llava_ds.runtime.ranks import print_first
 
 
 def main(argv: list[str]) -> int:
-    """Verify all; return the exit code: 0 where all are whole, or 1."""
+    """Verify all; return the exit code: 0 if all are complete, else 1."""
     paths = [each for given in parse(argv).paths for each in _checkpoints(Path(given))]
     whole = True
     for path in paths:

@@ -1,9 +1,9 @@
-"""Draw answers for run/rl.py by vLLM, in vLLM's own environment: python run/vllm_server.py MODEL
+"""Generate answers for run/rl.py with vLLM, in vLLM's own environment: python run/vllm_server.py MODEL
 
-MODEL is the folder that the training starts from, in transformers' format. run/rl.py --vllm_server
-http://127.0.0.1:8765 then sends prompts here, and before every step the folder of its new weights, which has to be on
-this machine. The server needs nothing of llava_ds, and a vLLM that can reload weights from a path (0.32 was tried). It
-listens on this machine alone, where everybody can ask it and name folders of weights.
+MODEL is the folder of the initial model, in transformers' format. run/rl.py --vllm_server http://127.0.0.1:8765 then
+sends prompts here and, before every step, the folder of its new weights; it has to be on this machine. The server
+does not need llava_ds, only a vLLM that can reload weights from a path (0.32 was tried). It listens only on this
+machine, where everybody can send requests and name folders of weights.
 """
 
 import argparse
@@ -15,30 +15,30 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Answers:
-    """One vLLM engine, which one request at a time uses."""
+    """One vLLM engine, used by one request at a time."""
 
     def __init__(self, model: str, options: dict) -> None:
         from vllm import LLM
 
         own = {
             "logprobs_mode": "processed_logprobs",  # at the temperature, as in training
-            "enable_prefix_caching": False,  # what is cached is of old weights
+            "enable_prefix_caching": False,  # cached prefixes are of old weights
         }
         self.llm, self.lock = LLM(model=model, **{**own, **options}), threading.Lock()
 
     def load(self, request: dict) -> dict:
-        """{"folder"} to {}: use the weights of a folder from now on."""
+        """Handle {"folder"}: use the weights of a folder from now on; returns {}."""
         with self.lock:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_path": request["folder"]})
             self.llm.reset_prefix_cache()
         return {}
 
     def draw(self, request: dict) -> dict:
-        """{"prompts": [{"ids", "images"}], "seeds": one list for each, "max_tokens": one for each, "sampling"} to
-        {"answers": one list for each of {"ids", "log_probs", "ended"}}.
+        """Handle {"prompts": [{"ids", "images"}], "seeds", "max_tokens", "sampling"}.
 
-        images: files as base64, in the order of the image tokens, one of which stands for each; seeds: one for each
-        answer; sampling: other fields of vLLM's SamplingParams.
+        Returns {"answers": a list per prompt of {"ids", "log_probs", "ended"}}. images: base64 files, in the order of
+        the image tokens, one token per image; seeds: a list per prompt, one per answer; max_tokens: one per prompt;
+        sampling: other fields of vLLM's SamplingParams.
         """
         from PIL import Image
         from vllm import SamplingParams
@@ -55,14 +55,14 @@ class Answers:
 
 
 def answer_of(output) -> dict:
-    """A CompletionOutput of vLLM as plain numbers."""
+    """Return a CompletionOutput of vLLM as plain numbers."""
     ids = list(output.token_ids)
     log_probs = [of_token[i].logprob for of_token, i in zip(output.logprobs, ids)]
     return {"ids": ids, "log_probs": log_probs, "ended": output.finish_reason == "stop"}
 
 
 def handler_of(answers: Answers) -> type[BaseHTTPRequestHandler]:
-    """A handler of POST /draw and /load; anything that goes wrong is answered with status 500 and its text."""
+    """Return a handler of POST /draw and /load; errors are answered with status 500 and their text."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -70,14 +70,14 @@ def handler_of(answers: Answers) -> type[BaseHTTPRequestHandler]:
             try:
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 status, text = (200, json.dumps(work(request))) if work else (404, f"there is no {self.path}")
-            except Exception as error:  # the run that asked has to say it
+            except Exception as error:  # the client has to report it
                 status, text = 500, f"{type(error).__name__}: {error}"
             self.send_response(status)
             self.end_headers()
             self.wfile.write(text.encode())
 
         def log_message(self, *_) -> None:
-            """Print nothing of requests."""
+            """Don't log requests."""
 
     return Handler
 

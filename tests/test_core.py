@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 174,
-    "imported lines": 27304,
+    "imported lines": 27318,
     "files at the end": 225,
     "lines at the end": 33304,
     "feature words": 62,
     "kernel files": 39,
     "kernel lines": 5618,
-    "all lines": 69764,
+    "all lines": 69799,
 }
 
 # What one reads to understand training.

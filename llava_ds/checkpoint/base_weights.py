@@ -1,5 +1,4 @@
-"""Hashes of the weights that a run began with: frozen parameters are in no checkpoint, so a resumed run reads them
-from the same folders again."""
+"""Hashes of a run's initial weights: frozen parameters are not in checkpoints, so a resumed run reads them again."""
 
 import json
 import os
@@ -28,11 +27,11 @@ class _Known(FileState):
 
 
 def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) -> Hashes:
-    """Hash every weight file in the folders that the flags name, on rank 0.
+    """Hash every weight file in the folders named by flags, on rank 0.
 
-    A file whose place, stamp and some of whose blocks are unchanged is not read again: output_dir remembers its hash,
-    except in a dry run. Returns {} where nothing is compared now or later. Raises ConfigError when the checkpoint to
-    resume from (None: a fresh start) is of a run that began with other weights.
+    A file with unchanged place, stamp and sampled blocks is not read again: output_dir stores its hash, except in a dry
+    run. Returns {} if nothing is compared now or later. Raises ConfigError if the checkpoint to resume from (None: a
+    fresh start) belongs to a run with other initial weights.
     """
     if checkpoint is None and (args.training.dry_run or args.training.save_strategy == "no"):
         return {}
@@ -63,7 +62,7 @@ def weight_hashes(args: Arguments, output_dir: Path, checkpoint: Path | None) ->
 
 
 def _read_hashes(note: Path) -> dict[str, _Known]:
-    """Read the hashes of an earlier start; none where the note is missing, cut short by a kill or no file."""
+    """Read the hashes of an earlier start; empty if the file is missing, truncated by a kill, or not a regular file."""
     try:
         return read_json(note, dict[str, _Known])
     except (FileNotFoundError, DataError):
@@ -88,7 +87,7 @@ def _compare(checkpoint: Path, found: Hashes) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List a folder's weight files; of an adapter's or a projector's folder, all candidates."""
+    """List a folder's weight files; for an adapter's or a projector's folder, all candidates."""
     try:
         return weight_files(folder)
     except DataError:

@@ -1,6 +1,6 @@
-"""The files that DeepSpeed leaves in a checkpoint, read without running anything that they hold.
+"""DeepSpeed's files in a checkpoint, read without running code in them.
 
-Tensors are mapped into memory, and read from the disk where they are looked at.
+Tensors are mapped into memory, and read from the disk when accessed.
 """
 
 import math
@@ -37,16 +37,16 @@ class SavedWeight(NamedTuple):
 
 
 def read_states(file: Path) -> dict:
-    """Read a file of torch.save. Raises DataError for a file that can't be read, or that holds code."""
+    """Read a file of torch.save. Raises DataError for a file that can't be read, or contains code."""
     return safe_load.load(file, mmap=True)
 
 
 def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:
-    """Read what all ranks with the same parts of the model have in common: counters, the schedule, and at ZeRO stages 0
-    to 2 the trained weights. mp_rank: DeepSpeed's number of the part, of matrices (Mesh.tp_rank) or of layers
-    (pp_rank).
+    """Read the states shared by all ranks with one part of the model.
 
-    Raises DataError where the file is missing or can't be read.
+    These are counters, the schedule, and at ZeRO stages 0 to 2 the trained weights. mp_rank: DeepSpeed's number of the
+    part, of matrices (Mesh.tp_rank) or of layers (pp_rank).
+    Raises DataError if the file is missing or can't be read.
     """
     names = (f"mp_rank_{mp_rank:02}_model_states.pt", f"zero_pp_rank_0_mp_rank_{mp_rank:02}_model_states.pt")
     for name in names:
@@ -56,9 +56,9 @@ def model_states(engine_dir: Path, mp_rank: int = 0) -> dict:
 
 
 def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
-    """Read one rank's state of its ZeRO optimizer: the dp_rank-th's of those that had the mp_rank-th part of the model.
+    """Read the ZeRO optimizer state of one rank: number dp_rank among the ranks with part mp_rank of the model.
 
-    Raises DataError where the file is missing or can't be read.
+    Raises DataError if the file is missing or can't be read.
     """
     pattern = f"*zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02}_optim_states.pt"
     found = sorted(engine_dir.glob(pattern))
@@ -68,8 +68,10 @@ def optimizer_states(engine_dir: Path, dp_rank: int, mp_rank: int = 0) -> dict:
 
 
 def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) -> dict:
-    """Read the file with the masters of a rank: its own, or the common one where every rank has all of them, but for
-    parameters of layers that DeepSpeed saves in files of their own."""
+    """Read the file with a rank's masters: its own, or the common one if masters are replicated.
+
+    Layers with files of their own are added.
+    """
     dp_rank, mp_rank = _place(layout, rank, world_size)
     if layout.kind not in REPLICATED:
         return optimizer_states(engine_dir, dp_rank, mp_rank)
@@ -81,7 +83,7 @@ def rank_states(layout: Layout, engine_dir: Path, rank: int, world_size: int) ->
 
 
 def _place(layout: Layout, rank: int, world_size: int) -> tuple[int, int]:
-    """A rank's numbers among those with the same part of the model, and of this part (Mesh, where tp or pp is 1)."""
+    """Return a rank's number among those with the same part of the model, and the part's number (if tp or pp is 1)."""
     if layout.pp > 1:
         mp_rank, dp_rank = divmod(rank, world_size // layout.pp)
         return dp_rank, mp_rank
@@ -89,7 +91,7 @@ def _place(layout: Layout, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
-    """List the saved tensors in the order of pieces.masters. states: of rank_states."""
+    """List the saved tensors in the order of pieces.masters. states: from rank_states."""
     if layout.kind == PLAIN:
         return [states["module"][slot[0].name] for slot in layout.slots]
     held = (states["optimizer"] if layout.kind in REPLICATED else states)[WRAPPERS[layout.kind].saved]
@@ -97,13 +99,13 @@ def saved_masters(layout: Layout, states: dict) -> list[torch.Tensor]:
 
 
 def saved_optimizer(layout: Layout, states: dict) -> dict:
-    """Return the state_dict of the optimizer that the user chose: its "state" is numbered as saved_masters."""
+    """Return the state_dict of the user's optimizer: its "state" is numbered like saved_masters."""
     held = states["optimizer"] if layout.kind in REPLICATED else states
     return held if layout.kind == PLAIN else held[WRAPPERS[layout.kind].saved_optimizer]
 
 
 def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layout]]:
-    """Yield the ranks, each with its layout, that saved more than copies of what ranks before them did."""
+    """Yield the ranks, each with its layout, whose files have more than copies of earlier ranks' data."""
     first = read_layout(checkpoint, 0)
     for rank in range(world_size):
         if first.kind not in REPLICATED or _place(first, rank, world_size)[0] < first.ep:
@@ -111,18 +113,18 @@ def saved_layouts(checkpoint: Path, world_size: int) -> Iterator[tuple[int, Layo
 
 
 def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[SavedPiece]:
-    """Yield every saved piece that has numbers of a rank's own. live: the rank's layout.
+    """Yield every saved piece that overlaps this rank's numbers. live: this rank's layout.
 
-    What several ranks hold is yielded as the first of them saved it.
-    Raises DataError for files that can't be read, or that do not hold what their layout says.
+    A piece saved by several ranks is yielded once, from the first of them.
+    Raises DataError for files that can't be read, or that don't match their layout.
     """
     own: dict[str, list[Piece]] = {}
     for slot in live.slots:
         for piece in slot:
             own.setdefault(piece.name, []).append(piece)
-    before: set[str] = set()  # what ranks before this one saved whole
+    before: set[str] = set()  # saved in full by earlier ranks
     for rank, layout in saved_layouts(checkpoint, world_size):
-        is_first = rank % layout.tp == 0  # of those that have slices, and the same of everything else
+        is_first = rank % layout.tp == 0  # the first rank of those that have slices, and copies of the rest
         wanted = [
             [
                 p
@@ -145,8 +147,10 @@ def saved_pieces(checkpoint: Path, world_size: int, live: Layout) -> Iterator[Sa
 
 
 def states_by_tensor(layout: Layout, optimizer: dict) -> dict[int, dict[str, object]]:
-    """Return the states of each tensor, with their count of steps: DeepSpeed 0.19.8's fused kernels count in the last
-    tensor of a group alone."""
+    """Return the states of each tensor, with its step count.
+
+    DeepSpeed 0.19.8's fused kernels store the count only with the last tensor of a group.
+    """
     state = optimizer["state"]
     if layout.optimizer not in COUNT_IN_LAST:
         return state
@@ -161,7 +165,7 @@ def states_by_tensor(layout: Layout, optimizer: dict) -> dict[int, dict[str, obj
 def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
     """List the trained parameters of a checkpoint of any ZeRO stage, and return the precision of training.
 
-    A tied parameter comes once. Raises DataError for files that are missing or can't be read.
+    A tied parameter is listed once. Raises DataError for files that are missing or can't be read.
     """
     checkpoint = engine_dir.parent
     tp = pp = 1
@@ -179,7 +183,7 @@ def trained_weights(engine_dir: Path) -> tuple[list[SavedWeight], torch.dtype]:
 
 
 def _joined(parts: tuple[SavedWeight, ...], part: Slice) -> SavedWeight:
-    """A weight from the slices of it that ranks had; part: the first one's, () where every rank had all of it."""
+    """Join a weight from the ranks' slices. part: the first one's slice, () if the weight was replicated."""
     first = parts[0]
     if not part:
         return first
@@ -189,7 +193,7 @@ def _joined(parts: tuple[SavedWeight, ...], part: Slice) -> SavedWeight:
 
 
 def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torch.dtype]:
-    """The trained parameters as the ranks had them with the mp_rank-th part of the model."""
+    """Return the trained parameters of the ranks with part mp_rank of the model."""
     found = engine_dir.glob(f"*mp_rank_{mp_rank:02}_model_states.pt")
     files = sorted((file for file in found if not file.name.startswith("layer_")), key=_rank)
     if not files:
@@ -209,14 +213,16 @@ def _trained_by(engine_dir: Path, mp_rank: int) -> tuple[list[SavedWeight], torc
 
 
 def _own_files(engine_dir: Path) -> dict[str, torch.Tensor]:
-    """Parameters in files of their own, frozen ones among them, by their names in the whole model: those of which every
-    rank has others."""
+    """Return the parameters in separate files, including frozen ones, by their names in the complete model.
+
+    Separate files have the parameters that differ between ranks.
+    """
     files = sorted(engine_dir.glob("layer_*_model_states.pt"))
     return {name: tensor for file in files for name, tensor in read_states(file).items()}
 
 
 def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_rank: int) -> list[SavedWeight]:
-    """Stage 3: every rank has an equal part of every parameter, in its fp32 groups, one behind the other.
+    """Return stage 3's weights: every rank has an equal part of every parameter in its fp32 groups, consecutively.
 
     Checkpoints without layouts are read as well.
     """
@@ -245,7 +251,7 @@ def _partitioned_weights(engine_dir: Path, common: dict, dtype: torch.dtype, mp_
 
 
 def _spans(groups: list[torch.Tensor], offset: int, length: int) -> Iterator[torch.Tensor]:
-    """Yield the parts, from an offset on, of flat groups laid end to end."""
+    """Yield the parts, starting at an offset, of flat groups laid end to end."""
     for group in groups:
         part = group[offset : offset + length]
         yield part

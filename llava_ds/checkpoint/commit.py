@@ -1,8 +1,8 @@
-"""Commit a checkpoint: it exists when its folder has a manifest and every file is as the manifest says.
+"""Commit a checkpoint: it exists when its folder has a manifest and every file matches the manifest.
 
 All ranks write to a temporary folder; each flushes and hashes its own files. When all files are on the disk, rank 0
-writes the manifest and renames the folder. Whatever kills a rank at any moment, the newest whole checkpoint is the one
-before or the new one. Nothing is deleted before a newer one is whole.
+writes the manifest and renames the folder. Whatever kills a rank at any moment, the newest complete checkpoint is the
+previous one or the new one. Nothing is deleted before a newer one is complete.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ MANIFEST = "manifest.json"
 HASHING_THREADS = 8
 _WRITER = re.compile(r"(?:rank_|random-|layout-)([0-9]{1,6})")  # in the name of a rank's file
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
-_UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"  # suffixes of folders that are no checkpoints
+# Suffixes of folders that don't count as checkpoints.
+_UNFINISHED, _REPLACED, _DELETED = ".tmp", ".replaced", ".deleted"
 
 
 class _Entry(TypedDict):
@@ -47,11 +48,11 @@ class Manifest(TypedDict):
 
 
 class SaveFailed(Exception):
-    """No checkpoint was made, on any rank. The text names the ranks, the files and what to do."""
+    """No checkpoint was made, on any rank. The text names the ranks, the files and the remedy."""
 
 
 def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
-    """Make an empty temporary folder for the checkpoint of a step. Raises SaveFailed on all ranks.
+    """Create an empty temporary folder for the checkpoint of a step. Raises SaveFailed on all ranks.
 
     Folders of unfinished saves are removed, because their space may be needed.
     """
@@ -69,10 +70,10 @@ def begin(output_dir: Path, step: int, ranks: Ranks) -> Path:
 
 
 def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks: Ranks) -> Path:
-    """Make the folder a checkpoint, once every rank has written its part. All ranks call it together.
+    """Turn the folder into a checkpoint, after every rank has written its part. Collective.
 
-    written: this rank's files, as paths from the folder; problem: the reason why some are missing. Returns the final
-    path. Raises SaveFailed on every rank, with the folder removed, when one of them has a problem.
+    written: this rank's files, as paths relative to the folder; problem: the reason why some are missing. Returns the
+    final path. If a rank has a problem, removes the folder and raises SaveFailed on every rank.
     """
     final = scratch.with_suffix("")
     try:
@@ -90,7 +91,7 @@ def commit(scratch: Path, written: dict[str, Entry], problem: str | None, ranks:
 def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -> None:
     """Delete all but the newest checkpoints, on rank 0; None keeps all.
 
-    best: one that stays, in the place of the oldest of them; the newest stays beside it.
+    best: a checkpoint to keep instead of the oldest of them; the newest one is always kept.
     """
     found = checkpoints(output_dir)
     if limit is None:
@@ -104,7 +105,7 @@ def keep_newest(output_dir: Path, limit: int | None, best: Path | None = None) -
 
 
 def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:
-    """Return the reason why a folder is not a whole checkpoint; None for one. hashed: read and hash every file."""
+    """Return the reason why a folder is not a complete checkpoint, or None. hashed: read and hash every file."""
     try:
         files = read_manifest(checkpoint)
     except FileNotFoundError:
@@ -116,7 +117,7 @@ def problem_with(checkpoint: Path, hashed: bool = True) -> str | None:
 
 
 def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> str | None:
-    """Return what problem_with returns of these files; every rank reads and hashes a share. All call it together."""
+    """Return the same as problem_with for these files; every rank reads and hashes a share. Collective."""
     mine = {name: files[name] for name in shares(files, ranks.world_size)[ranks.rank]}
     found = [each for each in gather(_first_damage(checkpoint, mine), ranks) if each is not None]
     order = list(files)
@@ -124,7 +125,7 @@ def shared_damage(checkpoint: Path, files: dict[str, Entry], ranks: Ranks) -> st
 
 
 def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
-    """Share files out: to each rank its own, which it reads again when it restores, the others by their sizes."""
+    """Divide files over ranks: each gets its own, which it reads again when it restores; others are divided by size."""
     shared: list[list[str]] = [[] for _ in range(num_ranks)]
     loads, rest = [0] * num_ranks, []
     for name, entry in files.items():
@@ -144,7 +145,7 @@ def shares(files: dict[str, Entry], num_ranks: int) -> list[list[str]]:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Entry]:
-    """Read the files' entries of a checkpoint. Raises FileNotFoundError, and DataError for an unsound manifest."""
+    """Read the file entries of a checkpoint. Raises FileNotFoundError, and DataError for an invalid manifest."""
     if (checkpoint / MANIFEST).is_symlink():
         raise DataError("it is a link")
     manifest = read_json(checkpoint / MANIFEST, Manifest)
@@ -161,19 +162,19 @@ def read_manifest(checkpoint: Path) -> dict[str, Entry]:
 
 
 def step_in_name(checkpoint: Path) -> int | None:
-    """The step in a folder's name, links resolved; None for other names."""
+    """Return the step in a folder's name, links resolved; None for other names."""
     named = _NAME.fullmatch(checkpoint.resolve().name)
     return None if named is None else int(named[1])
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """List the folders that are named like checkpoints, newest step first."""
+    """List the folders with a checkpoint's name, newest step first."""
     found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint folder's name."""
+    """Return the optimizer step in a checkpoint folder's name."""
     return int(_NAME.fullmatch(checkpoint.name)[1])
 
 
@@ -182,7 +183,7 @@ def newest_whole(
 ) -> tuple[Path | None, list[str]]:
     """Find the newest checkpoint that verifies, with a line for every newer one that does not.
 
-    problem_of: returns the reason why a folder can't be used; None for one that can.
+    problem_of: returns the reason why a folder can't be used, or None.
     """
     recover(output_dir)
     refused = []
@@ -195,20 +196,20 @@ def newest_whole(
 
 
 def recover(output_dir: Path) -> None:
-    """Put back a checkpoint that a newer save of the same step had moved away before it was killed."""
+    """Restore a checkpoint that a newer save of the same step had moved away before it was killed."""
     for path in _beside(output_dir, _REPLACED):
         if not (final := path.with_suffix("")).exists():
             path.rename(final)
 
 
 def _beside(output_dir: Path, suffix: str) -> list[Path]:
-    """List the folders that killed saves left with such a suffix."""
+    """List the folders with such a suffix that killed saves left."""
     return [path for path in output_dir.glob(f"checkpoint-*{suffix}") if _NAME.fullmatch(path.stem)]
 
 
 def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
     """Write the manifest and rename the folder, on rank 0."""
-    for path in sorted(scratch.rglob("*")):  # files that DeepSpeed copied there by itself
+    for path in sorted(scratch.rglob("*")):  # files that DeepSpeed copied there
         name = path.relative_to(scratch).as_posix()
         if path.is_file() and name not in files:
             files[name] = flush_and_hash(path)
@@ -223,7 +224,7 @@ def _publish(scratch: Path, final: Path, files: dict[str, Entry]) -> None:
         flush(folder)
     replaced = final.with_suffix(_REPLACED)
     if final.exists():
-        final.rename(replaced)  # recover brings it back if the next line is never reached
+        final.rename(replaced)  # if a kill follows, recover() brings it back
     scratch.rename(final)
     flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)  # the next save removes the rest
@@ -234,7 +235,7 @@ def _digest(step: int, files: dict[str, Entry]) -> str:
 
 
 def _first_damage(checkpoint: Path, files: dict[str, Entry], hashed: bool = True) -> tuple[str, str] | None:
-    """The name of the first damaged file, and its damage."""
+    """Return the name of the first damaged file, and its damage."""
 
     def look(item: tuple[str, Entry]) -> tuple[str, str] | None:
         problem = damage(checkpoint, *item, hashed)
@@ -248,7 +249,7 @@ def _first_damage(checkpoint: Path, files: dict[str, Entry], hashed: bool = True
 
 
 def _delete(path: Path) -> None:
-    """Remove a checkpoint: the rename makes it none at once."""
+    """Remove a checkpoint: after the rename it no longer counts as one."""
     try:
         away = path.with_suffix(_DELETED)
         path.rename(away)
@@ -275,7 +276,7 @@ def _relative(path: str | None, scratch: Path) -> str:
 
 
 def _gather_values(problem: str | None, ranks: Ranks, value: object = None) -> list:
-    """Gather every rank's value. Raises SaveFailed on all ranks when one of them has a problem."""
+    """Gather every rank's value. Raises SaveFailed on all ranks if one of them has a problem."""
     found = gather((socket.gethostname(), problem, value), ranks)
     met = [f"rank {rank} on {host}: {text}" for rank, (host, text, _) in enumerate(found) if text is not None]
     if met:

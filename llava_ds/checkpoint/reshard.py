@@ -1,9 +1,9 @@
 """Load a checkpoint of another number of ranks, or of another ZeRO stage, into a live engine.
 
-DeepSpeed's own way, the universal checkpoint, writes the whole model once more, does not go from stage 3 to the others
-or back, and in 0.19.8 gives every parameter group the first one's rate and decay at stage 3. Here every rank maps the
-old files into memory and copies the numbers that it holds itself, by parameter and position: fp32 weights and moments
-come over exactly, no rank holds more than its share, and nothing is sent between ranks but the finished bf16 weights.
+DeepSpeed's universal checkpoint writes the complete model again, does not convert between stage 3 and the others, and
+in 0.19.8 gives every parameter group the first one's rate and decay at stage 3. Here every rank maps the old files into
+memory and copies the numbers that it holds, by parameter and position: fp32 weights and moments are exact, no rank
+holds more than its share, and only the finished bf16 weights are sent between ranks.
 """
 
 import math
@@ -35,23 +35,22 @@ WHOLE = {
     **dict.fromkeys(("AdamW8bit", "PagedAdamW8bit"), "8-bit states have scales of blocks of what a rank holds"),
     "MuonWithAuxAdam": "Muon keeps the momentum of whole matrices, in another way at every stage",
 }
-# Classes with the same states.
+# Optimizers with the same states.
 FAMILIES = {
     **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), "Adam"),
     **dict.fromkeys(("FusedLion", "DeepSpeedCPULion"), "Lion"),
 }
-# Settings of the code that computes, which are this run's own.
+# Settings of the implementation; this run's own are kept.
 OWN_KEYS = {"params", "name", "fused", "foreach", "capturable", "differentiable"}
 SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool) -> None:
-    """Bring an engine to where a checkpoint of world_size ranks was saved, whatever its ZeRO stage.
+    """Restore an engine from a checkpoint of world_size ranks, whatever its ZeRO stage. Collective.
 
-    Sets trained weights, optimizer states, counters, fp16's loss scale, and, if schedule is true, the schedule. All
-    ranks call it together.
-    Raises ConfigError where the optimizer's states can't be re-sharded, or other parameters train than did; DataError
-    for files that do not hold what their layout says.
+    Sets trained weights, optimizer states, counters, fp16's loss scale, and, if `schedule` is True, the schedule.
+    Raises ConfigError if the optimizer's states can't be re-sharded, or the trained parameters differ; DataError for
+    files that don't match their layout.
     """
     live, saved = layout_of(engine), read_layout(checkpoint, 0)
     common = model_states(checkpoint / ENGINE)
@@ -68,7 +67,7 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
         engine.optimizer.checkpoint_event_epilogue()
     if schedule and live.pp == saved.pp == 1:
         engine.lr_scheduler.load_state_dict(common["lr_scheduler"])
-    elif schedule:  # it has a rate for each of a stage's groups
+    elif schedule:  # it has one rate per group of a stage
         _step_schedule(engine, common["lr_scheduler"])
     for name in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, name, common[name])
@@ -77,10 +76,10 @@ def load_resharded(engine, checkpoint: Path, world_size: int, *, schedule: bool)
 
 
 def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
-    """Set rates, decay and the like to those that an engine was made with, which may differ from its checkpoint's, and
-    step the schedule, still at its beginning, to where the checkpoint's was.
+    """Restore the rates, decay and other settings that the engine was created with, instead of its checkpoint's.
 
-    groups: the optimizer's, as they were before the checkpoint was loaded.
+    The schedule, still at its beginning, is stepped to the checkpoint's position.
+    groups: the optimizer's groups before the checkpoint was loaded.
     """
     for group, before in zip(engine.basic_optimizer.param_groups, groups):
         group.update({key: value for key, value in before.items() if key != "params"})
@@ -90,9 +89,9 @@ def renew_rates(engine, groups: list[dict], checkpoint: Path) -> None:
 def _matching_groups(
     engine, checkpoint: Path, world_size: int, saved: Layout, live: Layout
 ) -> Iterator[tuple[dict, dict]]:
-    """The groups of an engine's optimizer, each with the one that a checkpoint has of it.
+    """Yield each group of an engine's optimizer with the checkpoint's group.
 
-    Ranks with other layers than this one have groups of these alone: they are found by name.
+    Pipeline stages have groups of their own layers only: they are matched by name.
     """
     groups, held = engine.basic_optimizer.param_groups, []
     for first in range(0, world_size, world_size // saved.pp):
@@ -107,11 +106,11 @@ def _matching_groups(
 
 
 def _step_schedule(engine, done: dict) -> None:
-    """Step the schedule, still at its beginning, to where that of a checkpoint was. done: its state."""
+    """Step the schedule, still at its beginning, to a checkpoint's position. done: the saved state."""
     fresh = engine.lr_scheduler.state_dict()
     counter = "last_epoch" if "last_epoch" in fresh else "last_batch_iteration"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch expects the optimizer to have stepped as often
+        warnings.simplefilter("ignore")  # torch expects as many steps of the optimizer
         for _ in range(fresh[counter], done[counter]):
             engine.lr_scheduler.step()
 
@@ -131,7 +130,7 @@ def _refuse(live: Layout, saved: Layout) -> None:
 
 
 def _check_trained(engine, held: set[str]) -> None:
-    """Raise ConfigError if other parameters train than a checkpoint has."""
+    """Raise ConfigError if the trained parameters differ from the checkpoint's."""
     placement = placement_of(engine)
     shares = placement.held(engine.module).items()
     trained = {share.name for p, share in shares if p.requires_grad and math.prod(share.shape)}
@@ -150,10 +149,10 @@ def _check_trained(engine, held: set[str]) -> None:
 def fill(
     optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], live: Layout, pieces: Iterable[SavedPiece]
 ) -> None:
-    """Copy this rank's numbers out of saved pieces: into the tensors that its optimizer updates, and into new states.
+    """Copy this rank's numbers from saved pieces into the tensors that its optimizer updates, and into new states.
 
-    tensors: of masters(); live: their layout.
-    Raises DataError where weights are missing, ConfigError where states can't be re-sharded.
+    tensors: from masters(); live: their layout.
+    Raises DataError if weights are missing, ConfigError if states can't be re-sharded.
     """
     own: dict[str, list[tuple[int, Piece]]] = {}
     for index, slot in enumerate(live.slots):
@@ -171,12 +170,12 @@ def fill(
     for master, slot, states in zip(tensors, live.slots, fresh):
         if states:
             optimizer.state[master] = states
-        elif slot:  # no step was taken yet; a slot of padding alone stays as it was made
+        elif slot:  # no step was taken yet; a slot of padding keeps its initial state
             optimizer.state.pop(master, None)
 
 
 def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, optimizer: torch.optim.Optimizer):
-    """Copy the numbers that are in both pieces: weights into the master, the optimizer's into its states."""
+    """Copy the numbers common to both pieces: weights into the master, the optimizer's into its states."""
     source, blocks = saved.piece, saved.piece.common(target)
 
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:
@@ -198,15 +197,15 @@ def _copy(saved: SavedPiece, target: Piece, master: torch.Tensor, states: dict, 
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of all its numbers."""
+    """Return a flat view of a tensor."""
     return tensor.detach().view(-1)
 
 
 def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
-    """True for a state with a number for each weight. Raises ConfigError for tensors of another kind."""
+    """Return True for a state with a number per weight. Raises ConfigError for other tensors."""
     if not torch.is_tensor(value) or key == "step" or (value.ndim == 0 and master.ndim > 0):
         return False
-    # Stages 1 and 2 save weights without the padding at their end, and states with it.
+    # Stages 1 and 2 save weights without the padding at their end, but states with it.
     if value.ndim != master.ndim or value.numel() < master.numel():
         raise ConfigError(
             f"the optimizer's state {key} has the shape {tuple(value.shape)} for {master.numel()} weights, which can't "
@@ -216,15 +215,17 @@ def _is_per_element(key: str, value: object, master: torch.Tensor) -> bool:
 
 
 def _moment_dtype(optimizer: torch.optim.Optimizer, value: torch.Tensor, master: torch.Tensor) -> torch.dtype:
-    """The precision that the optimizer would choose: its weights', except that DeepSpeed's on the CPU has its own."""
+    """Return the precision that the optimizer would choose: its weights'; DeepSpeed's CPU optimizers have a setting."""
     if not value.is_floating_point():
         return value.dtype
     return torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
 
 
 def _scalar(key: str, value: object, optimizer: torch.optim.Optimizer, device: torch.device) -> object:
-    """A state that a whole tensor of weights shares, like the count of steps: a tensor for torch's optimizers, a number
-    for DeepSpeed's. device: of the weights; only torch's fused and capturable optimizers count there."""
+    """Return a state shared by a tensor's weights, like the step count: a tensor for torch's optimizers, else a number.
+
+    device: of the weights; only torch's fused and capturable optimizers keep the count there.
+    """
     if value is None:
         return None
     if not torch.is_tensor(value) and not isinstance(value, (int, float)):
@@ -236,7 +237,7 @@ def _scalar(key: str, value: object, optimizer: torch.optim.Optimizer, device: t
 
 
 def _update_weights(engine, live: Layout) -> None:
-    """Set the model's own weights from the optimizer's."""
+    """Set the model's weights from the optimizer's."""
     optimizer = engine.optimizer
     with torch.no_grad():
         if live.kind == ZERO_3:

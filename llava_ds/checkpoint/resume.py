@@ -22,7 +22,7 @@ from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first
 
 ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 
-# Files of one run, which another run in the same folder would take for its own.
+# Files of a run that another run in the same folder would take for its own.
 RUN_FILES = (
     "metrics.jsonl", "metrics.csv", "evals.jsonl", "skipped.jsonl",
     "skipped_steps.jsonl", "evaluation*.json", "evaluation*.jsonl", "report.html", "loss.png",
@@ -34,7 +34,8 @@ RUN_FILES = (
 class ResumePoint:
     """A checkpoint to resume from; path is None for a fresh start.
 
-    world_size: ranks that wrote it; changed: settings that change the result are allowed to differ from its run's.
+    world_size: number of ranks that wrote it; changed: True if settings that affect the result may differ from its
+    run's.
     """
 
     path: Path | None = None
@@ -45,8 +46,10 @@ class ResumePoint:
 
 @dataclasses.dataclass(frozen=True)
 class ResumePlan:
-    """The checkpoint to resume from, if any, and the identity of the run. weights: hashes of the files of the folders
-    that the model starts from."""
+    """The checkpoint to resume from, if any, and the identity of the run.
+
+    weights: hashes of the initial model's files.
+    """
 
     point: ResumePoint
     identity: RunIdentity
@@ -54,10 +57,10 @@ class ResumePlan:
 
 
 def saved_batch_size(args: Arguments, dp: int) -> int | None:
-    """Return the samples per step of the checkpoint to resume from, if the flags leave them open and the number of
-    data-parallel ranks differs.
+    """Return the samples per step of the checkpoint to resume from.
 
-    Raises ConfigError where that many ranks can't share them.
+    None unless the flags leave them open and the number of data-parallel ranks differs. Raises ConfigError if that many
+    ranks can't divide them.
     """
     training = args.training
     saved = saved_identity(training.resume, Path(training.output_dir))
@@ -77,10 +80,10 @@ def find_resume_point(
     about_data: Callable[[Path], str] = lambda run_dir: "",
     ranks: Ranks = ONE_RANK,
 ) -> tuple[ResumePoint, list[str]]:
-    """Find the checkpoint that --resume asks for. Returns it with lines to print; raises ConfigError for an unfit one.
+    """Find the checkpoint for --resume. Returns it with lines; raises ConfigError for an unfit one. Collective.
 
-    Rank 0 compares settings before any file is hashed; then every rank hashes its share. All ranks call it together.
-    allowed: --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.
+    Rank 0 compares settings before any file is hashed; then every rank hashes its share. allowed:
+    --allow_changed_flags; about_data: returns a clause on how the data differ from a run folder's.
     """
     known = [*identity.flags, *(key for key in identity.deepspeed if key not in identity.flags), "data", "world_size"]
     may_change = _permitted(allowed, known)
@@ -103,7 +106,7 @@ def find_resume_point(
 
 @dataclasses.dataclass(frozen=True)
 class _Compared:
-    """A checkpoint, compared with the run. refusal: the reason why its run is another one."""
+    """A checkpoint after comparison with the run. refusal: the reason why it belongs to another run."""
 
     point: ResumePoint
     lines: list[str]
@@ -123,11 +126,10 @@ class _Candidate:
 def _candidate(
     resume: str, output_dir: Path, compare: Callable[[Path], _Compared], damaged: dict[Path, str]
 ) -> _Candidate:
-    """Find the newest checkpoint whose files have their sizes, and that is not among the damaged ones.
+    """Find the newest checkpoint whose files have the right sizes and that is not in `damaged`.
 
-    Raises ConfigError where it is of a run with other settings, unless an older one has the same: then it depends on
-    whether the newer one is whole. So it does where all of them hold the model alone: a fresh start would move them
-    aside.
+    Raises ConfigError if its run has other settings, unless an older one matches: then it depends on whether the newer
+    one is complete. Also raises it if all checkpoints contain only the model: a fresh start would move them aside.
     """
     if resume == "auto":
         commit.recover(output_dir)
@@ -194,9 +196,9 @@ def _compare(
 
 
 def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
-    """Move later checkpoints than the point, and all logs at a fresh start, to a folder of their own.
+    """Move checkpoints later than `point`, and at a fresh start all logs, to a separate folder.
 
-    They are another run's, or damaged: in their old place, a later resume or clean-up would take them for this run's.
+    They are another run's, or damaged: a later resume or clean-up would take them for this run's.
     """
     if ranks.is_first:
         ahead = [path for path in commit.checkpoints(output_dir) if commit.step_of(path) > point.step]
@@ -214,7 +216,8 @@ def set_aside(output_dir: Path, point: ResumePoint, ranks: Ranks) -> None:
 def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
     """Parse --allow_changed_flags. Raises ConfigError for an unknown name.
 
-    known: names of this run that are compared; those of extensions are, too, which an earlier start may have had.
+    known: names compared for this run; an extension's flags are accepted as well, because an earlier start may have had
+    it.
     """
     if allowed is None:
         return set()
@@ -233,7 +236,7 @@ def _permitted(allowed: str | None, known: Collection[str]) -> set[str]:
 
 
 def _refuse_uneven(total: int, world_size: int) -> None:
-    """Raise ConfigError where that many ranks can't share the samples of a step."""
+    """Raise ConfigError if that many ranks can't divide the samples of a step."""
     if total % world_size:
         shares = [str(n) for n in range(1, total + 1) if total % n == 0]
         raise ConfigError(
@@ -243,7 +246,7 @@ def _refuse_uneven(total: int, world_size: int) -> None:
 
 
 def _batch_size_hint(total: int, world_size: int) -> str:
-    """Name the flags that keep that many samples per step."""
+    """Return the flags that keep that many samples per step."""
     share, rest = divmod(total, world_size)
     if rest or not share:
         return f"{world_size} ranks can't share the {total} samples of a step evenly: start another number of them"
@@ -256,7 +259,7 @@ def _batch_size_hint(total: int, world_size: int) -> str:
 
 
 def _unfit_states(path: Path, saved: dict, reshaped: list[str], optimizer: dict | None) -> str | None:
-    """Return the reason why the checkpoint can't be re-sharded; None where it can.
+    """Return the reason why the checkpoint can't be re-sharded, or None.
 
     saved: the checkpoint's identity; reshaped: lines about the differences; optimizer: the JSON's block.
     """

@@ -1,4 +1,4 @@
-"""The identity of a run: all that has to be the same for another start to resume its checkpoint."""
+"""The identity of a run: everything that has to match for another start to resume its checkpoint."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ ORDERED_BY_LAYOUT = {
     "group_by_varlen": "gradient_accumulation_steps",
 }
 
-SETTINGS = ("config.json", "adapter_config.json")  # of a model's folder, which has at least one
+SETTINGS = ("config.json", "adapter_config.json")  # in a model's folder, which has at least one
 
 # Sections of the DeepSpeed JSON that change the result; the others change speed or placement.
 DECIDING_SECTIONS = (
@@ -34,13 +34,13 @@ DECIDING_SECTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:
-    """All that has to be the same for a resumed run to end in the same model."""
+    """Everything that has to match for a resumed run to end in the same model."""
 
     flags: dict[str, object]
     data: str  # fingerprint of the encoded samples
     world_size: int
     zero_stage: int
-    deepspeed: dict[str, object]  # settings of the DeepSpeed JSON that no flag has, and that change the result
+    deepspeed: dict[str, object]  # settings of the DeepSpeed JSON without a flag that change the result
     optimizer_on_nvme: bool = False
 
     @classmethod
@@ -49,7 +49,7 @@ class RunIdentity:
         flags = {name: value for name, value in args.as_dict().items() if name not in free}
         variables = args.model.chat_template_kwargs
         flags["chat_template_kwargs"] = variables and parse_variables(variables)
-        # The content at a path counts, not the path.
+        # The content at a path is compared, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and sha256(Path(projector))
         for name in ("model_name_or_path", "model_base"):
@@ -65,10 +65,13 @@ class RunIdentity:
         return cls(flags, data, world_size, zero_stage, deciding, on_nvme)
 
     def differences(self, saved: dict) -> dict[str, str]:
-        """List the differences to a saved identity (as read from JSON) that lead to another model: a line for each, by
-        its name for --allow_changed_flags."""
-        # A flag that only one of both has counts as its default in the other: of an extension that was not loaded, or
-        # one that an earlier version did not have.
+        """Return the differences to a saved identity (from JSON) that lead to another model.
+
+        Returns a line each, by its name for --allow_changed_flags.
+        """
+        # A flag that one identity lacks counts as its default there: an extension was not loaded, or an earlier version
+        # did not
+        # have the flag.
         absent, flags = saved["flags"].keys() - self.flags.keys(), every_flag()
         layout = self._layout_flags(saved)
         left_out = [
@@ -94,7 +97,7 @@ class RunIdentity:
         }
 
     def reshaped(self, saved: dict) -> list[str]:
-        """List the differences to a saved identity that change no more than the rounding, a line for each."""
+        """Return the differences to a saved identity that change no more than rounding, a line each."""
         changes = self._layout_changes(saved).items()
         lines = [line for name, line in changes if name not in self._ordering_flags and not self._decides(name, saved)]
         if saved["zero_stage"] != self.zero_stage:
@@ -112,7 +115,7 @@ class RunIdentity:
 
     @property
     def _depend_on_layout(self) -> list[str]:
-        """The flags given that make the loss, or the samples of a step, depend on ranks and micro-batches."""
+        """The given flags that make the loss, or the samples of a step, depend on ranks and micro-batches."""
         depend = {
             "--loss_reduction micro_batch": self.flags["loss_reduction"] == "micro_batch",
             "--steps_across_epochs": self.flags["steps_across_epochs"],
@@ -123,7 +126,7 @@ class RunIdentity:
         return [flag for flag, is_given in depend.items() if is_given]
 
     def _decides(self, name: str, saved: dict) -> bool:
-        """True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
+        """Return True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
         same_ranks = name == "world_size" and data_ranks(saved) == data_ranks(vars(self))
         flag = self._layout_flags(saved).get(name)
         same_samples = same_ranks or (flag is not None and (flag.shares_samples or flag.resume == "placement"))
@@ -135,7 +138,7 @@ class RunIdentity:
         return {flag for order, flag in ORDERED_BY_LAYOUT.items() if self.flags[order]}
 
     def _layout_flags(self, saved: dict) -> dict[str, Flag]:
-        """The flags that only decide on which rank and in which micro-batch a sample of the step is computed."""
+        """Return the flags that only decide on which rank and in which micro-batch a sample is computed."""
         declared = declared_in(self.flags.keys() | saved["flags"].keys())
         return {name: flag for name, flag in declared.items() if flag.resume in ("layout", "placement")}
 
@@ -152,15 +155,17 @@ class RunIdentity:
 
 
 def data_ranks(identity: dict) -> int:
-    """Return the ranks of an identity that had samples of their own."""
+    """Return the number of an identity's ranks with samples of their own."""
     flags = identity["flags"]
     shared = (flags.get(name, 1) for name, flag in declared_in(flags).items() if flag.shares_samples)
     return identity["world_size"] // math.prod(shared)
 
 
 def _optimizer_of(identity: dict) -> dict | None:
-    """Return an identity's optimizer block; None for AdamW with the flags' numbers, whether DeepSpeed's code for
-    states in CPU memory or torch's computes it."""
+    """Return an identity's optimizer block; None for AdamW with the flags' numbers.
+
+    None covers both DeepSpeed's AdamW for states in CPU memory and torch's.
+    """
     block, flags = identity.get("deepspeed", {}).get("optimizer"), identity["flags"]
     if block is None or optimizer_name(block) not in ("Adam", "AdamW"):
         return block
@@ -187,7 +192,7 @@ def folder_digest(folder: Path) -> str:
 
 
 def towers_digest(vision_tower: str | None) -> str | None:
-    """The digests of the folders that --vision_tower names, None without."""
+    """Return the digests of --vision_tower's folders, or None."""
     return ",".join(folder_digest(Path(folder)) for folder in tower_folders(vision_tower)) or None
 
 
@@ -201,5 +206,5 @@ def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
         try:
             return read_trainer(path)["identity"]
         except DataError:
-            continue  # a damaged one; find_resume_point refuses it with a message
+            continue  # damaged; find_resume_point refuses it with a message
     return {}

@@ -1,4 +1,4 @@
-"""A run's checkpoints: saved at once or in the background, one at a time; failed saves are counted."""
+"""A run's checkpoints, saved at once or in the background, one at a time; failed saves are counted."""
 
 import dataclasses
 import json
@@ -20,25 +20,28 @@ from llava_ds.files.writing import described
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.waiting import waiting
 
-MAX_FAILED_SAVES = 3  # in a row, until the run ends
+MAX_FAILED_SAVES = 3  # in a row, then the run ends
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelWriter:
-    """Writes the model alone (--save_only_model). form: "hf", "llava", "adapter" or "projector"; write: into a folder,
-    called by all ranks together; raises OSError on rank 0 alone, when the others are done, too."""
+    """Writes only the model (--save_only_model).
+
+    form: "hf", "llava", "adapter" or "projector"; write: writes into a folder; collective; raises OSError on rank 0
+    only, after the other ranks are done.
+    """
 
     form: str
     write: Callable[[Path], None]
 
 
 def can_be_resumed(training: TrainingArguments) -> bool:
-    """True if the same command resumes from what a run saves."""
+    """Return True if the same command resumes from a run's checkpoints."""
     return training.save_strategy != "no" and not training.save_only_model
 
 
 def describe_saving(training: TrainingArguments) -> str:
-    """Describe in a clause if the step at which a run stops is saved, and what the same command does next."""
+    """Describe in a clause whether the last step is saved, and what the same command does next."""
     if training.save_strategy == "no":
         return "not saved (--save_strategy no)"
     if training.save_only_model:
@@ -48,7 +51,7 @@ def describe_saving(training: TrainingArguments) -> str:
 
 @dataclasses.dataclass
 class _Save:
-    """A save that is under way. keeps_all: older ones stay; waited_s: time that training has waited for it so far."""
+    """A save in progress. keeps_all: older ones are kept; waited_s: how long training has waited for it so far."""
 
     step: int
     scratch: Path
@@ -58,7 +61,7 @@ class _Save:
 
 
 class Saver:
-    """Saves a run's checkpoints, at once or in the background, one at a time. All ranks call its methods together."""
+    """Saves a run's checkpoints, at once or in the background, one at a time. All methods are collective."""
 
     def __init__(
         self,
@@ -68,23 +71,23 @@ class Saver:
         ranks: Ranks,
         model_writer: ModelWriter | None = None,
     ) -> None:
-        """model_writer: for checkpoints of the model alone."""
+        """model_writer: for checkpoints with only the model."""
         self.model_writer = model_writer
-        self.protected_checkpoint: Callable[[], Path | None] = lambda: None  # names, on rank 0, one that is not deleted
+        self.protected_checkpoint: Callable[[], Path | None] = lambda: None  # returns, on rank 0, a checkpoint to keep
         self.engine, self.output_dir, self.ranks = engine, Path(training.output_dir), ranks
         self.trainer = {"identity": dataclasses.asdict(resume.identity), "weights": resume.weights}
         self.limit, self.background = training.save_total_limit, training.async_save
         self.last_good = resume.point.path
         self.states: list[StatePart] = []  # of extensions, set by the session
-        self.num_failed, self.failure = 0, ""  # in a row, and what the last one was
+        self.num_failed, self.failure = 0, ""  # in a row, and the last failure
         self._save: _Save | None = None
         self._reduction: tuple[torch.distributed.Work, torch.Tensor] | None = None
 
     def after_step(self, step: int, saves: bool, last: bool = False, keeps_all: bool = False) -> str | None:
-        """Save this step's checkpoint if saves is true, and commit one that has been written.
+        """Save this step's checkpoint if `saves` is True, and commit one that has been written.
 
-        last: nothing comes after this step, so all has to be on the disk when this returns; keeps_all: delete no older
-        checkpoint. Returns the reason why the run has to end, the same on every rank; None while it continues.
+        last: this is the last step, so everything has to be on the disk on return; keeps_all: delete no older
+        checkpoint. Returns the reason to end the run, the same on every rank, or None.
         """
         if self._save is not None and (saves or last or self._all_have_written()):
             self._commit_written()
@@ -99,9 +102,9 @@ class Saver:
         return None
 
     def rewind(self) -> Path | None:
-        """Bring the engine back to the last good checkpoint (training_state.rewind) and return it; None without one.
+        """Return the engine to the last good checkpoint (training_state.rewind); returns it, or None without one.
 
-        Commits first what is being written. Where the last is damaged or gone, uses the newest whole one.
+        A save in progress is committed first. If the last one is damaged or gone, the newest complete one is used.
         """
         if self._save is not None:
             self._commit_written()
@@ -122,7 +125,7 @@ class Saver:
         return path, [f"{self.last_good} is not used: {problem}", *lines]
 
     def _begin(self, step: int, keeps_all: bool) -> None:
-        """Write a checkpoint's files, or copy their content, to be written in the background."""
+        """Write a checkpoint's files, or copy their content to be written in the background."""
         started = time.perf_counter()
         try:
             scratch = commit.begin(self.output_dir, step, self.ranks)
@@ -134,7 +137,7 @@ class Saver:
         writer.save(random_states(self.ranks.device), scratch / f"random-{self.ranks.rank}.pt")
         if self.ranks.is_first:
             writer.save_text(json.dumps({"step": step, **self.trainer}, indent=1), scratch / TRAINER)
-            # For the zero_to_fp32.py that DeepSpeed copies beside it.
+            # For the zero_to_fp32.py that DeepSpeed copies there.
             writer.save_text(ENGINE, scratch / "latest")
             for part in self.states:
                 if tensors := part.of(self.engine.module):
@@ -143,7 +146,7 @@ class Saver:
         self._save = _Save(step, scratch, writer, keeps_all, time.perf_counter() - started)
 
     def _save_model(self, step: int, keeps_all: bool) -> None:
-        """Save the model alone, as a folder that opens by itself, with the manifest of any checkpoint."""
+        """Save only the model, as a folder that opens by itself, with a checkpoint's manifest."""
         started, problem = time.perf_counter(), None
         try:
             scratch = commit.begin(self.output_dir, step, self.ranks)
@@ -170,9 +173,9 @@ class Saver:
         self.last_good, self.num_failed = path, 0
 
     def _all_have_written(self) -> bool:
-        """True if every rank's writer is done, the same on all ranks. No rank waits here for a writer.
+        """Return True if every rank's writer is done, the same on all ranks, without waiting for a writer.
 
-        A reduction that begins at one step is read at the next, when it has long arrived.
+        A reduction started at one step is read at the next, long after its arrival.
         """
         if self.ranks.world_size == 1:
             return self._save.writer.is_done
@@ -184,7 +187,7 @@ class Saver:
         return False
 
     def _reduced(self) -> bool:
-        """Result of the last reduction; false without one."""
+        """Return the result of the last reduction; False without one."""
         if self._reduction is None:
             return False
         work, flag = self._reduction

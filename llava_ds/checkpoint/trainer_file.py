@@ -1,4 +1,4 @@
-"""trainer.json: a checkpoint's step, and the identity of its run. A checkpoint without a sound one is refused."""
+"""trainer.json: a checkpoint's step, and the identity of its run. Checkpoints without a valid one are refused."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ class _Optimizer(TypedDict):
 
 
 class _Flags(TypedDict):
-    """Flags that are computed with; the others are only compared."""
+    """Flags used in computations; others are only compared."""
 
     train_batch_size: NotRequired[_Count | None]
     per_device_train_batch_size: NotRequired[_Count | None]
@@ -36,7 +36,7 @@ class _Flags(TypedDict):
 
 
 def _with_sizes(flags: object) -> object:
-    """Refuse flags whose numbers of ranks with the same samples are no sizes."""
+    """Refuse flags whose numbers of ranks sharing samples are not sizes."""
     declared = declared_in(flags) if isinstance(flags, dict) else {}
     for name in (name for name, flag in declared.items() if flag.shares_samples):
         if type(size := flags.get(name, 1)) is not int or size < 1:
@@ -49,7 +49,7 @@ class _Sections(TypedDict):
 
 
 class Identity(TypedDict):
-    """A RunIdentity in JSON; keys that earlier versions did not write are not required."""
+    """A RunIdentity in JSON; keys that earlier versions did not write are optional."""
 
     flags: Annotated[_Flags, BeforeValidator(_with_sizes)]
     data: str
@@ -60,8 +60,11 @@ class Identity(TypedDict):
 
 
 class Trainer(TypedDict):
-    """step: of the checkpoint; weights: SHA-256 of the base models' files by name, by flag; model_only: the format of
-    a checkpoint that holds the model alone."""
+    """The content of trainer.json.
+
+    step: of the checkpoint; weights: SHA-256 of the base models' files by name, by flag; model_only: the format of a
+    checkpoint with only the model.
+    """
 
     step: Annotated[int, Field(ge=0)]
     identity: Identity
@@ -70,7 +73,7 @@ class Trainer(TypedDict):
 
 
 def read_trainer(checkpoint: Path) -> dict:
-    """Read trainer.json. Raises DataError where it is missing or not what a run writes."""
+    """Read trainer.json. Raises DataError if it is missing or invalid."""
     try:
         return read_json(checkpoint / TRAINER, Trainer)
     except FileNotFoundError as error:
@@ -80,23 +83,23 @@ def read_trainer(checkpoint: Path) -> dict:
 
 
 def is_training_checkpoint(folder: Path) -> bool:
-    """True for a checkpoint of run/train.py with the engine's part, not of the model alone."""
+    """Return True for a checkpoint of run/train.py with the engine's state, not only the model."""
     if not ((folder / TRAINER).is_file() or (folder / commit.MANIFEST).is_file()):
         return False
     try:
         return "model_only" not in read_trainer(folder)
     except DataError:
-        return True  # a damaged one, which is refused where it is read
+        return True  # damaged; refused when it is read
 
 
 def resume_problem(checkpoint: Path, hashed: bool = True) -> str | None:
-    """Return the reason why no run can be resumed from a folder; None where one can. hashed: as in problem_with."""
+    """Return the reason why no run can be resumed from a folder, or None. hashed: as in problem_with."""
     problem = checkpoint_problem(checkpoint, hashed)
     return MODEL_ONLY if problem is None and not is_training_checkpoint(checkpoint) else problem
 
 
 def checkpoint_problem(checkpoint: Path, hashed: bool = True) -> str | None:
-    """Return the reason why a folder is not a whole checkpoint of a run; None for one. hashed: as in problem_with."""
+    """Return the reason why a folder is not a complete checkpoint of a run, or None. hashed: as in problem_with."""
     problem = commit.problem_with(checkpoint, hashed)
     if problem is not None:
         return problem

@@ -15,13 +15,13 @@ from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.engine.shards.pieces import has_layout, layout_of, read_layout
 from llava_ds.runtime.ranks import Ranks, gather
 
-GROUP_STATES = {"params", "step"}  # of a parameter group, what is no rate; DeepSpeed's Adam and Lion count there
+GROUP_STATES = {"params", "step"}  # keys of a parameter group that aren't rates; DeepSpeed's Adam and Lion count there
 
 
 def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
-    """Bring the engine and this rank's random states to where the checkpoint was saved. Returns a line about it.
+    """Restore the engine and this rank's random states from a checkpoint. Returns a line about it. Collective.
 
-    seed: for the random states of ranks that the checkpoint has none of. All ranks call it together.
+    seed: for the random states of ranks that the checkpoint does not have.
     """
     line = _load(engine, point, ranks)
     if ranks.rank < point.world_size:
@@ -36,10 +36,9 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
 
 
 def rewind(engine, path: Path, ranks: Ranks) -> None:
-    """Bring weights and optimizer states back to a checkpoint's, as if the steps since then had changed nothing.
+    """Restore weights and optimizer states of a checkpoint; steps since then have no effect. Collective.
 
-    The steps stay counted: schedule, rates, counters and random states continue from their present values. All ranks
-    call it together.
+    The steps stay counted: schedule, rates, counters and random states keep their present values.
     """
     trainer = read_trainer(path)
     counters = {name: getattr(engine, name) for name in ("global_steps", "global_samples", "skipped_steps")}
@@ -96,9 +95,9 @@ def random_states(device: torch.device) -> dict[str, object]:
 
 
 def set_random_states(states: dict[str, object], device: torch.device) -> None:
-    """Set the generators to random_states; a GPU's stays as it is where the states are a CPU's.
+    """Set the generators to random_states; a GPU's is unchanged if the states are from a CPU.
 
-    Raises DataError for what random_states did not make.
+    Raises DataError for anything but random_states' result.
     """
     try:
         version, words, gauss = states["python"]
@@ -113,7 +112,7 @@ def set_random_states(states: dict[str, object], device: torch.device) -> None:
 
 
 def seed_random_states(seed: int, step: int, rank: int) -> None:
-    """Seed the generators of a rank that a checkpoint has no states of: alike at every resume from that step."""
+    """Seed the generators of a rank without saved states: the same at every resume from that step."""
     words = np.random.SeedSequence([seed, step, rank]).generate_state(3)
     random.seed(int(words[0]))
     np.random.seed(words[1])

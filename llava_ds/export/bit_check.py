@@ -1,4 +1,4 @@
-"""Files of an export read again: every tensor has the bits that were written."""
+"""A check of an export's files: every tensor read back has the bits that were written."""
 
 import time
 from collections.abc import Iterable
@@ -10,26 +10,26 @@ import torch
 from llava_ds.export.layer_by_layer import LIMIT_S, TooSlow
 from llava_ds.model.open.weights import WeightFiles
 
-# Of files, or folders of weights: a sum of each tensor's bits, by its name there.
+# By file, or folder of weights: the checksum of each tensor's bits, by its name there.
 Written = dict[Path, dict[str, int]]
 
 
 def sums_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """A sum of each tensor's bits, which a single flipped one changes."""
+    """Return a checksum of each tensor's bits; it changes if a single bit flips."""
     return {name: _word_sum(tensor) for name, tensor in tensors}
 
 
 def _word_sum(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's words of 64 bits, modulo 2**64, and of the bytes behind the last: 20 GB a second."""
+    """Sum a tensor's 64-bit words, modulo 2**64, and the remaining bytes: 20 GB a second."""
     content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     whole = len(content) // 8 * 8
     return int(content[:whole].view(np.int64).sum()) + int(content[whole:].sum())
 
 
 def check_written(written: Written) -> None:
-    """Read tensors again and compare the sums of their bits.
+    """Read tensors back and compare the checksums of their bits.
 
-    Raises RuntimeError for others, DataError for a file that can't be read, and TooSlow where it takes too long.
+    Raises RuntimeError for differences, DataError for a file that can't be read, and TooSlow after the time limit.
     """
     end = time.monotonic() + LIMIT_S
     for path, sums in written.items():

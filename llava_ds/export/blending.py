@@ -1,4 +1,4 @@
-"""Several adapters of one base in a single model, each by a weight."""
+"""Several adapters of one base, merged into a single model by weights."""
 
 import dataclasses
 from functools import partial
@@ -17,11 +17,10 @@ from llava_ds.model.open.folder import without_adapter
 def open_adapters(
     folders: list[Path], weights: list[float], given: dict[str, object], dtype: torch.dtype | None, form: str
 ) -> tuple[ExportPlan, list[Entry], list[str]]:
-    """The model W + sum of weight * (W merged with the adapter - W) over adapters in folders, as open_folder gives one.
+    """Return the model W + sum of weight * (W merged with the adapter - W) over adapter folders, like open_folder.
 
-    A tensor that the base has not, like a projector that trained beside each adapter, is the mean of theirs by the
-    weights. given, dtype, form: as open_folder takes them. Raises ConfigError for folders and weights that don't fit
-    each other.
+    A tensor that the base lacks, like a projector trained with each adapter, becomes the weighted mean of the
+    adapters'. given, dtype, form: as in open_folder. Raises ConfigError for folders and weights that don't match.
     """
     if len(weights) != len(folders):
         raise ConfigError(
@@ -54,13 +53,13 @@ def open_adapters(
 
 
 def _bases(export: ExportPlan) -> list[str | None]:
-    """Where the parts under an adapter lie."""
+    """Return the paths of the parts under an adapter."""
     sources = (export.model.sources.language_model, export.model.sources.vision_tower)
     return [None if (base := without_adapter(source)) is None else str(Path(base.path).resolve()) for source in sources]
 
 
 def _base_entries(export: ExportPlan) -> list[Entry]:
-    """The tensors under an adapter, of parts that have some."""
+    """Return the tensors of the parts under an adapter."""
     found: list[Entry] = []
     for part in ("vision_tower", "projector", "newline", "language_model"):
         source = without_adapter(getattr(export.model.sources, part))
@@ -70,7 +69,7 @@ def _base_entries(export: ExportPlan) -> list[Entry]:
 
 
 def _blended(entries: list[Entry], base: Entry | None, weights: list[float]) -> torch.Tensor:
-    """Add up in float32, and round once."""
+    """Sum in float32, and round once."""
     tensors = [entry.read() for entry in entries]
     if base is None:
         weights, whole = [weight / sum(weights) for weight in weights], 0

@@ -1,4 +1,4 @@
-"""README.md of an exported folder: what the model is, how it was trained, how it scores, and how to ask it."""
+"""README.md of an exported folder: the model, its training, its scores, and how to use it."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from llava_ds.runtime.redact import redact
 from llava_ds.tracking.run_files import read_run
 
 CARD = "README.md"
-MAX_BYTES = 2**20  # of a card that scores are put into; ours have 5 kB
-# Flags that a reader of a model card asks for; paths are no such.
+MAX_BYTES = 2**20  # maximum size of a card to which scores are added; this project's have 5 kB
+# Flags that interest a reader of a model card, without paths.
 SHOWN = (
     "version", "mm_projector_type", "mm_vision_select_layer", "mm_vision_select_feature", "image_aspect_ratio",
     "mm_patch_merge_type", "model_max_length", "learning_rate", "mm_projector_lr", "mm_vision_tower_lr",
@@ -26,7 +26,7 @@ SHOWN = (
 
 FORMS = ("hf", "llava", "adapter", "projector")  # the others are extensions'
 
-# Where run/evaluate.py puts its scores; a card without it is not ours to change.
+# run/evaluate.py inserts its scores here; a card without this mark is not changed.
 EVALUATIONS_END = "<!-- llava_ds: evaluations end here -->"
 USE_TRANSFORMERS = """\
 ```python
@@ -62,10 +62,11 @@ In llava_ds:
 def write_card(
     output_dir: Path, form: str, args: Arguments, run_dir: Path, record: dict, step: int | None = None
 ) -> None:
-    """Write README.md. run_dir: where metrics.jsonl lies; record: run.json; step: of the checkpoint, None for the last.
+    """Write README.md.
 
-    It has no scores yet: those in run_dir may be of an earlier model, and add_evaluation puts new ones in. Names of
-    models and data sets are the last parts of their paths: the rest is this machine's.
+    run_dir: has metrics.jsonl; record: run.json; step: of the checkpoint, None for the last. It has no scores yet:
+    those in run_dir may belong to an earlier model; add_evaluation inserts new ones. Models and data sets are named by
+    the last part of their path, because the rest is specific to the machine.
     """
     model, flags = args.model, args.as_dict()
     name = output_dir.resolve().name
@@ -101,7 +102,7 @@ def write_card(
 
 
 def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:
-    """Write README.md of a folder that was another format before."""
+    """Write README.md of a folder converted from another format."""
     name = output_dir.resolve().name
     text = f"# {name}\n\n{source.resolve().name}, converted by llava_ds.\n\n"
     usage = "" if form == "projector" else f"{EVALUATIONS_END}\n\n## Asking it\n\n{_usage(output_dir, form, name)}"
@@ -109,11 +110,10 @@ def write_conversion_card(output_dir: Path, form: str, source: Path) -> None:
 
 
 def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
-    """Put scores into a model's card, in the place of those of an evaluation with the same name. False where the folder
-    has no card of ours.
+    """Insert scores into a model's card, replacing an evaluation of the same name.
 
-    scores: as run/evaluate.py --output writes them. Raises OSError where the card can't be written; it is written
-    whole or not at all.
+    Returns False if the folder has no card written by this project. scores: in the format of run/evaluate.py --output.
+    Raises OSError if the card can't be written; it is replaced atomically.
     """
     path = folder / CARD
     try:
@@ -122,7 +122,7 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
         return False
     if EVALUATIONS_END not in card:
         return False
-    name = re.sub(r"[^\w .,:+-]|--+", "_", redact(name))  # within a comment
+    name = re.sub(r"[^\w .,:+-]|--+", "_", redact(name))  # inside a comment
     begin, end = f"<!-- evaluation: {name} -->\n", "<!-- end of evaluation -->\n"
     block = begin + "\n".join([f"## Evaluation: {name}", "", *_score_lines(scores), ""]) + "\n" + end
     old = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.S)
@@ -135,7 +135,7 @@ def add_evaluation(folder: Path, name: str, scores: dict) -> bool:
 
 
 def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
-    """The report's own figures, up to the step."""
+    """Return the report's figures, up to the step."""
     run = read_run(run_dir)
     if step is not None:
         until = ([row for row in rows if row["step"] <= step] for rows in (run.metrics, run.evals))
@@ -159,7 +159,7 @@ def _numbers(run_dir: Path, record: dict, step: int | None) -> list[str]:
 
 
 def _score_lines(scores: dict) -> list[str]:
-    """A table of what run/evaluate.py wrote: a row per kind, a column per condition."""
+    """Return a table of run/evaluate.py's scores: a row per kind, a column per condition."""
     columns = scores["scores"]
     kinds = next(iter(columns.values()))
     rows = [
@@ -171,19 +171,19 @@ def _score_lines(scores: dict) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """A text that ends no cell and is no markup."""
+    """Escape markup and cell separators in a text."""
     return re.sub(r"([|<>`*_\[\]\\])", r"\\\1", " ".join(text.split()))
 
 
 def _library(form: str) -> str:
-    """The library that opens a form."""
+    """Return the library that opens a format."""
     if form not in FORMS:
         return choice("format", form).library
     return "transformers" if form == "hf" else "llava"
 
 
 def _usage(output_dir: Path, form: str, name: str) -> str:
-    """Code and a command; a relative name is looked up on the hub where no folder has it."""
+    """Return code and a command; a relative name without a folder would be looked up on the hub."""
     where = f"Run this in the folder that holds `{name}`, with an image as `image.png` beside it.\n\n"
     in_shell = "'" + name.replace("'", "'\\''") + "'"
     here, quoted = USE_LLAVA_DS.format(folder=in_shell), json.dumps(name, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The plan of an export: all of a model but its weights, and the folder that it becomes."""
+"""The plan of an export: everything about a model except its weights, and the format of its folder."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 class ExportPlan:
     """The model to write, and its form: "hf" (for transformers), "llava", "adapter", "projector", or an extension's.
 
-    args: those the model was built with; dtype: of the weights to be written; max_length: longest sample in tokens;
-    max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens to them, None for
-    as many as there are; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None
-    for that of --version; matrix_type: of matrices, in a form
-    with types of its own.
+    args: those that the model was built with; dtype: of the written weights; max_length: longest sample in tokens;
+    max_shard_bytes: largest file of weights; rows: of the embeddings before an export added tokens, None if it added
+    none; tower_name: the tower's name in LLaVA's format; template: the processor's chat template, None for --version's;
+    matrix_type: of matrices, in a format with its own types.
     """
 
     model: ModelPlan
@@ -46,39 +45,39 @@ class ExportPlan:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embeddings as the model has them now."""
+        """Rows of the model's embeddings."""
         return self.model.text_config.vocab_size
 
     @property
     def uses_own_template(self) -> bool:
-        """True if the tokenizer's own chat template writes conversations, and none of LLaVA's."""
+        """True if conversations use the tokenizer's own chat template, instead of one of LLaVA's."""
         return self.model.architecture is not None or self.args.version == "chat_template"
 
     @property
     def is_whole_model(self) -> bool:
-        """True for a model folder, false for an adapter and for a projector."""
+        """True for a model folder, False for an adapter and for a projector."""
         return self.form in ("hf", "llava")
 
     @property
     def source_folder(self) -> Path:
-        """The folder that an architecture's model came from, or the one under its adapter."""
+        """The folder of an architecture's original model, or of the model under its adapter."""
         return Path(self.model.sources.vision_tower.path)
 
     @cached_property
     def adapter(self) -> "Adapter | None":
-        """How an adapter is written; None for a whole model."""
+        """Writes the adapter; None for a complete model."""
         return active(self.args.own).adapter
 
     @cached_property
     def names(self) -> "Names":
         """Names and ties of the language model's parameters."""
-        from llava_ds.export.tensors import Names  # with all that reads weights
+        from llava_ds.export.tensors import Names  # imports everything that reads weights
 
         return Names.of(self.model.text_config)
 
 
 def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> tuple[str | None, str]:
-    """The model_type of transformers' class for such a model, and ""; or None, and why there is no class."""
+    """Return the model_type of transformers' class for a model, and ""; or None and why there is no class."""
     kind = hf_container(plan, image_options)
     if plan.architecture is not None:
         return kind, ""
@@ -100,8 +99,10 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
 
 
 def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
-    """The model_type of transformers' class that has such a model's language model and newline, whatever its own code
-    does with images."""
+    """Return the model_type of transformers' class with such a language model and newline.
+
+    Its own image code may differ.
+    """
     if plan.architecture is not None:
         return plan.architecture.config.model_type
     if not image_options.has_newline:
@@ -110,7 +111,7 @@ def hf_container(plan: ModelPlan, image_options: ImageOptions) -> str:
 
 
 def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) -> str:
-    """Why no class of transformers' has such a tower and projector; "" if one has them."""
+    """Return why no class of transformers' has such a tower and projector, or ""."""
     if args.mm_projector_type != "mlp2x_gelu":
         return f"transformers has no class with --mm_projector_type {args.mm_projector_type}: give mlp2x_gelu"
     if args.s2:
@@ -131,7 +132,7 @@ def own_vision(plan: ModelPlan, args: ModelArguments, image_options: ImageOption
 
 
 def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
-    """What LLaVA's own code does not know of a model in its format; "" if it opens it."""
+    """Return what LLaVA's own code lacks for a model in its format, or ""."""
     kind, lacks = plan.tower.config.model_type, ""
     if square_stride(args.mm_projector_type) > 1:
         lacks = f"--mm_projector_type {args.mm_projector_type}"
@@ -143,9 +144,9 @@ def not_llavas(plan: ModelPlan, args: ModelArguments) -> str:
 
 
 def export_format(args: Arguments, plan: ModelPlan, image_options: ImageOptions) -> tuple[str, list[str]]:
-    """Choose the form of a run's export, before training, and return it with lines about an unexpected choice.
+    """Choose the format of a run's export, before training; returns it with lines about an unexpected choice.
 
-    Raises ConfigError where --export_format is not possible, or LLaVA's format would lose tokens.
+    Raises ConfigError if --export_format is not possible, or LLaVA's format would lose tokens.
     """
     if trains_projector_only(args.model) and plan.architecture is None:
         return "projector", []

@@ -42,15 +42,14 @@ def export_model(
     ranks: Ranks,
     step: int | None = None,
 ) -> None:
-    """Export the finished model into --output_dir; all ranks call it together.
+    """Export the finished model into --output_dir. Collective.
 
-    step: the one that the model is of, where that is not the last.
-    Raises RuntimeError where the reloaded folder does not compute the logits of the trained model, DataError where the
-    disk does not take it.
+    step: of the model, if it is not the last. Raises RuntimeError if the reloaded folder does not reproduce the trained
+    model's logits, DataError if the disk refuses a file.
     """
     output_dir = Path(args.training.output_dir)
-    runner.engine.empty_partition_cache()  # after the eval loss was measured, as below
-    # Compiled layers would be compiled anew for a single forward without gradients.
+    runner.engine.empty_partition_cache()  # after the eval loss, like below
+    # Compiled layers would be compiled again for a single forward without gradients.
     with _disk_errors(output_dir, args.training), exact_fp32(), torch.compiler.set_stance("force_eager"):
         if ranks.is_first:
             write_trainer_state(output_dir, args.training.per_device_train_batch_size, args.training.num_train_epochs)
@@ -68,7 +67,7 @@ def export_model(
 
 @contextlib.contextmanager
 def _disk_errors(output_dir: Path, training: TrainingArguments) -> Iterator[None]:
-    """Raise DataError where the disk takes no file. The watchdog tells the other ranks, which wait for this one."""
+    """Raise DataError if the disk refuses a file. The watchdog informs the other ranks: they wait for this one."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -85,9 +84,9 @@ def _disk_errors(output_dir: Path, training: TrainingArguments) -> Iterator[None
 
 
 def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
-    """Write the model as it is now into a folder, in the form of its export; all ranks call it together.
+    """Write the current model into a folder, in its export format. Collective.
 
-    Raises OSError on rank 0 where the disk does not take it, once the other ranks have done their part.
+    Raises OSError on rank 0 if the disk refuses it, after the other ranks have done their part.
     """
     engine.empty_partition_cache()
     try:
@@ -97,9 +96,9 @@ def write_model(engine, export: ExportPlan, ranks: Ranks, folder: Path) -> None:
 
 
 def export_beside(name: str, engine, export: ExportPlan, training: TrainingArguments, ranks: Ranks) -> Path:
-    """Write the model as it is now into a folder of --output_dir, which is returned; all ranks call it together.
+    """Write the current model into a folder in --output_dir, and return the folder. Collective.
 
-    Raises DataError where the disk does not take it.
+    Raises DataError if the disk refuses it.
     """
     folder = Path(training.output_dir) / name
     with _disk_errors(folder, training):
@@ -110,8 +109,8 @@ def export_beside(name: str, engine, export: ExportPlan, training: TrainingArgum
 
 
 def _refusal(error: Exception) -> OSError | None:
-    """The disk's error as Python's; None for any other error."""
-    code = re.search(r"\(os error (\d+)\)", str(error))  # as safetensors says it
+    """Return the disk's error as an OSError; None for any other error."""
+    code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors' wording
     cause = OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
     return cause if isinstance(cause, OSError) and cause.errno in REMEDIES else None
 
@@ -130,8 +129,7 @@ def _export_folder(
     ranks: Ranks,
     step: int | None,
 ) -> None:
-    """Write the folder of a model or an adapter. The library that opens it has to compute the same logits from it, for
-    one sample."""
+    """Write the folder of a model or an adapter, and check its logits for one sample with the library that opens it."""
     output_dir, sample, check = Path(args.training.output_dir), dataset.example(), args.training.check_export
     batch, logits = collate([sample], dataset.image_options).to(ranks.device), None
     if check != "off":
@@ -164,7 +162,7 @@ def _export_folder(
 
 
 def _compare_both(written: Written, compare: Callable[[], float]) -> float:
-    """Compare the bits of all tensors in the files, and then logits, whose difference is returned."""
+    """Compare the bits of all tensors in the files, then logits; returns the logits' difference."""
     check_written(written)
     return compare()
 
@@ -175,16 +173,16 @@ def _refuse_to_compare(why: str) -> float:
 
 @torch.no_grad()
 def _logits_everywhere(runner: Runner, batch: Batch, check: str) -> torch.Tensor:
-    """(T, V), by the module itself: the engine would compute in autocast's precision, and the weights are compared."""
+    """Return logits (T, V), computed by the module itself: the engine would use autocast, but weights are compared."""
     engine = runner.engine
     engine.eval()
     with full_precision_gathers(engine.module):
         positions = compared_positions(check, batch.input_ids.shape[1], batch.input_ids.device)
         logits = runner.forward(engine.module, batch, lambda model, batch: model(batch, Logits(positions)))
-        if logits is None:  # another rank sees them
+        if logits is None:  # another rank has them
             rows, dtype = engine.module.language_model.config.vocab_size, next(engine.module.parameters()).dtype
             logits = torch.empty(len(positions), rows, dtype=dtype, device=positions.device)
         logits = runner.agree(logits)
-    # ZeRO-3 has begun to gather parameters for a backward pass; until it lets go of them, nobody else can gather them.
+    # ZeRO-3 started gathering parameters for a backward pass; until they are released, nothing else can gather them.
     engine.empty_partition_cache()
     return logits

@@ -1,4 +1,4 @@
-"""A finished model out of a checkpoint, without the processes that trained it."""
+"""A finished model restored from a checkpoint, without the processes that trained it."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -26,9 +26,11 @@ from llava_ds.tracking.run_record import located, read_run_record
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint's model. export: in the form that the run itself exports; entries: the whole model, LoRA merged;
-    trained: the part that the checkpoint holds; base: what the run began with; run, record: run.json's flags and all of
-    it."""
+    """A checkpoint's model.
+
+    export: in the run's own export format; entries: the complete model, LoRA merged; trained: the tensors in the
+    checkpoint; base: the run's initial model; run, record: run.json's flags and content.
+    """
 
     export: ExportPlan
     entries: list[Entry]
@@ -40,12 +42,12 @@ class Restored:
 
 
 def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, average: int = 1) -> Restored:
-    """The model as a checkpoint has it. What trained comes from there, what was frozen from where it came from.
+    """Restore the model of a checkpoint: trained tensors from the checkpoint, frozen ones from their original folders.
 
-    moved: other places of --model_name_or_path and the like than run.json's; dtype None: the training's; average: of
-    the weights of so many checkpoints, the last of which this is. The projector that the run began with is asked for
-    only where the checkpoint holds no trained one.
-    Raises ConfigError or DataError for a damaged checkpoint, and for base models that are not there or not the same.
+    moved: paths of --model_name_or_path and the like that replace run.json's; dtype None: the training's; average:
+    average the weights of this many checkpoints, of which this is the last. The run's initial projector is needed only
+    if the checkpoint has no trained one.
+    Raises ConfigError or DataError for a damaged checkpoint, and for base models that are missing or different.
     """
     several = _last(checkpoint, average)
     for each in several:
@@ -70,7 +72,7 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
     weight_hashes(run.replaced(dry_run=True, **dict.fromkeys(run.own_models)), run_dir, checkpoint)
     plan = plan_model(run.model, run.data.model_max_length, run.traits.scores)
     image_options = plan.tower.image_options(run)
-    # Form "hf" gives way to "llava" even where a flag asked for it: --format can choose another one.
+    # If "hf" is impossible, "llava" is used even if a flag asked for "hf": --format can choose another format.
     form, _ = export_format(dataclasses.replace(run, given=run.given - {"export_format"}), plan, image_options)
     export = ExportPlan(plan, run.model, image_options, dtype or trained_in, run.data.model_max_length, form)
 
@@ -89,7 +91,10 @@ def restore(checkpoint: Path, moved: dict[str, str], dtype: torch.dtype | None, 
 
 
 def _last(checkpoint: Path, number: int) -> list[Path]:
-    """The checkpoint and the ones before it beside it, the newest first. Raises ConfigError where there are fewer."""
+    """Return the checkpoint and the ones before it in the same folder, newest first.
+
+    Raises ConfigError if there are fewer.
+    """
     if number == 1:
         return [checkpoint]
     found = commit.checkpoints(checkpoint.resolve().parent)
@@ -109,7 +114,7 @@ def _last(checkpoint: Path, number: int) -> list[Path]:
 
 
 def _averaged(several: list[list[SavedWeight]], checkpoints: list[Path]) -> list[SavedWeight]:
-    """The mean of the weights of several checkpoints, computed in fp32 where one is read."""
+    """Return the mean of several checkpoints' weights, computed in fp32 when a weight is read."""
     by_name = [{weight.name: weight for weight in weights} for weights in several]
     shapes = [{name: weight.shape for name, weight in weights.items()} for weights in by_name]
     for path, each in zip(checkpoints, shapes):
@@ -125,19 +130,21 @@ def _averaged(several: list[list[SavedWeight]], checkpoints: list[Path]) -> list
 
 
 def _holds_projector(trained: list[Entry], run: Arguments) -> bool:
-    """True if all that stage 1's file would bring was trained, the newline with the projector; not rows of new tokens,
-    which belong to the language model."""
+    """Return True if everything in stage 1's file was trained, the newline with the projector.
+
+    Rows of new tokens don't count: they belong to the language model.
+    """
     adds_tokens = run.model.mm_use_im_start_end or run.model.mm_use_im_patch_token
     own = (entry.name for entry in trained if entry.name.startswith("projector."))
     return not adds_tokens and any(own) and "projector" in trained_parts(run.model)
 
 
 def _check_bases(run: Arguments, saved: dict[str, object]) -> None:
-    """Compare the base models' folders, and the projector's file, with those that the run was trained on."""
+    """Compare the base models' folders, and the projector's file, with the ones used in training."""
     problems = []
     for name in ("model_name_or_path", "model_base", "vision_tower"):
         given = getattr(run.model, name)
-        if saved.get(name) is None:  # the model brings its own
+        if saved.get(name) is None:  # the model includes its own
             if given is not None:
                 problems.append(f"--{name} {given}: the run was trained without this flag, leave it out")
             continue

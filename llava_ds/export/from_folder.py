@@ -1,4 +1,4 @@
-"""A finished model out of a folder: in LLaVA's format, in transformers', or LoRA over one of them."""
+"""A finished model read from a folder: in LLaVA's format, in transformers', or LoRA over either."""
 
 from pathlib import Path
 
@@ -24,16 +24,16 @@ EXPORT_FIELDS = {
     "llava_ds_vocab_size": (int, "a number of rows"),
     "mm_vision_tower": (str, "a name"),
 }
-NO_LIMIT = 10**9  # tokenizers without a longest text have a model_max_length above this
+NO_LIMIT = 10**9  # tokenizers without a limit have a larger model_max_length
 
 
 def open_folder(
     source: Path, given: dict[str, object], dtype: torch.dtype | None, form: str
 ) -> tuple[ExportPlan, list[Entry], list[str]]:
-    """The model in a folder, its tensors, and lines that say what it is.
+    """Return the model in a folder, its tensors, and lines that describe it.
 
-    given: flags of run/export.py that say what the folder does not (vision_tower, model_base, version); dtype None: the
-    folder's; form: what it is to become. Raises ConfigError or DataError for folders that hold no whole LLaVA.
+    given: flags of run/export.py that complete the folder (vision_tower, model_base, version); dtype None: the
+    folder's; form: of the export. Raises ConfigError or DataError for folders without a complete LLaVA model.
     """
     given = dict(given)
     base = given.get("model_base")
@@ -43,7 +43,7 @@ def open_folder(
         raise ConfigError(f"{source} is {folder.kind}: expected a checkpoint, or a folder with a whole LLaVA")
     tower_name = given.get("vision_tower") or config.get("mm_vision_tower")
     if folder.vision_config is not None:
-        given.pop("vision_tower", None)  # it brings its own, and only the name is asked for
+        given.pop("vision_tower", None)  # it includes its own, and only the name is used
         if form == "llava" and tower_name is None:
             raise ConfigError(
                 "--vision_tower is missing: LLaVA's format names the tower that its loader opens: give its name or "
@@ -85,7 +85,7 @@ def open_folder(
 
 
 def _config_of(source: Path, base: str | None) -> dict:
-    """config.json, of the adapter's base where an adapter has none."""
+    """Return config.json, from the adapter's base if an adapter has none."""
     for folder in (source, *([] if base is None else [Path(base)])):
         if (folder / "config.json").is_file():
             config = read_config(folder / "config.json", f"{FLAG} {folder}")
@@ -98,7 +98,7 @@ def _config_of(source: Path, base: str | None) -> dict:
 
 
 def _precision(entries: list[Entry]) -> torch.dtype:
-    """Of the language model's first matrix."""
+    """Return the dtype of the language model's first matrix."""
     first = next(entry for entry in entries if entry.name.startswith("language_model.") and len(entry.shape) > 1)
     dtype = first.read().dtype
     if dtype not in DTYPES:

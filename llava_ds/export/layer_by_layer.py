@@ -1,5 +1,5 @@
 # T tokens, V vocabulary
-"""A forward of a reloaded model beside a run: on the GPU or on all cores, with few weights in memory, within a time."""
+"""A reloaded model's forward during a run: on the GPU or on all cores, with little memory, within a time limit."""
 
 import contextlib
 import os
@@ -10,28 +10,28 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-LIMIT_S = 600.0  # of a comparison: the other ranks' GPUs are idle meanwhile
-MARGIN_BYTES = 10**9  # of a GPU's free memory, for a layer's activations
-COPIES_OF_LOGITS = 4  # in float32, beside the model's own
-SMALL_BYTES = 10**9  # below, training's own number of threads is fast enough, and rounds as training did
+LIMIT_S = 600.0  # limit of a comparison: the other ranks' GPUs are idle meanwhile
+MARGIN_BYTES = 10**9  # reserve of a GPU's memory, for a layer's activations
+COPIES_OF_LOGITS = 4  # in float32, besides the model's own
+SMALL_BYTES = 10**9  # below, training's number of threads is fast enough, and rounds like training
 
 
 class NotCompared(Exception):
-    """A comparison was given up. The message says why."""
+    """A comparison was given up, for the reason in the message."""
 
 
 class TooSlow(NotCompared):
-    """It was given up at its deadline."""
+    """A comparison was given up at its deadline."""
 
 
 class Deadline:
-    """The end of a comparison's time, which starts now."""
+    """The time limit of a comparison, starting now."""
 
     def __init__(self) -> None:
         self._end = time.monotonic() + LIMIT_S
 
     def check(self, done: int, of: int, device: torch.device) -> None:
-        """Raise TooSlow if the time is over. done, of: layers."""
+        """Raise TooSlow after the deadline. done, of: layers."""
         if time.monotonic() > self._end:
             where = "the GPU" if device.type == "cuda" else f"{torch.get_num_threads()} threads of the CPU"
             raise TooSlow(f"after {LIMIT_S:g} s only {done} of {of} layers were computed, on {where}")
@@ -39,11 +39,11 @@ class Deadline:
 
 @contextlib.contextmanager
 def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -> Iterator[torch.device]:
-    """Make a model on the CPU ready for forwards, on the device of the logits (T, V) that it has to give.
+    """Prepare a model on the CPU for forwards on the device of `logits` (T, V), the expected result.
 
-    On a GPU each layer's weights are there only while it computes, so a model that transformers has mapped from its
-    files takes room for one layer and its ends. Yields the device of the inputs: the CPU where there is less room.
-    Raises TooSlow in a forward at the deadline.
+    On a GPU each layer's weights are there only while it computes, so a model mapped from its files needs room for one
+    layer and its ends. Yields the device of the inputs: the CPU if the GPU has less room. A forward raises TooSlow at
+    the deadline.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {id(tensor) for layer in layers for tensor in _tensors(layer)}
@@ -53,7 +53,7 @@ def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -
     for tensor in ends:
         tensor.data = _moved(tensor.data, device)
     done: list[nn.Module] = []
-    before: dict[nn.Module, list[torch.Tensor]] = {}  # of a layer that computes: its tensors in the files
+    before: dict[nn.Module, list[torch.Tensor]] = {}  # a running layer's tensors in the files
 
     def enter(layer: nn.Module, _: object) -> None:
         deadline.check(len(done), len(layers), device)
@@ -74,10 +74,10 @@ def layer_by_layer(model: nn.Module, logits: torch.Tensor, deadline: Deadline) -
 
 
 def _device(logits: torch.Tensor, num_bytes: int) -> torch.device:
-    """The logits' device, or the CPU where so many bytes of weights have no room beside what is there."""
+    """Return the logits' device, or the CPU if the GPU has no room for that many bytes of weights."""
     if logits.device.type != "cuda":
         return torch.device("cpu")
-    torch.cuda.empty_cache()  # training's activations are gone, but torch keeps their memory
+    torch.cuda.empty_cache()  # training's activations are freed, but torch keeps their memory
     free, _ = torch.cuda.mem_get_info(logits.device)
     needed = num_bytes + COPIES_OF_LOGITS * 4 * logits.numel() + MARGIN_BYTES
     return logits.device if needed <= free else torch.device("cpu")
@@ -85,10 +85,10 @@ def _device(logits: torch.Tensor, num_bytes: int) -> torch.device:
 
 @contextlib.contextmanager
 def _threads(device: torch.device, num_bytes: int) -> Iterator[None]:
-    """Compute on every core that this process may use, where the model is on the CPU and not small."""
+    """Use every core available to this process, if the model is on the CPU and not small."""
     before = torch.get_num_threads()
     if device.type == "cpu" and num_bytes > SMALL_BYTES:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # launchers give a rank one, or its part
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # launchers give a rank one core, or its share
     try:
         yield
     finally:

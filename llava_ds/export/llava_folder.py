@@ -1,4 +1,4 @@
-"""The folder that LLaVA's own loader opens, with LLaVA's names; its config.json; and the projector by itself."""
+"""The folder for LLaVA's own loader, with LLaVA's names; its config.json; and the projector by itself."""
 
 import json
 from pathlib import Path
@@ -21,9 +21,9 @@ from llava_ds.model.open import names as formats
 def llava_config(
     export: ExportPlan, *, max_length: int | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, object]:
-    """The language model's configuration with LLaVA's fields, and without the path that it lay at.
+    """Return the language model's configuration with LLaVA's fields, without its local path.
 
-    For a family that LLaVA has no class for, model_type and architectures are spelled as LLaVA would.
+    If LLaVA has no class for the family, model_type and architectures follow LLaVA's pattern.
     """
     plan, args, image_options = export.model, export.args, export.image_options
     family = plan.text_config.model_type
@@ -43,7 +43,7 @@ def llava_config(
         "mm_vision_select_feature": args.mm_vision_select_feature,
         "mm_use_im_start_end": args.mm_use_im_start_end,
         "mm_use_im_patch_token": args.mm_use_im_patch_token,
-        "split_special_tokens": args.split_special_tokens,  # for our own code
+        "split_special_tokens": args.split_special_tokens,  # for this project's code
         "mm_patch_merge_type": image_options.merge_type,
         "mm_newline_position": image_options.newline_position,
         "mm_spatial_pool_stride": image_options.pool_stride,
@@ -59,20 +59,20 @@ def llava_config(
         "tune_mm_mlp_adapter": args.tune_mm_mlp_adapter,
         "freeze_mm_mlp_adapter": args.freeze_mm_mlp_adapter,
         "unfreeze_mm_vision_tower": "vision_tower" in trained_parts(args),
-        "llava_ds_version": args.version,  # LLaVA's own code goes by the folder's name
+        "llava_ds_version": args.version,  # LLaVA's own code uses the folder's name
     }
 
 
 def plain_config(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> dict[str, object]:
-    """A part's configuration that does not tell where it lay on this machine."""
+    """Return a part's configuration without its local path."""
     plain = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     return plain if dtype is None else {**plain, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def with_old_names(config: dict[str, object]) -> dict[str, object]:
-    """A language model's configuration in the words of transformers 4, too, which reads no rope_parameters.
+    """Add transformers 4's names to a language model's configuration: it does not read rope_parameters.
 
-    It would take the default angle for one that is not said.
+    It would use the default angle instead.
     """
     config = dict(config)
     if config.get("dtype") is not None:
@@ -90,15 +90,17 @@ PROJECTOR_FILES = ("mm_projector.bin", "mm_projector.safetensors", "config.json"
 
 
 def llava_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """The entries that are written: LLaVA's names, no rows that an export had added, and the whole tower."""
+    """Return the entries to write: LLaVA's names, without rows added by an export, and with the complete tower."""
     tower = read_entries("vision_tower", export.model.sources.whole_tower())
     whole = export.names.resized(completed(entries, tower), export.rows or export.vocab_size)
     return renamed(export.names.divided(whole), lambda name: formats.to_llava(name, export.args.mm_projector_type))
 
 
 def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write the folder, one tensor in memory at a time, and return the sums of their bits; holes: files of weights
-    without weights."""
+    """Write the folder, one tensor in memory at a time, and return checksums of their bits.
+
+    holes: write weight files without weights.
+    """
     written = write_shards(
         llava_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes
     )
@@ -111,7 +113,7 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
         config["vocab_size"] = export.rows
     if export.tower_name is not None:
         config["mm_vision_tower"] = export.tower_name
-    if export.template is not None:  # of another's processor, for the way back
+    if export.template is not None:  # another project's processor, for converting back
         config["llava_ds_chat_template"] = export.template
         del config["llava_ds_version"]
     pad_token_id = None if pad is None else tokenizer.convert_tokens_to_ids(pad)
@@ -121,10 +123,10 @@ def write_llava(export: ExportPlan, entries: list[Entry], output_dir: Path, *, h
 
 
 def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) -> Written:
-    """Write PROJECTOR_FILES: the projector twice, with LLaVA's keys, and config.json with LLaVA's fields; return the
-    sums of the tensors' bits.
+    """Write PROJECTOR_FILES, and return checksums of the tensors' bits.
 
-    entries: of the model; the newline becomes model.image_newline.
+    These are the projector twice, with LLaVA's keys, and config.json with LLaVA's fields. entries: of the model; the
+    newline becomes model.image_newline.
     """
     kind = export.args.mm_projector_type
     written = projector_entries(export, entries)
@@ -139,6 +141,6 @@ def write_projector(export: ExportPlan, entries: list[Entry], output_dir: Path) 
 
 
 def projector_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """Select projector and newline; and the input embeddings, where the tokens around images were trained."""
+    """Select projector and newline; and the input embeddings, if the tokens around images were trained."""
     rows = export.names.embedding if trains_new_rows(export.args) else None
     return [e for e in entries if e.name.startswith((formats.PROJECTOR, formats.NEWLINE)) or e.name == rows]

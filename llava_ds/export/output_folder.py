@@ -1,4 +1,4 @@
-"""Folders of any form, from entries or from a model that is being trained, and their place: whole or not at all."""
+"""Model folders of any format, from entries or from a model in training, written completely or not at all."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from llava_ds.model.open.names import VALUE_HEAD_FILE
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.scratch import scratch_folder
 
-# Files that readers take for parts of a folder's model. Parts of two models side by side would be read as one.
+# Files that readers take for parts of a folder's model. Parts of two models in one folder would be read as one.
 MODEL_FILES = (
     "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json",
     *(name for each in EXTENSIONS.values() for name in each.model_files.split()),
@@ -41,20 +41,19 @@ ENTRIES = {"hf": hf_entries, "llava": llava_entries, "projector": projector_entr
 
 
 def folder_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """List the tensors of a folder by their names there, a value head's last.
+    """List the tensors of a folder by their names there, with a value head's last.
 
-    entries: of the model; form: "hf", "llava" or "projector".
+    entries: of the model; the plan's form is "hf", "llava" or "projector".
     """
     rest, head = without_value_head(entries)
     return ENTRIES[export.form](export, rest) + head
 
 
 def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write a model's entries as a folder, "hf", "llava", "projector" or an extension's, and return the sums of
-    the tensors' bits: none of an extension's.
+    """Write a model's entries as a folder of any form; returns checksums of the tensors' bits, {} for an extension's.
 
-    holes: write files of weights that have the size, and holes in the place of the numbers; not of a projector or a
-    value head, which has a file of its own.
+    holes: write weight files of the right size with holes instead of numbers; a projector and a value head (which has
+    its own file) are not written so.
     """
     rest, head = without_value_head(entries)
     if export.form in WRITERS:
@@ -68,10 +67,10 @@ def write_folder(export: ExportPlan, entries: list[Entry], output_dir: Path, *, 
 
 
 def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, ranks: Ranks) -> Written:
-    """Write a model that is being trained, "hf", "llava" or "projector". Every rank takes part; only rank 0 writes, and
-    returns the sums of the tensors' bits.
+    """Write a model in training as "hf", "llava" or "projector". Collective.
 
-    When the disk refuses a file, rank 0 raises after all of the model is gathered, so that no rank waits for it.
+    Only rank 0 writes, and returns checksums of the tensors' bits. If the disk refuses a file, rank 0 raises after
+    all of the model is gathered, so that no rank waits for it.
     """
     entries = live_entries(model, ranks)
     with return_freed_memory():
@@ -87,8 +86,10 @@ def write_live_folder(export: ExportPlan, model: LlavaModel, output_dir: Path, r
 
 
 def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """The entries of a model in the order in which its folder reads them: one with two places comes twice, and one that
-    is divided there once."""
+    """Return a model's entries in the order in which its folder reads them.
+
+    An entry stored in two places appears twice, one that is divided there appears once.
+    """
     found: list[Entry] = []
     noted = [dataclasses.replace(entry, read=partial(found.append, entry)) for entry in entries]
     take_part(folder_entries(export, noted))
@@ -96,7 +97,7 @@ def reads_of(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def planned_entries(export: ExportPlan) -> list[Entry]:
-    """Names and shapes of the model that will be trained, before it is built. They can't be read."""
+    """Return names and shapes of the model to be trained, before it is built. The entries can't be read."""
     plan = export.model
     with torch.device("meta"), no_init_weights():
         mean, std = torch.empty(3), torch.empty(3)
@@ -106,16 +107,16 @@ def planned_entries(export: ExportPlan) -> list[Entry]:
 
 @contextlib.contextmanager
 def staged(output_dir: Path) -> Iterator[Path]:
-    """Give a folder of output_dir's name to write to; its model replaces that of output_dir when nothing was raised.
+    """Yield a temporary folder with output_dir's name; its model replaces output_dir's unless the block raises.
 
-    Whatever is raised in between, Ctrl-C too, leaves output_dir as it was. Then all files of the model that was there
-    go, and what is no part of a model stays. Nobody opens a folder with files of both: config.json goes first and
-    comes last. Raises ConfigError where the folder can't be written to.
+    Any exception, including Ctrl-C, leaves output_dir unchanged. Otherwise all files of the old model are removed, and
+    other files are kept. No reader sees files of both models: config.json is removed first and written last. Raises
+    ConfigError if the folder can't be written to.
     """
     was_there = output_dir.is_dir()
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        # Within it, so that it is on the same disk.
+        # Inside output_dir, so that it is on the same disk.
         scratch = contextlib.ExitStack()
         stage = scratch.enter_context(scratch_folder(".export-", output_dir)) / output_dir.resolve().name
     except OSError as error:
@@ -127,27 +128,27 @@ def staged(output_dir: Path) -> Iterator[Path]:
             _replace(output_dir, stage)
     except BaseException:
         if not was_there:
-            with contextlib.suppress(OSError):  # files are in place already: they are whole
+            with contextlib.suppress(OSError):  # complete files are in place already
                 output_dir.rmdir()
         raise
 
 
 def _replace(output_dir: Path, stage: Path) -> None:
-    """Put the stage's files into output_dir, in the place of the model there."""
+    """Move the stage's files into output_dir, replacing the model there."""
     new = sorted(
         (file.relative_to(stage) for file in stage.rglob("*") if file.is_file()),
         key=lambda name: (name.name == "config.json", name.name.endswith(".index.json"), name),
     )
     targets = [output_dir / name for name in new]
     inner = [output_dir / name for name in (ORIGINAL_FILES, TEMPLATES_FOLDER)]
-    links = {folder for folder in inner if folder.is_symlink()}  # what they lead to is not of this folder
+    links = {folder for folder in inner if folder.is_symlink()}  # their targets don't belong to this folder
     old = links | {file for pattern in MODEL_FILES for file in output_dir.glob(pattern) if file.parent not in links}
     if folders := sorted(file for file in old.union(targets) if file.is_dir() and not file.is_symlink()):
         raise ConfigError(f"{folders[0]} is a folder, expected a file: remove it, or name another --output_dir")
     for file in sorted(old, key=lambda file: (file.name != "config.json", file)):
         file.unlink()
     for folder in inner:
-        if folder.is_dir():  # empty ones would be read, too
+        if folder.is_dir():  # empty ones would be read as well
             folder.rmdir()
     for name, target in zip(new, targets):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # T tokens, V vocabulary, N image tiles, S side of the tower's square
-"""Compare the logits of a reloaded folder in transformers with those of the trained model."""
+"""Compare the trained model's logits with a folder's, reloaded with transformers."""
 
 import warnings
 from collections.abc import Callable
@@ -16,25 +16,25 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.model.families.language import final_logits
 from llava_ds.model.open.hf import TOLERANCE, HFModel, attention_options, embed_batch, hf_class
 
-# Of the host's free memory that a second copy of the weights may take beside what is running.
+# Fraction of the host's free memory for a second copy of the weights during a run.
 MEMORY_PART = 0.8
 SAMPLE_POSITIONS = 64  # of --check_export sample
 
 
 def check_room(num_bytes: int) -> None:
-    """Raise NotCompared where so many bytes of weights can't be read into the host's memory beside a run."""
+    """Raise NotCompared if that many bytes of weights don't fit into the host's memory during a run."""
     free = psutil.virtual_memory().available
     if num_bytes > MEMORY_PART * free:
         raise NotCompared(f"{num_bytes / 1e9:.1f} GB don't fit into the {free / 1e9:.1f} GB of free memory")
 
 
 def compared_positions(check: str, length: int, device: torch.device) -> torch.Tensor:
-    """Positions of a sample whose logits --check_export full or sample compares: all, or the first ones."""
+    """Return the positions whose logits --check_export compares: all (full), or the first ones (sample)."""
     return torch.arange(length if check == "full" else min(length, SAMPLE_POSITIONS), device=device)
 
 
 def describe_comparison(check: str, length: int, library: str, compare: Callable[[], float]) -> str:
-    """Compare, and say what was compared and what was not. length: of the sample, in positions."""
+    """Compare, and describe the comparison. length: of the sample, in positions."""
     if check == "off":
         return "not reloaded: --check_export off"
     num_positions = len(compared_positions(check, length, torch.device("cpu")))
@@ -48,7 +48,7 @@ def describe_comparison(check: str, length: int, library: str, compare: Callable
 
 
 def describe_bits(check: str, compare: Callable[[], None]) -> str:
-    """Compare files without a forward, and say what was compared."""
+    """Compare files without a forward, and describe the comparison."""
     if check == "off":
         return "not read again: --check_export off"
     try:
@@ -70,22 +70,22 @@ def compare_reloaded(
 ) -> float:
     """Open the exported folder with transformers and compare its logits with the trained model's.
 
-    base: the model's folder where the exported one is an adapter, which peft merges into it; batch: a single sample,
-    and the layouts of its images; mean, std (1, 3, 1, 1): how the tower scales pixels;
-    logits (T, V) of the trained model at every position, or at the first ones. The device of the logits is used where
-    it has room. Returns and raises as compare_logits does. Raises NotCompared where time or memory end first.
+    base: the model's folder if the exported one is an adapter (peft merges it); batch: a single sample;
+    layouts: of its images; mean, std (1, 3, 1, 1): the tower's scaling of pixels; logits (T, V): the trained model's,
+    at every position or at the first ones. Their device is used if it has room. Returns and raises like compare_logits.
+    Raises NotCompared if time or memory run out.
     """
     deadline = Deadline()
     folder = output_dir if base is None else base
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # In the precision of the files, transformers maps them: no second copy of the weights is in memory.
+    # In the files' precision transformers maps them: there is only one copy of the weights in memory.
     reloaded = hf_class(config).from_pretrained(
         folder, dtype=logits.dtype, local_files_only=True, **attention_options(config)
     )
     if base is not None:
         from peft import PeftModel
 
-        with warnings.catch_warnings():  # as in adapter.py
+        with warnings.catch_warnings():  # as in lora/adapter_export.py
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             reloaded = PeftModel.from_pretrained(reloaded, output_dir).merge_and_unload()
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
@@ -95,9 +95,9 @@ def compare_reloaded(
         if architecture is None or architecture.casts_pixels:
             pixels = pixels.to(logits.dtype)
         inputs = (architecture.first_inputs if architecture else _inputs)(reloaded, batch, layouts, pixels, len(logits))
-        # The rows of <image> and <video> are the export's own.
+        # The export added the rows of <image> and <video>.
         again = reloaded(**inputs).logits[0, : len(logits), : logits.shape[1]]
-    if architecture is None:  # others' classes do all that comes after the output layer
+    if architecture is None:  # other classes include everything after the output layer
         again = final_logits(again, reloaded.config.text_config)  # (T, V)
     return compare_logits(output_dir, "transformers", again, logits)
 
@@ -105,14 +105,14 @@ def compare_reloaded(
 def _inputs(
     reloaded: HFModel, batch: Batch, layouts: list[MediaLayout], pixels: torch.Tensor, num_positions: int
 ) -> dict[str, torch.Tensor]:
-    """Arguments of transformers' class for the first positions of a sample; images by its own merge where it can."""
+    """Return arguments of transformers' class for a sample's first positions; it merges the images itself if it can."""
     model_type = reloaded.config.model_type
     ids = batch.input_ids.clone()
     ids[0, batch.placing.positions] = reloaded.config.image_token_id
     if not layouts:
         return {"input_ids": ids[:, :num_positions]}
     if num_positions < ids.shape[1] or len(batch.placing.positions) < sum(layout.num_tokens for layout in layouts):
-        # The last image may be cut.
+        # The last image may be truncated.
         return {"inputs_embeds": embed_batch(reloaded, batch, pixels)[:, :num_positions]}
     if model_type == "llava" and not any(layout.pooled for layout in layouts):
         return {"input_ids": ids, "pixel_values": pixels}
@@ -122,9 +122,9 @@ def _inputs(
 
 
 def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: torch.Tensor) -> float:
-    """Return the largest difference of a library's logits (T, V) relative to the largest magnitude of the model's.
+    """Return the largest difference of a library's logits (T, V), relative to the largest magnitude of the model's.
 
-    Raises RuntimeError when it is above TOLERANCE.
+    Raises RuntimeError if it is above TOLERANCE.
     """
     again, logits = again.cpu(), logits.cpu().float()
     difference = ((again.float() - logits).abs().max() / logits.abs().max()).item()
@@ -140,10 +140,10 @@ def compare_logits(output_dir: Path, library: str, again: torch.Tensor, logits: 
 def _tiled_images(
     reloaded: HFModel, pixels: torch.Tensor, layouts: list[MediaLayout]
 ) -> dict[str, torch.Tensor] | None:
-    """pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers gives these images other tokens.
+    """Return pixel_values (images, tiles, 3, S, S) and image_sizes; None if transformers makes other tokens of them.
 
-    LlavaNext cuts every image into tiles, where LLaVA and LlavaOnevision leave several in a sample whole. Neither
-    knows pooled frames, and for a few sizes both round the padding another way.
+    LlavaNext cuts every image into tiles; LLaVA and LlavaOnevision leave images whole if a sample has several. They
+    don't support pooled frames, and round the padding differently for a few sizes.
     """
     several = reloaded.config.model_type == "llava_onevision" and len(layouts) > 1
     if any((layout.grid is None) != several or (layout.num_tiles != 1 and several) for layout in layouts):

@@ -1,5 +1,5 @@
 # T tokens, V vocabulary
-"""Exports in LLaVA's own format opened again, by this package's readers: a whole model, and the projector alone."""
+"""Exports in LLaVA's own format, reopened by this package's readers: a complete model, or only the projector."""
 
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from llava_ds.second_models.frozen import plan_alone
 
 @torch.no_grad()
 def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, logits: torch.Tensor) -> float:
-    """Open a folder in LLaVA's format as a run would that begins with it, and compare its logits with the trained
-    model's: the projector may be of any kind, and the tower be of none that transformers puts into a class.
+    """Open a folder in LLaVA's format as an initial model, and compare its logits with the trained model's.
 
-    batch: a single sample; logits (T, V) of the trained model, as compare_reloaded takes them. Returns and raises as
-    compare_logits does. Raises NotCompared where time or memory end first.
+    Supports projectors of any kind, and towers that no class of transformers' contains. batch: a single sample; logits
+    (T, V) of the trained model, as in compare_reloaded. Returns and raises like compare_logits. Raises NotCompared if
+    time or memory run out.
     """
     deadline = Deadline()
     check_room(num_bytes(planned_entries(export), logits.dtype))
@@ -41,7 +41,7 @@ def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, l
     with construction({}, logits.dtype, alone.device, zero3=False):
         reloaded = assemble(plan.model.text_config, plan.model.tower, plan.args, mean, std, plan.model.has_value_head)
     for name, part in reloaded.named_children():
-        # In the precision of the files they are mapped: no second copy of the weights is in memory.
+        # In the files' precision they are mapped: there is only one copy of the weights in memory.
         load_weights(part, part_weights(name, plan.model, plan.args, 0), alone, "--output_dir", copies=False)
     with layer_by_layer(reloaded.eval(), logits, deadline) as device:
         again = reloaded(batch.to(device), Logits(torch.arange(len(logits), device=device)))
@@ -49,9 +49,9 @@ def compare_reloaded_llava(output_dir: Path, export: ExportPlan, batch: Batch, l
 
 
 def check_projector(export: ExportPlan, written: Written) -> None:
-    """Read both files of a projector again, as stage 2 does.
+    """Read both files of a projector back, like stage 2.
 
-    Raises DataError where names or shapes are not the projector's, RuntimeError where a bit is not what was written.
+    Raises DataError if names or shapes don't match the projector, RuntimeError if a bit differs.
     """
     with torch.device("meta"):
         projector = export.model.tower.build_projector(export.args, export.model.hidden_size)

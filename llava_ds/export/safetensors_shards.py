@@ -10,22 +10,22 @@ import torch
 from llava_ds.export.bit_check import Written, sums_of
 from llava_ds.export.tensors import Entry
 
-# As safetensors spells them.
+# safetensors' names
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def num_bytes(entries: list[Entry], dtype: torch.dtype) -> int:
-    """Of all entries in a precision."""
+    """Return the size of all entries in a precision."""
     return sum(entry.numel for entry in entries) * dtype.itemsize
 
 
 def write_shards(
     entries: list[Entry], output_dir: Path, dtype: torch.dtype, max_bytes: int, *, holes: bool = False
 ) -> Written:
-    """Write model.safetensors, or its shards with an index, and return the sums of the tensors' bits.
+    """Write model.safetensors, or its shards with an index, and return checksums of the tensors' bits.
 
-    Only one tensor is in memory at a time. holes: names and shapes only; where the numbers would be is a hole in the
-    file, which takes no room.
+    Only one tensor is in memory at a time. holes: write names and shapes, and a hole in the file instead of the numbers
+    (it takes no space).
     """
     shards = _split(entries, dtype, max_bytes)
     names = [
@@ -48,7 +48,7 @@ def write_shards(
 
 
 def _split(entries: list[Entry], dtype: torch.dtype, max_bytes: int) -> list[list[Entry]]:
-    """Consecutive entries of at most so many bytes together; a larger one by itself."""
+    """Split into shards of consecutive entries with at most max_bytes; a larger entry has its own shard."""
     shards: list[list[Entry]] = [[]]
     room = max_bytes
     for entry in entries:
@@ -62,16 +62,17 @@ def _split(entries: list[Entry], dtype: torch.dtype, max_bytes: int) -> list[lis
 
 
 def _write(entries: list[Entry], path: Path, dtype: torch.dtype, holes: bool) -> dict[str, int]:
-    """Write one file, and return the sums of its tensors' bits.
+    """Write one file, and return checksums of its tensors' bits.
 
-    Source: the format's description (a length, a JSON header, the tensors' bytes one behind the other)."""
+    Source: the format's description (a length, a JSON header, the tensors' bytes one after the other).
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
         begin, end = end, end + entry.numel * dtype.itemsize
         header[entry.name] = {"dtype": DTYPES[dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    text += b" " * (-len(text) % 8)  # aligns the numbers
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         if holes:

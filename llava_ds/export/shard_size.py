@@ -9,7 +9,7 @@ DEFAULT_SHARD_SIZE = "5GB"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size like 5GB, as transformers counts. Raises ConfigError for other texts."""
+    """Return the bytes of a size like 5GB, in transformers' units. Raises ConfigError for other texts."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)", text.strip().upper())
     if found is None or float(found[1]) <= 0:
         raise ConfigError(f"--max_shard_size {text}: give a size like 5GB or 200MB")

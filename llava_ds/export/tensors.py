@@ -1,5 +1,5 @@
 # V rows of an embedding, D language-model width
-"""A model's tensors one after the other: named and measured before any of them is read."""
+"""A model's tensors one after the other: names and shapes are known before any of them is read."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from llava_ds.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that can be read: its name, its shape, and how it comes to the CPU."""
+    """A readable tensor: its name, its shape, and a function that reads it to the CPU."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,15 +34,15 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 def live_entries(model: LlavaModel, ranks: Ranks) -> list[Entry]:
-    """List the parameters of the whole model, whichever ranks have them; a tied one once, those of a child not.
+    """List the parameters of the complete model, on whichever rank they are; tied ones once, a child model's not.
 
-    Reading is done by all ranks together and in the same order, and gives the tensor on rank 0 only. One parameter is
-    whole at a time.
+    Reading is collective, in the same order on all ranks, and returns the tensor on rank 0 only. One parameter is
+    gathered at a time.
     """
     placement = placement_of(model)
     return [
@@ -59,7 +59,7 @@ class Counted:
         self.num_read = 0
 
     def entries(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The same entries, whose reading is counted."""
+        """Return the same entries, with counted reads."""
         return [dataclasses.replace(entry, read=partial(self._read, entry)) for entry in entries]
 
     def _read(self, entry: Entry) -> torch.Tensor | None:
@@ -68,13 +68,13 @@ class Counted:
 
 
 def take_part(entries: Iterable[Entry]) -> None:
-    """Do what the ranks beside the first have to while rank 0 reads the live entries."""
+    """Take part in the collective reads while rank 0 reads the live entries."""
     for entry in entries:
         entry.read()
 
 
 def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) -> list[Entry]:
-    """The tensors of a part's weights, by their names in the whole model; dtype: a precision that they go through.
+    """Return the tensors of a part, by their names in the complete model; dtype: round to this precision first.
 
     Reading them in this order opens one file at a time.
     """
@@ -88,7 +88,7 @@ def read_entries(part: str, weights: Weights, dtype: torch.dtype | None = None) 
 
 
 class _Cursor:
-    """Weights read by name, though what they give to read a tensor holds until the next one only."""
+    """Weights read by name, from an iterator whose read functions are valid only until the next step."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -96,7 +96,7 @@ class _Cursor:
         self._here: str | None = None
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor; one behind the last that was read needs no new beginning."""
+        """Return the tensor; a name after the last one read does not restart the iterator."""
         if self._here != name and not self._advance(name):
             self._rest = self._weights.tensors()
             assert self._advance(name), f"{self._weights.path} has no {name}"
@@ -111,7 +111,7 @@ class _Cursor:
 
 
 def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
-    """The entries, and those of the others that they lack: layers of the tower that training never built."""
+    """Add to `entries` the entries of `others` that they lack: tower layers that training never built."""
     entries = list(entries)
     seen = {entry.name for entry in entries}
     return entries + [entry for entry in others if entry.name not in seen]
@@ -119,11 +119,11 @@ def completed(entries: Iterable[Entry], others: Iterable[Entry]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Names:
-    """Names and ties of a language model's parameters, which differ between families.
+    """Names and ties of a family's language-model parameters.
 
-    embedding: name of the input embeddings; by_token: of parameters with a row for every token; aliases: of those that
-    are another one; in_hf: where each goes in a llava-hf folder; tied_in_hf: whether both ends are one there, too;
-    config: the language model's.
+    embedding: name of the input embeddings; by_token: parameters with a row per token; aliases: second names of tied
+    parameters; in_hf: names in a llava-hf folder; tied_in_hf: True if embedding and output layer are tied there as
+    well; config: the language model's.
     """
 
     embedding: str
@@ -135,7 +135,7 @@ class Names:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Names":
-        """Ask the model, built on no device."""
+        """Read the names from the model, built without memory."""
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
@@ -154,9 +154,9 @@ class Names:
         )
 
     def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
-        """The entries with so many rows for tokens, and without aliases.
+        """Return the entries with `rows` rows per token, and without aliases.
 
-        New rows are the mean of all; rows behind the last are left out.
+        New rows are the mean row; extra rows are dropped.
         """
         return [
             _with_rows(entry, rows) if entry.name in self.by_token and entry.shape[0] != rows else entry
@@ -165,12 +165,14 @@ class Names:
         ]
 
     def divided(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries as they are on disk, where that is another division of the language model's tensors."""
+        """Return the entries as stored on disk, where the language model's tensors may be divided differently."""
         return text_part(self.config).on_disk(list(entries), self.config)
 
     def to_hf(self, entries: Iterable[Entry], to_hf: Callable[[str], str] = formats.to_hf) -> list[Entry]:
-        """The entries by their names in a llava-hf folder; one that has two places there comes twice. to_hf: of names
-        outside of the language model."""
+        """Return the entries by their names in a llava-hf folder; one that is stored in two places appears twice.
+
+        to_hf: renames tensors outside of the language model.
+        """
         return [
             dataclasses.replace(entry, name=place)
             for entry in entries
@@ -190,7 +192,7 @@ def _with_rows(entry: Entry, rows: int) -> Entry:
 
 
 def without_value_head(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """The entries but the value head's, and the value head's: one, or none."""
+    """Return the entries without the value head's, and the value head's: one, or none."""
     rest, head = [], []
     for entry in entries:
         (head if entry.name.startswith(formats.VALUE_HEAD) else rest).append(entry)
@@ -198,9 +200,9 @@ def without_value_head(entries: Iterable[Entry]) -> tuple[list[Entry], list[Entr
 
 
 def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written:
-    """Write the value head's file, if there is one: other programs open the folder as if it were not there.
+    """Write the value head's file, if there is one: other programs ignore it.
 
-    head: its tensors by their names in the model. Returns the sums of their bits.
+    head: its tensors by their names in the model. Returns checksums of their bits.
     """
     if not head:
         return {}
@@ -210,12 +212,12 @@ def write_value_head(head: dict[str, torch.Tensor], output_dir: Path) -> Written
 
 
 def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entry]:
-    """The entries by other names."""
+    """Return the entries under other names."""
     return [dataclasses.replace(entry, name=rename(entry.name)) for entry in entries]
 
 
 def turned(entry: Entry) -> Entry:
-    """A stack of matrices (E, O, I) as (E, I, O)."""
+    """Transpose a stack of matrices (E, O, I) to (E, I, O)."""
 
     def read() -> torch.Tensor | None:
         tensor = entry.read()

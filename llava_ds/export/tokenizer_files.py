@@ -1,4 +1,4 @@
-"""The tokenizer's files, as transformers 5, transformers 4 and LLaVA's own code read them."""
+"""The tokenizer's files in the form that transformers 5, transformers 4 and LLaVA's own code read."""
 
 import copy
 import json
@@ -21,27 +21,27 @@ FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens")
-# That an export or LLaVA's own code adds by itself.
+# Tokens that an export or LLaVA's own code adds.
 TOKENS_OF_IMAGES = (IMAGE_TOKEN, VIDEO_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, IM_END_TOKEN)
-ORIGINAL_FILES = "llava_tokenizer"  # folder for the files as they were before tokens for images were added
+ORIGINAL_FILES = "llava_tokenizer"  # folder for the original files, before tokens for images were added
 
-# What transformers 5 writes for a tokenizer that is all in tokenizer.json, and the name that 4 reads, too.
+# transformers 5's class name for a tokenizer in tokenizer.json, and the name that version 4 knows.
 CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
 
 
 def hf_tokenizer(
     tokenizer: PreTrainedTokenizerBase, tokens: tuple[str, ...], template_is_ours: bool = True
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
-    """A copy for transformers' processors, and which of the tokens are new in it.
+    """Return a copy for transformers' processors, and the tokens that were added to it.
 
-    It pads on the left, and where there is no token for it, with LLaVA's choice. template_is_ours: the chat template
-    writes bos, so the tokenizer does not, and there is one bos whether a program lets tokenizers add tokens or not.
+    It pads on the left, with LLaVA's choice of token if it has none. template_is_ours: the chat template writes bos, so
+    the tokenizer does not: there is one bos whether or not a program lets tokenizers add tokens.
     """
     tokenizer = copy.deepcopy(tokenizer)
     new = [token for token in tokens if token not in tokenizer.get_vocab()]
     if new:
         tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in new])
-    if tokenizer.pad_token is None:  # batches of prompts need one; LLaVA takes <unk>
+    if tokenizer.pad_token is None:  # batches of prompts need one; LLaVA uses <unk>
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     tokenizer.padding_side = "left"
     if template_is_ours and begins_with_bos(tokenizer):
@@ -51,9 +51,9 @@ def hf_tokenizer(
 
 
 def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the line break behind <image> the dummy space that it had in training, where each piece stood by itself.
+    """Give the line break after <image> the dummy space it had in training, where pieces were tokenized separately.
 
-    transformers 5's Llama tokenizer puts it in front of a text's first piece only.
+    transformers 5's Llama tokenizer adds it only before a text's first piece.
     """
     backend = tokenizer.backend_tokenizer
     if getattr(backend.pre_tokenizer, "prepend_scheme", None) == "first":
@@ -62,7 +62,7 @@ def _keep_space_behind_image(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_dir: Path) -> None:
-    """Write the tokenizer, in names that transformers 4 reads, too, and beside it the source's files as they are."""
+    """Write the tokenizer, readable by transformers 4 as well, and copy the source's original files."""
     with library_errors(str(source), "the tokenizer can't be written for transformers"):
         tokenizer.save_pretrained(output_dir)
         _readable_by_4(output_dir)
@@ -77,9 +77,9 @@ def write_hf_tokenizer(tokenizer: PreTrainedTokenizerBase, source: Path, output_
 
 
 def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> str | None:
-    """Write the tokenizer of a folder as LLaVA's scripts leave it, without tokens that an export had added.
+    """Write a folder's tokenizer like LLaVA's scripts, without tokens added by an export.
 
-    Returns the token that pads, None if it has none.
+    Returns the padding token, None if it has none.
     """
     origin = _original_folder(source)
     check_folder(origin, str(origin))
@@ -98,8 +98,10 @@ def write_llava_tokenizer(source: Path, output_dir: Path, max_length: int) -> st
 
 
 def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> None:
-    """Write a tokenizer's chat template if it begins with values of its variables, in place of the one in the folder's
-    other files."""
+    """Write a tokenizer's chat template if it begins with values of its variables.
+
+    It replaces the template in the folder's other files.
+    """
     template = tokenizer.chat_template
     if not isinstance(template, str) or not split_defaults(template)[0]:
         return
@@ -112,8 +114,10 @@ def write_variables(tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> Non
 
 
 def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError where LLaVA's format would lose tokens: its tokenizer is the one from before an export, which
-    lacks those that were added to the exported folder."""
+    """Raise ConfigError if LLaVA's format would lose tokens.
+
+    That format uses the tokenizer from before an export, without tokens added to the exported folder later.
+    """
     source = Path(tokenizer.name_or_path)
     origin = _original_folder(source)
     if origin == source:
@@ -130,7 +134,7 @@ def refuse_lost_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
 def write_generation_config(
     version: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path, pad_token_id: int | None
 ) -> None:
-    """Write generation_config.json: an answer ends where the template ends it, or the tokenizer."""
+    """Write generation_config.json: an answer ends with the template's end markers, or the tokenizer's."""
     ends = end_markers(resolve_template(version), tokenizer)
     GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
@@ -154,7 +158,7 @@ def _copy_files(source: Path, target: Path) -> None:
 
 
 def _readable_by_4(folder: Path) -> None:
-    """Let transformers 4 read what 5 wrote in tokenizer_config.json."""
+    """Make transformers 5's tokenizer_config.json readable by version 4."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return
@@ -168,7 +172,7 @@ def _readable_by_4(folder: Path) -> None:
 
 
 def _merges_as_texts(path: Path) -> None:
-    """Let the tokenizers library of transformers 4.37 read the merges, where no token has a space in it."""
+    """Make the merges readable by transformers 4.37's tokenizers library, unless a token contains a space."""
     if not path.is_file():
         return
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -179,5 +183,5 @@ def _merges_as_texts(path: Path) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write an object as a file of a folder."""
+    """Write an object as a JSON file."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

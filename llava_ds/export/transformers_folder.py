@@ -1,4 +1,4 @@
-"""The folder that transformers' Llava, LlavaNext or LlavaOnevision opens, with llava-hf's names, and its processor."""
+"""The folder for transformers' Llava, LlavaNext or LlavaOnevision, with llava-hf's names, and its processor."""
 
 import dataclasses
 import json
@@ -39,10 +39,10 @@ CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision
 
 
 def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
-    """The entries that are written: llava-hf's names, rows for new tokens, and the tower's unused layers.
+    """Return the entries to write: llava-hf's names, rows for new tokens, and the tower's unused layers.
 
-    A tokenizer without <image> gets it as a new last token, whose rows are the mean of the others. An
-    extension's architecture writes its own.
+    A tokenizer without <image> gets it as a new last token; its rows are the mean of the others. An extension's
+    architecture writes its own.
     """
     if export.model.architecture is not None:
         return export.model.architecture.entries(export, entries)
@@ -58,17 +58,17 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
 
 
 def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
-    """Write the folder, one tensor in memory at a time, and return the sums of their bits.
+    """Write the folder, one tensor in memory at a time, and return checksums of their bits.
 
-    entries: of the model, by their names here. holes: files of weights without weights. Where own_vision says that
-    there is no class, the folder is for inference in this process alone, which puts its own parts into the class.
+    entries: of the model, by their names in this project. holes: write weight files without weights. If own_vision
+    finds no class, the folder is only for inference in this process, with its own parts inserted into the class.
     """
     if export.model.architecture is not None:
         return export.model.architecture.write(export, entries, output_dir, holes)
     kind = hf_container(export.model, export.image_options)
     tokenizer, rows = tokenizer_and_rows(export)
     written = write_shards(hf_entries(export, entries), output_dir, export.dtype, export.max_shard_bytes, holes=holes)
-    # The tokenizer's files come last, and would bring back the template of the language model alone.
+    # The tokenizer's files come last, and would restore the language model's own template.
     tokenizer.chat_template = write_processor(export, kind, tokenizer, output_dir)
     write_hf_tokenizer(tokenizer, Path(export.model.tokenizer.name_or_path), output_dir)
     _write_config(export, kind, tokenizer, rows, output_dir)
@@ -77,7 +77,7 @@ def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, hole
 
 
 def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int]:
-    """The tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
+    """Return the tokenizer with the tokens that its processor needs, and the rows of the embeddings."""
     kind = hf_container(export.model, export.image_options)
     tokens = (IMAGE_TOKEN, VIDEO_TOKEN) if kind == "llava_onevision" else (IMAGE_TOKEN,)
     tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens, export.template is None)
@@ -103,7 +103,7 @@ def _write_config(
         own["vision_aspect_ratio"] = image_options.aspect_ratio
         own["video_token_index"] = tokenizer.convert_tokens_to_ids(VIDEO_TOKEN)
     if rows != export.vocab_size:
-        own["llava_ds_vocab_size"] = export.vocab_size  # for the way back, which takes the rest away
+        own["llava_ds_vocab_size"] = export.vocab_size  # for converting back without the other rows
     elif export.rows is not None:
         own["llava_ds_vocab_size"] = export.rows
     if export.tower_name is not None:
@@ -119,7 +119,7 @@ def _write_config(
         multimodal_projector_bias=True,
         tie_word_embeddings=text_config["tie_word_embeddings"],
         dtype=str(export.dtype).removeprefix("torch."),
-        # What transformers' classes don't know, for infer/load.py: prompts and images as in training.
+        # For infer/load.py, unknown to transformers' classes: prompts and images as in training.
         **({} if export.template is not None else {"llava_ds_version": args.version}),
         mm_use_im_start_end=args.mm_use_im_start_end,
         split_special_tokens=args.split_special_tokens,
@@ -134,28 +134,27 @@ def _write_config(
 
 
 def select_strategy(export: ExportPlan) -> str:
-    """transformers' vision_feature_select_strategy: "default" takes the class token away, "full" leaves all."""
+    """Return transformers' vision_feature_select_strategy: "default" drops the class token, "full" keeps all."""
     tower = export.model.tower
     return "default" if tower.num_first_tokens and not tower.images.class_token else "full"
 
 
 def hf_pinpoints(image_options: ImageOptions) -> list[list[int]]:
-    """The pinpoints as transformers writes them, height first."""
+    """Return the pinpoints in transformers' order, height first."""
     return [[height, width] for width, height in image_options.anyres_sizes]
 
 
 def write_processor(export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, output_dir: Path) -> str:
-    """Write processor_config.json, preprocessor_config.json and the chat template for a model_type of transformers';
-    return the template.
+    """Write processor_config.json, preprocessor_config.json and the chat template; returns the template.
 
-    tokenizer: as the exported model has it.
+    kind: a model_type of transformers'; tokenizer: the exported model's.
     """
     plan, args = export.model, export.args
     template = export.template
     if template is None:
         template = chat_template(resolve_template(args.version), plan.tokenizer, args.mm_use_im_start_end)
     image_processor = _image_processor(export, kind)
-    # transformers 5 keeps all of it in processor_config.json; earlier versions and other programs look here.
+    # transformers 5 keeps everything in processor_config.json; earlier versions and other programs read this file.
     image_processor.save_pretrained(output_dir)
     if kind == "llava_onevision":
         _write_onevision(export, template, output_dir)
@@ -188,7 +187,7 @@ def _image_processor(export: ExportPlan, kind: str):
 
 
 def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> None:
-    """By hand, for without torchvision transformers' class can't be made: it wants a video processor."""
+    """Write the files by hand: transformers' class needs a video processor, and so torchvision."""
     spec, image_options = export.model.images, export.image_options
     images = json.loads((output_dir / "preprocessor_config.json").read_text(encoding="utf-8"))
     square = {"height": spec.size, "width": spec.size}
@@ -211,7 +210,7 @@ def _write_onevision(export: ExportPlan, template: str, output_dir: Path) -> Non
         "video_processor": videos,
         "image_token": IMAGE_TOKEN,
         "video_token": VIDEO_TOKEN,
-        # The class token is counted, too, where "default" takes it away again.
+        # The class token is counted even if "default" drops it again.
         "num_image_tokens": image_options.tokens_per_tile + (select_strategy(export) == "default"),
         "processor_class": "LlavaOnevisionProcessor",
         "vision_aspect_ratio": image_options.aspect_ratio,

@@ -1,4 +1,4 @@
-"""An export tried before training: a run can't find out in its last minute that its model opens nowhere."""
+"""A trial export before training, so that a run does not find out in its last minute that nothing opens its model."""
 
 import os
 import shutil
@@ -14,16 +14,16 @@ from llava_ds.model.open.hf import hf_class
 from llava_ds.runtime.scratch import scratch_folder
 from llava_ds.tokenizer import read_tokenizer
 
-TRIAL = "export-trial-"  # what the names of its folders begin with
+TRIAL = "export-trial-"  # prefix of its folders
 REMEDY = "or give --export_format llava, which LLaVA's own code opens"
 
 
 def try_export(export: ExportPlan, output_dir: Path, *, dry_run: bool = False) -> str:
-    """Write the model's folder with holes where the weights would be, open it as its users will, and remove it again.
+    """Write the model's folder with holes instead of weights, open it as its users will, and remove it again.
 
-    dry_run: don't make output_dir; the nearest folder above it takes its place. Returns a line to print. Raises
-    ConfigError for tensors that would be missing, unknown or misshapen, and for a disk that can't be written to or has
-    no room for the model.
+    dry_run: don't create output_dir, use its nearest existing parent. Returns a line to print. Raises ConfigError for
+    tensors that would be missing, unknown or misshapen, and for a disk that can't be written to or lacks room for the
+    model.
     """
     entries = planned_entries(export)
     written = folder_entries(export, entries)
@@ -57,16 +57,16 @@ def _open_with_transformers(folder: Path) -> None:
     read_tokenizer(folder, where)
     cls = hf_class(read_any_config(folder, where))
     try:
-        # In their own precision files are mapped into memory, and holes are never read. On the meta device this would
-        # need accelerate.
+        # In their own precision files are mapped into memory, and holes are never read. The meta device would need
+        # accelerate.
         _, report = cls.from_pretrained(
             folder,
             dtype="auto",
             local_files_only=True,
-            ignore_mismatched_sizes=True,  # the report has them
+            ignore_mismatched_sizes=True,  # the report lists them
             output_loading_info=True,
         )
-    except Exception as error:  # whatever a class does not like of what the configuration says
+    except Exception as error:  # any error of a class about its configuration
         raise ConfigError(
             f"the finished model would not open in transformers ({said_by(error)}): report this, {REMEDY}"
         ) from error

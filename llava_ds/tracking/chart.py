@@ -57,7 +57,7 @@ def line_chart(
     log: bool = True,
     from_zero: bool = False,
 ) -> str:
-    """Return a figure with a curve for each series over the optimizer steps; a sentence if there are no values.
+    """Return a figure with a curve for each series over the optimizer steps; a sentence without values.
 
     log: allow a logarithmic scale, used for values that are far apart; from_zero: begin the scale at zero, for
     quantities.
@@ -126,7 +126,7 @@ def _svg(told: str, parts: list[str]) -> str:
 
 
 def _caption(title: str, series: Sequence[Series], is_log: bool = False) -> str:
-    """Return the title, which names the vertical axis and its scale, and the legend of the curves."""
+    """Return the title, with the vertical axis and its scale, and the legend of the curves."""
     keys = [
         f'<span class="key s{one.colour}{" thin" if one.faint else ""}">{html.escape(one.label)}</span>'
         for one in series

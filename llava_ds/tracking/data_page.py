@@ -16,7 +16,7 @@ from llava_ds.tracking.blocks import note, pre, render, table
 from llava_ds.tracking.shown_images import data_uri
 
 THUMBNAIL = 224  # pixels of the longer side of an image on the page
-BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # of the boxes on an image, in turn
+BOX_COLOURS = ("red", "lime", "blue", "magenta", "cyan", "orange")  # for the boxes on an image, in turn
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ShownSample:
 
 
 def runs_of(input_ids: list[int], labels: list[int], tokenizer: PreTrainedTokenizerBase) -> tuple[Run, ...]:
-    """Split a sample's ids (IMAGE_TOKEN_INDEX at image positions) into runs, whose texts join to the sample's."""
+    """Split a sample's ids (IMAGE_TOKEN_INDEX at image positions) into runs; their texts join to the sample's."""
     runs, end = [], 0
     piece_start, text_before = 0, ""  # text is decoded together with the preceding text since the last image
     for kind, neighbours in itertools.groupby(map(_kind, input_ids, labels)):

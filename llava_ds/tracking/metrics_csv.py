@@ -49,5 +49,5 @@ def _cell(value: object) -> str:
     if kind is int:
         return str(value)
     if kind is list:
-        value, kind = max(value), float  # of the parameter groups' rates
+        value, kind = max(value), float  # the highest rate of the parameter groups
     return f"{value:.6g}" if kind is float else "" if value is None else str(value)

@@ -12,7 +12,7 @@ from llava_ds.tracking.series import is_number
 from llava_ds.tracking.shown_images import shown_image
 
 MOST_SHOWN = 12  # on the page
-MOST_IMAGES = 4  # of one question
+MOST_IMAGES = 4  # per question
 RIGHT = 0.5  # a score from which an answer counts as right: VQA's accuracy is graded
 LONGEST_TEXT = 200  # characters of a question or an answer in the terminal
 

@@ -61,12 +61,12 @@ class Progress:
     """
 
     def __init__(self, run: RunFacts, plan: StepPlan, trackers: Trackers, ranks: Ranks, mesh: Mesh) -> None:
-        """trackers: those of --report_to. Collective."""
+        """trackers: from --report_to. Collective."""
         self.run, self.plan, self.trackers, self.ranks, self.mesh = run, plan, trackers, ranks, mesh
         self.sources = plan.dataset.sources
         self.pending: list = []  # steps not read yet
         self.readings: list[Reading] = []
-        self.elapsed_s = 0.0  # of the steps since the last write of the log
+        self.elapsed_s = 0.0  # time of the steps since the last write of the log
         self.waited_s = 0.0  # for the device at the last read; it is part of the next step's time
         self.smoothed, self.num_broken = Smoothed(), 0
         if ranks.is_first:
@@ -80,7 +80,7 @@ class Progress:
     def after_step(self, result, flush: bool = False) -> tuple[list, list[dict]]:
         """Take a StepResult from the loop. Returns the results that were read from the device, and their rows.
 
-        flush: write at once, so that the log does not lag behind a checkpoint; a checkpoint's time is not part of a
+        flush: write at once, so that the log is not older than a checkpoint; a checkpoint's time is not part of a
         step.
         """
         self.pending.append(result)
@@ -230,7 +230,7 @@ def summed(steps: list[dict[str, torch.Tensor]], mesh: Mesh) -> list[dict[str, t
 
 
 class NumbersFromDevice:
-    """A single copy of all tensors in some dicts, which waits for nothing until it is read."""
+    """A single copy of all tensors in some dicts; only read() waits for it."""
 
     def __init__(self, steps: list[dict[str, object]], device: torch.device) -> None:
         self._steps, self._device = steps, device

@@ -67,7 +67,7 @@ def write_run_record(
 
 
 def data_record(args: Arguments, dataset: EncodedDataset, held_out: EncodedDataset | None) -> dict[str, object]:
-    """Return the part of run.json about the data, which have to be completely encoded."""
+    """Return the part of run.json about completely encoded data."""
     return {
         "summary": dataset.summary(),
         "fingerprint": dataset.fingerprint,
@@ -124,7 +124,7 @@ class RunRecord(TypedDict):
 
 
 def read_run_record(output_dir: Path) -> tuple[Arguments, dict]:
-    """Return the flags in run.json, and all of it. Raises DataError if it is missing, damaged, or another version's."""
+    """Return run.json's flags, and its content. Raises DataError if it is missing, damaged, or another version's."""
     path = output_dir / "run.json"
     try:
         record = read_json(path, RunRecord)

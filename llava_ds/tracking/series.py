@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-MOST_POINTS = 1000  # of a drawn curve: more than its pixels
+MOST_POINTS = 1000  # per drawn curve: more than its pixels
 
 
 class Smoothed:

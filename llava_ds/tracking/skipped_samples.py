@@ -9,7 +9,7 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, print_fi
 
 
 class SkippedSamples:
-    """The records left out before training, and those whose images broke during training, with the step.
+    """The records left out before training, and images that broke during training, with the step.
 
     A resumed run meets the images that broke after its checkpoint again: their lines are dropped, as in metrics.jsonl.
     """

@@ -15,8 +15,8 @@ MOST_NAMED = 8  # samples, in printed messages
 class SkippedSteps:
     """Records the steps that changed nothing, and counts how many came in a row.
 
-    If losses were not finite, the samples are those of the ranks affected; otherwise those of all ranks, because
-    gradients are judged together. A resumed run drops the lines after its checkpoint, as in metrics.jsonl.
+    If losses were not finite, the affected ranks' samples are recorded; otherwise all ranks', because gradients are
+    judged together. A resumed run drops the lines after its checkpoint, as in metrics.jsonl.
     """
 
     def __init__(

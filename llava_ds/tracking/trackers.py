@@ -165,7 +165,7 @@ class TensorBoard:
 
 
 class Logged:
-    """W&B, or trackio, whose run has the same methods; separate processes write it, even when this one is killed.
+    """W&B, or trackio (with the same methods); separate processes write it, even when this one is killed.
 
     A resumed run continues the same tracker run, where nothing can be deleted: repeated steps after the checkpoint are
     there already, and none is sent twice. Otherwise steps never decrease, because a return to a checkpoint restores
@@ -196,7 +196,7 @@ def _open_wandb(args: Arguments, output_dir: Path, resume_step: int) -> Logged:
     begins = resume_step == 0 or not kept.is_file()
     if begins:
         kept.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), encoding="utf-8")
-    # Neither the command line nor the printed output is sent: only this project's files redact them.
+    # The command line and the printed output are not sent: only this project's files redact them.
     settings = wandb.Settings(console="off", x_disable_meta=True, disable_git=True, save_code=False, silent=True)
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),

@@ -12,7 +12,7 @@ TRAINER_STATE = "trainer_state.json"
 def write_trainer_state(output_dir: Path, batch_size: int, num_epochs: float) -> None:
     """Write trainer_state.json from metrics.jsonl.
 
-    Source: transformers' TrainerState, which LLaVA's scripts save at their end.
+    Source: transformers' TrainerState, as saved by LLaVA's scripts.
     """
     rows = read_metrics(output_dir / "metrics.jsonl")
     history = [

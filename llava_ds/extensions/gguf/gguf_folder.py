@@ -1,7 +1,7 @@
 # D width of a matrix's input, H attention heads
 """The folder for llama.cpp and Ollama: the language model and the tower with its projector as GGUF, and a Modelfile.
 
-Names, keys and layouts are those of llama.cpp's convert_hf_to_gguf.py and tools/mtmd/clip.cpp.
+Names, keys and layouts follow llama.cpp's convert_hf_to_gguf.py and tools/mtmd/clip.cpp.
 """
 
 import dataclasses

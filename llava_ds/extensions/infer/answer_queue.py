@@ -43,7 +43,7 @@ class Job:
     """A question in the queue.
 
     deliver: called with each piece of the answer, then with Ended or an exception; release: called when the question's
-    files are no longer needed; cancelled: set when the client has left, ends the answer.
+    files can be deleted; cancelled: set when the client has left, ends the answer.
     """
 
     question: Question

@@ -26,8 +26,8 @@ NO_KERNELS = (
     "5's language models don't take"
 )
 
-# Families that DeepSpeed 0.19 shards with transformers 5 without changing answers, by model_type. Not Phi-3, whose
-# attention takes its number of heads from the configuration; GPT-2 is refused by DeepSpeed.
+# Families that DeepSpeed 0.19 shards with transformers 5 without changing answers, by model_type. Not Phi-3: its
+# attention takes the number of heads from the configuration; GPT-2 is refused by DeepSpeed.
 TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "opt")
 
 

@@ -114,7 +114,7 @@ def _is_transformers(folder: Path) -> bool:
 
 
 def _read_checkpoint(path: Path, moved: dict[str, str]) -> "tuple[ExportPlan, list[Entry], tuple[str, ...]]":
-    # Imports DeepSpeed, which takes seconds and is not needed for a folder.
+    # Imports DeepSpeed: this takes seconds and is not needed for a folder.
     from llava_ds.export.from_checkpoint import restore
 
     restored = restore(path, moved, None)

@@ -182,7 +182,7 @@ def stream(
     on_text: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reply:
-    """Answer one prompt, calling on_text with each piece as it is generated; the joined pieces are the reply's text.
+    """Answer one prompt, calling on_text with each generated piece; the joined pieces are the reply's text.
 
     stopped: called after every token. Raises DataError for unusable images and conversations.
     """

@@ -49,8 +49,8 @@ class LoadedModel:
     """A LLaVA model in transformers' own class, with its tokenizer, ready to answer.
 
     mean, std: of the tower's input, per channel; image_options: of training; version: the conversation template; ranks:
-    the processes that share the model and have to generate together, None if this process has all of it; generating:
-    more arguments of generate(); notes: lines on how it was opened.
+    the processes that share the model and have to generate together, None if this process has the complete model;
+    generating: more arguments of generate(); notes: lines on how it was opened.
     """
 
     model: HFModel
@@ -225,7 +225,7 @@ def _own_settings(unloaded: UnloadedModel, version: str | None) -> tuple[ImageOp
 
 
 def _image_options(model: HFModel, processor: dict, path: Path) -> ImageOptions:
-    """Return the image options in this project's exports; for llava-hf folders, those of their class and processor."""
+    """Return the image options in this project's exports; for llava-hf folders, from their class and processor."""
     config = model.config
     written = getattr(config, "llava_ds_pictures", None)
     if written is not None:

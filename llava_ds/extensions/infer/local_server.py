@@ -38,7 +38,7 @@ def make_server(app, line: str, on_exit: Callable[[], None] = lambda: None, endi
             print_note(f"{line}  (Ctrl-C ends)")
 
         def handle_exit(self, sig: int, frame: object) -> None:
-            # uvicorn's handler raises the signal again at the end, which would end the process in the middle of ours.
+            # uvicorn's handler raises the signal again at the end, and would end the process in the middle of ours.
             self.force_exit, self.should_exit = self.should_exit, True
             on_exit()
 

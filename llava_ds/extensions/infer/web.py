@@ -110,7 +110,7 @@ def build_page(gr: ModuleType, loaded: LoadedModel, name: str, sampling: Samplin
     box = gr.MultimodalTextbox(
         file_types=["image", "video"], file_count="multiple", sources=["upload"], placeholder="A question"
     )
-    # Answers are shown as plain text: neither markup nor links.
+    # Answers are shown as plain text, without markup and links.
     shown = gr.Chatbot(
         render_markdown=False,
         height="70vh",

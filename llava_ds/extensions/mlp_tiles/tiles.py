@@ -17,7 +17,7 @@ def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
     """Run every MLP on num_tokens tokens at a time, recomputed in backward. Returns a line that reports it.
 
     Only one tile's activations are in memory then, plus the MLP's input and result. Raises ConfigError for language
-    models without an MLP per layer, or with a mixture of experts, which distributes tokens itself.
+    models without an MLP per layer, or with a mixture of experts (it distributes tokens itself).
     """
     layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
     mlps = [getattr(layer, "mlp", None) for layer in layers]
@@ -34,7 +34,7 @@ def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
 def _tiled(forward, num_tokens: int, drops: bool, hidden: torch.Tensor) -> torch.Tensor:
     """Run `forward`, an MLP's, (1, T, D) to (1, T, D), on tiles of tokens.
 
-    drops: True if it draws random numbers, which backward has to repeat.
+    drops: True if it draws random numbers that backward has to repeat.
     """
     if not torch.is_grad_enabled() or hidden.shape[1] <= num_tokens:
         return forward(hidden)

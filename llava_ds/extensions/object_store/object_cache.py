@@ -1,7 +1,7 @@
 """A bounded cache of bytes on a disk, shared by any number of processes and nodes, any of which may be killed.
 
 Entries are files with a checksum, created by a rename. A process first reserves the entry's size in a ledger, under a
-lock, and evicts the least recently used entries if there is no room: so the folder stays within its bound, plus at most
+lock, and evicts the least recently used entries to make room: so the folder stays within its bound, plus at most
 one entry per process. A killed process leaves an unused reservation; the next eviction recounts the files.
 """
 
@@ -23,7 +23,7 @@ TOUCHED_AFTER_S = 60.0  # a use is recorded if the last one is older
 SCRATCH_AGE_S = 3600.0  # a scratch file without writes for this long was left by a killed process
 LEDGER = "ledger"
 
-# Other files in the folder are neither counted nor removed.
+# Other files in the folder are not counted and not removed.
 _FOLDER, _ENTRY = re.compile(r"[0-9a-f]{2}"), re.compile(r"[0-9a-f]{8,64}|\.[0-9a-f]{16}\.tmp")
 
 

@@ -98,7 +98,7 @@ def known_identity(url: str) -> Identity:
 
 
 class RemoteFile(SizedFile):
-    """An object, or a slice of one, as a file. Raises OSError, and FileChanged if it is replaced meanwhile."""
+    """An object or a slice as a file. Raises OSError, and FileChanged if it is replaced meanwhile."""
 
     def __init__(self, url: str, offset: int = 0, num_bytes: int = -1) -> None:
         self.url, self.offset, self._identity = url, offset, known_identity(url)

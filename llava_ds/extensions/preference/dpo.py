@@ -1,4 +1,4 @@
-# S supervised positions of a micro-batch, A answers of it, two for each pair
+# S supervised positions of a micro-batch, A answers, two per pair
 """Direct preference optimisation: the chosen answer gains probability over the rejected one."""
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class DPO(PairObjective):
         """Run the model on both answers of every pair, with one tower pass over their images."""
         rows = engine(batch, LogProbs())  # (S,)
         answers, lengths = map(self.mesh.complete, sum_by_sample(rows, batch))  # (A,) each
-        pairs = len(answers) // 2  # a rank without pairs has one sample, which is ignored
+        pairs = len(answers) // 2  # a rank without pairs has one sample, and it is ignored
         log_probs, lengths = answers[: 2 * pairs].view(pairs, 2), lengths[: 2 * pairs].view(pairs, 2)
         reference = batch.extra.get("reference")
         reference = torch.zeros_like(log_probs) if reference is None else reference.view(pairs, 2)

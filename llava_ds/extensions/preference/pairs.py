@@ -14,7 +14,7 @@ from llava_ds.train.objectives.objective import MicroLoss
 
 @dataclass(frozen=True)
 class PairObjective:
-    """An objective over pairs of answers, which stay together in a micro-batch; see Objective.
+    """An objective over pairs of answers that stay together in a micro-batch; see Objective.
 
     loss: of pairs; a step's loss is its mean over the pairs on all ranks. num_sources: of the data; mesh: its ranks may
     share the tokens of a pair.

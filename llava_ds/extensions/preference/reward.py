@@ -1,4 +1,4 @@
-# S supervised positions of a micro-batch, A answers of it, two for each pair, K tokens of an answer at most
+# S supervised positions of a micro-batch, A answers, two per pair, K maximum tokens per answer
 """Reward models: the value head gives the chosen answer a higher score than the rejected one."""
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ class Reward(PairObjective):
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
         """Run the model on both answers of every pair, with one tower pass over their images."""
-        pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample, which is ignored
+        pairs = (len(batch.cu_seqlens) - 1) // 2  # a rank without pairs has one sample, and it is ignored
         ends = last_targets(batch)[: 2 * pairs]
         if self.loss.reward_loss == "tokens":
             rows = engine(batch, Values(batch.target_positions + 1))  # (S,)

@@ -21,7 +21,7 @@ from llava_ds.layouts import MediaLayout
 from llava_ds.tilings import Tiling
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-Layouts = Sequence[MediaLayout]  # of the images and videos of a batch, in order
+Layouts = Sequence[MediaLayout]  # for a batch's images and videos, in order
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def first_inputs(
     if num_positions == ids.shape[1] and len(batch.placing.positions) == sum(one.num_tokens for one in layouts):
         return {"input_ids": ids, **family.outer_inputs(model.config, pixels, (), is_image)}
     inputs = {"inputs_embeds": embed(family, model, batch, pixels)}  # the last image may be truncated
-    if family.has_image_blocks(model.config):  # an image's tokens attend to all of it
+    if family.has_image_blocks(model.config):  # an image's tokens attend to each other
         text = (~is_image[0, num_positions:]).nonzero()[:1, 0].tolist()
         num_positions = num_positions + text[0] if text else ids.shape[1]
         inputs["token_type_ids"] = is_image.long()

@@ -21,7 +21,7 @@ from llava_ds.tokenizer import framing_ids
 class ReadyEncoder(Encoder):
     """Encodes conversations to the ids of a ready model's processor, and labels by character offsets.
 
-    An image or video is replaced by its layout's text, in which one token stands for several features.
+    An image or video is replaced by its layout's text; one token represents several features.
     """
 
     writes_parts: ClassVar[bool] = True

@@ -24,7 +24,7 @@ class ReadyImageOptions(TiledImageOptions):
 
     has_image_blocks: the tokens of an image attend to each other; blocks_need_windows: only in layers with a window;
     boxes: format of boxes and points; video: preparation of videos (both are left out of the fingerprint of data
-    without any); no_videos: why there is no video support.
+    without any); no_videos: why videos are not supported.
     """
 
     has_image_blocks: bool = False

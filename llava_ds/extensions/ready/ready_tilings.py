@@ -61,7 +61,7 @@ class SplitTiling(Tiles):
         return Cut((scaled, whole), (across, down), 2 if (across, down) != (1, 1) else None)
 
     def text(self, cut: Cut) -> str:
-        """Return the text that replaces the image; one image_token stands for all features of a tile."""
+        """Return the text that replaces the image; one image_token represents all features of a tile."""
         last = f"{self.around}{self.overview}{self.image_token}{self.around}"
         if cut.overview_from is None:
             return last
@@ -96,7 +96,7 @@ class CanvasTiling(Tiles):
         return Cut(((across * self.side, down * self.side),), (across, down), overview)
 
     def text(self, cut: Cut) -> str:
-        """Return the text that replaces the image; one image_token stands for all features of a tile."""
+        """Return the text that replaces the image; one image_token represents all features of a tile."""
         return f"{self.start}{self.image_token * cut.num_tiles}{self.end}"
 
     def _grid(self, size: Size) -> tuple[int, int]:
@@ -135,12 +135,12 @@ class SquareTiling(Tiles):
         return Cut(((self.side, self.side),), (1, 1))
 
     def text(self, cut: Cut) -> str:
-        """Return the text that replaces the image; one image_token stands for all of its features."""
+        """Return the text that replaces the image; one image_token represents all of its features."""
         return f"\n\n{self.start}{self.image_token}{self.end}\n\n"
 
 
 def cut_as_asked(asked: AskedSize, size: Size, side: int, most: float, num_frames: int | None = None) -> Cut:
-    """Return the cells of an image, or of each of num_frames frames, at a requested size. most: pixels."""
+    """Return the cells of an image, or of num_frames frames, at a requested size. most: pixels."""
     if asked.resized is not None:
         return _cut_between(asked.resized, side, _LEAST_CELLS * side**2, _MOST_CELLS * side**2)
     cells = _LEAST_CELLS if num_frames is None else _LEAST_FRAME_CELLS
@@ -160,7 +160,7 @@ def cut_as_asked(asked: AskedSize, size: Size, side: int, most: float, num_frame
     return _cut_between(size, side, least, most)
 
 
-# Default limits on the cells of an image, of a frame and of a video.
+# Default limits on the cells per image, frame and video.
 _LEAST_CELLS, _MOST_CELLS, _LEAST_FRAME_CELLS, _MOST_FRAME_CELLS = 4, 16384, 128, 768
 _MOST_VIDEO_CELLS = 0.9 * 128_000
 
@@ -168,7 +168,7 @@ _MOST_VIDEO_CELLS = 0.9 * 128_000
 def _cut_between(size: Size, side: int, least: float, most: float) -> Cut:
     """Return the cells of an image with `least` to `most` pixels.
 
-    Source: qwen-vl-utils' smart_resize, which differs from transformers' for images of less than half a cell.
+    Source: qwen-vl-utils' smart_resize; it differs from transformers' for images of less than half a cell.
     """
     _refuse_narrow(size)
     across, down = (max(1, round(length / side)) for length in size)
@@ -209,7 +209,7 @@ class CellTiling(Cells):
         return _cut_to_cells(size, self.side, self.least, self.most)
 
     def text(self, cut: Cut) -> str:
-        """Return the text that replaces the image; one image_token stands for all of its features."""
+        """Return the text that replaces the image; one image_token represents all of its features."""
         return self.image_token
 
 
@@ -265,7 +265,7 @@ class FrameCells:
         return max(min(self.most, int(capped * 0.9) * self.moment // num_frames), floor)
 
     def text(self, cut: Cut) -> str:
-        """Return the text of a moment, or of all; one image_token stands for all of its features."""
+        """Return the text of a moment, or of all; one image_token represents all of its features."""
         return f"{self.start}{self.image_token}{self.end}"
 
 
@@ -301,7 +301,7 @@ class BudgetTiling(Cells):
         return Cut(((across * self.side, down * self.side),), (across, down))
 
     def text(self, cut: Cut) -> str:
-        """Return the text that replaces the image; one image_token stands for all of its features."""
+        """Return the text that replaces the image; one image_token represents all of its features."""
         return f"{self.start}{self.image_token}{self.end}"
 
 

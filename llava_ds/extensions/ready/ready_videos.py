@@ -22,8 +22,8 @@ class VideoRule:
     """A ready model's videos: the preparation of frames, and the text that replaces a video.
 
     token: written by the chat template for a video; frame: the tiles of a frame, and their text; moment: frames that
-    share tiles and text; stamp: text before every moment, with {number}, {seconds} and {timestamp}, or None if one text
-    stands for all moments; between: text between moments; intro: text at the beginning, with {frame_count}, in words,
+    share tiles and text; stamp: text before every moment, with {number}, {seconds} and {timestamp}, or None if all
+    moments share one text; between: text between moments; intro: text at the beginning, with {frame_count}, in words,
     and {video_duration}; outro: text at the end; tokens_per_second: positions in the language model per second of
     video, None for one per moment; template: the chat template of conversations with videos, None for the tokenizer's;
     processor: transformers' class; bound: name of most_frames in its settings; fps, most_frames, num_frames: frames per

@@ -1,6 +1,6 @@
 """The folder of a ready model: its parts, and its tensors' names on disk and in memory.
 
-Names on disk are those of transformers' class, or those of an earlier version, which it converts at loading. In this
+Names on disk are transformers' current names, or earlier ones that it converts at loading. In this
 project, a ready model has the parts vision_tower.tower.*, projector.connector.* and the language model under its own
 names.
 """

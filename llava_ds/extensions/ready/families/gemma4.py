@@ -38,7 +38,7 @@ from llava_ds.extensions.ready.ready_tilings import BudgetTiling
 from llava_ds.extensions.ready.ready_videos import VideoRule
 from llava_ds.model import attention
 
-MOST_TOKENS, FRAME_TOKENS = 280, 70  # of an image and of a frame, by default
+MOST_TOKENS, FRAME_TOKENS = 280, 70  # defaults for an image and a frame
 VIDEO_TOKEN = "<|video|>"
 PATCH, POOLING = 16, 3  # defaults of a patch's side, and of patches along a cell
 _TOKENS = ("image_token", "boi_token", "eoi_token")
@@ -123,7 +123,7 @@ def _processed(config: PreTrainedConfig, pixels: torch.Tensor, layouts: Layouts)
 
 
 def _shown(layouts: Layouts) -> list[tuple[bool, tuple[int, int]]]:
-    """Return (is a frame, cells) of every image, and of every frame of videos."""
+    """Return (is a frame, cells) for every image and every frame."""
     return [(layout.is_video, layout.cells) for layout in layouts for _ in range(layout.moments)]
 
 

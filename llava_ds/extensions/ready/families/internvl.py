@@ -23,7 +23,7 @@ from llava_ds.extensions.ready.family import (
 from llava_ds.extensions.ready.ready_tilings import CanvasTiling
 from llava_ds.extensions.ready.ready_videos import VideoRule
 
-MAX_TILES = 1000  # of an image; published models have 12
+MAX_TILES = 1000  # per image; published models have 12
 VIDEO_SIDE = 384  # pixels of a frame, by default
 _TOKENS = ("context_image_token", "start_image_token", "end_image_token")
 

@@ -1,5 +1,5 @@
 # N cells of all images, C width of the tower, D width of the language model
-"""Qwen2.5-VL: patches attend to a window of their image, and in a few tower layers to all of it."""
+"""Qwen2.5-VL: patches attend to a window of their image, and in a few tower layers to the complete image."""
 
 from functools import partial
 

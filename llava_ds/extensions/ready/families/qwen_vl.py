@@ -31,7 +31,7 @@ from llava_ds.extensions.ready.ready_videos import VideoRule
 from llava_ds.model import attention
 
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # the processor's default
-# Defaults for videos: of a frame, and of all frames of a video with written times.
+# Defaults for videos: per frame, and per video with written times.
 FRAME_PIXELS = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 VIDEO_PIXELS = {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
 # Default max_video_tokens for cap_pixels_per_frame: FRAME_CAP limits a video's features, VIDEO_CAP a frame's.
