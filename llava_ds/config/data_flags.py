@@ -32,8 +32,7 @@ class DataArguments:
         None,
         "Records (docs/data.md has their layouts): JSON, JSONL, CSV, parquet, WebDataset shards, a pattern of such "
         "files like shard-*.tar, a folder of such files, a saved datasets folder, a folder of images with "
-        "metadata.jsonl, or "
-        "a YAML mixture of these. Absent: generated scenes of coloured shapes.",
+        "metadata.jsonl, or a YAML mixture of these. Absent: generated scenes of coloured shapes.",
         path="pattern",
         remote=True,
     )
@@ -101,9 +100,8 @@ class DataArguments:
     video_fps: Count = _images(1, "Frames taken from each second of a video file.")
     frames_upbound: NotNegative = _images(
         32,
-        "Largest number of frames of a video; from a longer one they are taken evenly. 0 means no limit, LLaVA-NeXT's "
-        "own "
-        "default, with which a long video may take any amount of memory.",
+        "Largest number of frames of a video; from a longer one they are taken evenly. 0 means no limit, "
+        "LLaVA-NeXT's own default, with which a long video may take any amount of memory.",
     )
     force_sample: bool = _images(
         False, "Take --frames_upbound evenly spaced frames of every video file, also where --video_fps gives fewer."

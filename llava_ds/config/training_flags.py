@@ -183,9 +183,8 @@ class TrainingArguments:
     eval_strategy: Literal["no", "steps", "epoch"] | None = _eval_free(
         None,
         "When to compute the eval loss (of --eval_data_path or --eval_fraction), in addition to the end of the run. "
-        "steps: "
-        "every --eval_steps; epoch: after every epoch; no: only at the end. Absent: steps if --eval_steps is given, "
-        "else no.",
+        "steps: every --eval_steps; epoch: after every epoch; no: only at the end. Absent: steps if --eval_steps is "
+        "given, else no.",
         aliases=("--evaluation_strategy",),
     )
     eval_steps: Rate | None = _eval_free(

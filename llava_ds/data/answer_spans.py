@@ -22,8 +22,7 @@ LEFT_OUT = (
     "LLaVA's layout, give --version one of LLaVA's templates"
 )
 UNWRITTEN_CALLS = (
-    "the tokenizer's chat template leaves out tool calls or the text next to them, or writes something else between "
-    "them"
+    "the tokenizer's chat template leaves out tool calls or the text next to them, or writes other text between them"
 )
 MARKER = re.compile("\ue000([0-9]+)([a-z][0-9]*)\ue001")
 

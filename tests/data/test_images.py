@@ -365,7 +365,7 @@ def test_the_name_of_a_file_does_not_matter_but_its_format_does(tmp_path):
     for name in ("b.png", "c.png"):
         with pytest.raises(
             DataError,
-            match=r"its header is not JPEG, PNG, .*, or an unsupported variant, .*: replace it or leave it out",
+            match=r"its format is not JPEG, PNG, .*, or is an unsupported variant, .*: replace it or leave it out",
         ):
             probe(media_of(tmp_path / name), SQUARE)
 

@@ -231,8 +231,8 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise DataError(
-            f"{ref.path} can't be read as an image (its header is not {known}, or an unsupported variant, such as 5 "
-            "channels or float colours): replace it or leave it out"
+            f"{ref.path} can't be read as an image (its format is not {known}, or is an unsupported "
+            "variant, such as 5 channels or float colours): replace it or leave it out"
         ) from error
     except Exception as error:  # Pillow's decoders raise almost any type on broken files
         raise DataError(

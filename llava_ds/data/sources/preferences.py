@@ -79,8 +79,7 @@ def pair_problem(record: dict, columns: Columns) -> str | None:
     instead = f", or name it with --data_columns answer={name} (conversations={name}, if it has the question)"
     return (
         f"has {short(record[name])} under {name!r}, part of a pair of answers ({_learned_by()} those); here it would "
-        "not be "
-        "learned as an answer: put it at the end of the conversation" + (instead if names else "")
+        "not be learned as an answer: put it at the end of the conversation" + (instead if names else "")
     )
 
 
