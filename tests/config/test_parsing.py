@@ -335,7 +335,7 @@ def test_a_flag_out_of_bounds_is_said_once():
         ),
         (
             ["--tune_mm_mlp_adapter", "--mm_tunable_parts", "mm_mlp_adapter"],
-            "True and --mm_tunable_parts both say what",
+            "True and --mm_tunable_parts both choose",
         ),
         (
             ["--tune_mm_llm", "True", "--mm_tunable_parts", "mm_mlp_adapter"],

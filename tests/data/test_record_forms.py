@@ -402,7 +402,7 @@ def test_answers_that_are_numbers_of_choices_are_refused(data, key):
         f"its answers under 'answer', such as 1, are numbers or letters of {key!r}, and the question does not "
         "show these" in message
     )
-    assert f"of {key!r}, which" in refused(lambda: data.parquet(*rows))
+    assert f"of {key!r}, and" in refused(lambda: data.parquet(*rows))
     letters = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in ("B", "(A)")]
     assert "its answers under 'answer', such as 'B', are" in refused(lambda: data.json(*letters))
     assert [sample.messages[1].text for sample in samples(data.json(*rows, columns="answer=answer"))] == ["1", "0"]

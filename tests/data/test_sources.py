@@ -277,7 +277,7 @@ def chat_of(*parts: object) -> dict:
         ({"conversations": TALK, "image": "sub"}, "names the image 'sub', but no file exists at"),
         ({"conversations": TALK, "image": "sub/"}, "it is a folder"),
         ({"conversations": TALK, "image": "pipe.png"}, "it is a named pipe"),
-        ({"conversations": TALK, "image": "loop.png"}, "names the image 'loop.png', which can't be read"),
+        ({"conversations": TALK, "image": "loop.png"}, "names the image 'loop.png', but it can't be read"),
         ({"conversations": TALK, "image": "x" * 300}, "but it can't be read: File name too long"),
         ({"conversations": TALK, "image": "x/" * 3000}, "not a possible name of a file: it is longer than 4096 bytes"),
         (

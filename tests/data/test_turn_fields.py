@@ -199,7 +199,7 @@ def with_turn(**fields) -> dict:
         (chat({"tool_calls": "zoom(3)"}), "turn 1 has 'zoom(3)' for its tool calls, not valid JSON"),
         (chat("a", tools={"name": "zoom"}), "under 'tools', expected a list of"),
         (chat("a", tools=[{"description": "z"}]), "has {'description': 'z'} under 'tools', expected a list of"),
-        (chat("a", tools="zoom"), "has 'zoom' under 'tools', which is no JSON"),
+        (chat("a", tools="zoom"), "has 'zoom' under 'tools', not valid JSON"),
         (chat("a", chat_template_kwargs=[1]), "has [1] under 'chat_template_kwargs', expected an object"),
         (chat({"thoughts": "a"}), "turn 1 has the key 'thoughts': it is not read, "),
         (chat({"wieght": 0}), "turn 1 has the key 'wieght': it is not read, did you mean weight?"),

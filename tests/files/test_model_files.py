@@ -261,7 +261,7 @@ def test_a_merges_file_elsewhere_is_not_read(hf, tmp_path):
     """Of the names in tokenizer_config.json those that transformers does not look for in the folder itself."""
     (tmp_path / "merges.txt").write_text("a b\n")
     changed(hf / "tokenizer_config.json", merges_file=str(tmp_path / "merges.txt"))
-    with pytest.raises(ConfigError, match=r"tokenizer_config.json says merges_file .*, which is no file beside it"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json says merges_file .*, not a file in its folder"):
         check_folder(hf, "--flag")
     changed(
         hf / "tokenizer_config.json", merges_file="/where/it/was/written/merges.txt", tokenizer_file="/etc/hostname"
