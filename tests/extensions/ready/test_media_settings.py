@@ -369,8 +369,8 @@ def test_a_setting_that_can_not_be_honoured_is_named(family, part, expected, mod
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"nframes": 98}, "asks for 98 frames of a video that has 40, expected a multiple of 2 up to that"),
-        ({"nframes": 1}, "asks for 0 frames of a video that has 40"),
+        ({"nframes": 98}, "names 98 frames of a video that has 40, expected a multiple of 2 up to that"),
+        ({"nframes": 1}, "names 0 frames of a video that has 40"),
         ({"video_start": 7}, "names a video from 7 s to 4 s, of one that lasts 4 s (40 frames, 10 a second)"),
     ],
 )
