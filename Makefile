@@ -45,7 +45,7 @@ LAUNCH = env PATH="$(CURDIR)/$(BIN):$$PATH" $$($(BIN)/python -c 'import torch; p
 ASK = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/$$($(BIN)/python -c \
       'import torch; print("deepspeed --log_level error" if torch.cuda.device_count() > 1 else "python")')
 
-TARGETS := install pretrain finetune moe real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
+TARGETS := install pretrain finetune real evaluate ablation doctor bench docs test test-cuda test-full test-faults test-removal test-gpu lmms-eval compare-trl serve-check serve-check-vllm serve-check-gguf lint clean help
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
@@ -84,14 +84,6 @@ evaluate: install
 	$(ASK) run/evaluate.py --model_path $(OUTPUT)-finetune --compare_blank_image --compare_without_image \
 	  --output $(OUTPUT)-finetune/evaluation.json \
 	  $(if $(EVAL_DATA),--data_path '$(EVAL_DATA)') $(if $(EVAL_IMAGES),--image_folder '$(EVAL_IMAGES)')
-
-# After make finetune: its MLPs become mixtures of experts and go on learning; scores before and after.
-moe: install
-	@test -e output/tiny-finetune/config.json || { echo "there is no output/tiny-finetune yet: run make finetune" >&2; exit 2; }
-	$(LAUNCH) run/train.py --deepspeed_config ds_configs/zero2.json --recipe run/recipes/tiny-moe.yaml \
-	  --model_name_or_path output/tiny-finetune --data_path $(SCENES)/finetune.json --image_folder $(SCENES) $(ARGS)
-	for model in tiny-finetune tiny-moe; do \
-	  $(BIN)/python run/evaluate.py --model_path output/$$model --output output/$$model/experts.json || exit; done
 
 # Real weights and real images, from packages: SmolLM2-135M and a DINOv2-S on Tux Paint's stamps (docs/real_small.md).
 REAL      ?= output/real

@@ -129,14 +129,13 @@ from functools import partial
 from llava_ds.config.arguments import trains_projector_only
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.config.shipped import DS_CONFIGS
-from llava_ds.engine.ds_config.parallel import EXPERT
 from llava_ds.engine.ds_config.resolve import ResolvedConfig, axes_from, read_ds_config, resolve_ds_config
 from llava_ds.extensions.planning.auto import Data, Devices, choose_ds_config, planned_run
 from llava_ds.extensions.planning.fit import GB, Run, advice, as_json, description, table
 from llava_ds.extensions.planning.shapes import ModelShape, shape_named, shape_of_folders
 from llava_ds.extensions.planning.speed import OVERLAP, Machine
 from llava_ds.extensions.planning.speed_report import SpeedRun, load_of, speed_json, speed_lines, speed_table
-from llava_ds.runtime.mesh import check_experts, check_sizes
+from llava_ds.runtime.mesh import check_sizes
 from llava_ds.runtime.ranks import quiet_libraries
 from llava_ds.tiny import CLIP_PATH, LLAMA_PATH
 
@@ -187,22 +186,22 @@ def read_run(own: argparse.Namespace, args: "Arguments", devices: Devices) -> tu
     if args.training.deepspeed_config != CHOOSE_DS_CONFIG:
         raw = read_ds_config(args.training.deepspeed_config or DS_CONFIGS / "zero3.json")
     args = axes_from(raw or {}, args)
-    training = args.training
-    check_sizes(own.num_gpus, args.axes)
-    check_experts(own.num_gpus, args.axes, training.ep_size)
+    check_sizes(own.num_gpus, args.all_axes)
     if own.model is not None:
         shape = shape_named(own.model, args)
     else:
         if args.model.model_name_or_path is None:
             args = args.replaced(model_name_or_path=str(LLAMA_PATH), vision_tower=str(CLIP_PATH))
         shape = shape_of_folders(args)
-    sizes = {axis.flag: axis.size for axis in args.axes if axis.divides_model} | {EXPERT: training.ep_size}
+    sizes = {axis.flag: axis.size for axis in args.all_axes if axis.divides_model}
     held = shape.tp * (len(shape.stages) or 1) * shape.ep
     if held != math.prod(sizes.values()):
         flags = ", ".join(f"--{flag} {size}" for flag, size in sizes.items() if size > 1)
         raise ConfigError(f"{flags} needs the model's layers: name a size or folders")
-    if args.model.moe_enable and shape.text is None:
-        raise ConfigError("--moe_enable True needs the model's layers: name a size or folders")
+    if shape.text is None and "routerless_mlps" in args.broken:
+        asked = (found for flags in args.own.values() for found in flags.features())
+        name = next(name for name, _, breaks in asked if "routerless_mlps" in breaks)
+        raise ConfigError(f"{name} needs the model's layers: name a size or folders")
     resolved = resolve(own, args, raw, shape, devices)
     longest = args.data.model_max_length
     # Without data every sample may have the greatest length.

@@ -79,7 +79,7 @@ def private_imports(file: str, source: str) -> list[str]:
 
 def shared_stems(files: list[str]) -> list[str]:
     """File stems that occur more than once, without those that every folder of extensions/ has."""
-    by_place = re.compile(r"llava_ds/extensions/\w+/(flags|extension|report)\.py")
+    by_place = re.compile(r"llava_ds/extensions/\w+/(flags|extension|report|estimated)\.py")
     counts = Counter(Path(file).stem for file in files if not by_place.fullmatch(file))
     return sorted(stem for stem, count in counts.items() if count > 1 and stem != "__init__")
 

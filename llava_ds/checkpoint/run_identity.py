@@ -116,16 +116,17 @@ class RunIdentity:
         depend = {
             "--loss_reduction micro_batch": self.flags["loss_reduction"] == "micro_batch",
             "--steps_across_epochs": self.flags["steps_across_epochs"],
-            "--capacity_factor": self.flags["capacity_factor"] is not None,  # which tokens are dropped
-            "--router_aux_loss_coef": self.flags["router_aux_loss_coef"],  # a loss of whole micro-batches
         }
+        declared = declared_in(self.flags)
+        for name in (name for name, flag in declared.items() if flag.of_micro_batch and name in self.flags):
+            depend[f"--{name}"] = self.flags[name] != flag_default(name)
         return [flag for flag, is_given in depend.items() if is_given]
 
     def _decides(self, name: str, saved: dict) -> bool:
         """True if a change of layout leads to another model. Ranks that share samples compute the same loss."""
         same_ranks = name == "world_size" and data_ranks(saved) == data_ranks(vars(self))
         flag = self._layout_flags(saved).get(name)
-        same_samples = same_ranks or (flag is not None and flag.shares_samples) or name == "ep_size"
+        same_samples = same_ranks or (flag is not None and (flag.shares_samples or flag.resume == "placement"))
         return bool(self._depend_on_layout) and not same_samples
 
     @property
@@ -136,7 +137,7 @@ class RunIdentity:
     def _layout_flags(self, saved: dict) -> dict[str, Flag]:
         """The flags that only decide on which rank and in which micro-batch a sample of the step is computed."""
         declared = declared_in(self.flags.keys() | saved["flags"].keys())
-        return {name: flag for name, flag in declared.items() if flag.resume == "layout"}
+        return {name: flag for name, flag in declared.items() if flag.resume in ("layout", "placement")}
 
     def _layout_changes(self, saved: dict) -> dict[str, str]:
         lines = {

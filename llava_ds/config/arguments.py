@@ -139,14 +139,25 @@ class Arguments:
         return any(flags.rewinds for flags in self.own.values())
 
     @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Axes of the mesh in addition to data parallelism, in rank order."""
+    def all_axes(self) -> tuple[Axis, ...]:
+        """Axes of the mesh in rank order; those inside the data axis come last."""
         found = (flags.axis for flags in self.own.values())
-        return tuple(sorted((axis for axis in found if axis is not None and axis.size > 1), key=lambda a: a.order))
+        axes = (axis for axis in found if axis is not None and axis.size > 1)
+        return tuple(sorted(axes, key=lambda axis: (axis.in_data, axis.order)))
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Axes outside the data axis: their ranks have the same samples."""
+        return tuple(axis for axis in self.all_axes if not axis.in_data)
 
     def size_of(self, axis: str) -> int:
         """Number of ranks on an axis; 1 if the run does not have it."""
-        return next((each.size for each in self.axes if each.name == axis), 1)
+        return next((each.size for each in self.all_axes if each.name == axis), 1)
+
+    @property
+    def broken(self) -> frozenset[str]:
+        """Keys of PROPERTIES that flags of extensions make false."""
+        return frozenset(key for flags in self.own.values() for *_, breaks in flags.features() for key in breaks)
 
     @property
     def ranks_per_sample(self) -> int:
@@ -226,3 +237,15 @@ def flag_default(name: str) -> object:
     """Default of a flag; None for an unknown name."""
     sections = (*SECTIONS, *map(flags_class, owners([name])))
     return next((getattr(section, name) for section in sections if hasattr(section, name)), None)
+
+
+def rate_note(args: Arguments) -> list[str]:
+    """A line if the learning rate is the default, which is too high for the objective."""
+    training, usual = args.training, args.traits.learning_rate
+    is_default = "learning_rate" not in args.given and training.learning_rate == type(training).learning_rate
+    if usual is None or not is_default:
+        return []
+    return [
+        f"--learning_rate {training.learning_rate:g} is the default of tuning on answers: give one for --objective "
+        f"{training.objective} (usually about {usual:g})"
+    ]

@@ -13,7 +13,6 @@ GROUPS = {
     "model": "the model",
     "tower": "the vision tower",
     "trainable": "what trains",
-    "experts": "experts out of a dense model (MoE-LLaVA's stage 3)",
     "data": "the data",
     "images": "images and videos",
     "order": "order of the samples",
@@ -41,9 +40,10 @@ class Flag:
     resume: the values allowed in a resumed run. compared: the checkpoint's, unless --allow_changed_flags names the
     flag; free: any, because the model stays the same (for a path, the contents are compared); rewind: any, unless the
     run may go back to a checkpoint and the flag thus affects steps; layout: any, if the loss does not depend on the
-    layout.
+    layout; placement: any, because the layout stays the same.
     per_machine: each machine may have another value. Paths may always differ.
     shares_samples: the value is a number of ranks with the same samples.
+    of_micro_batch: the loss depends on the layout if the value is not the default.
     goes_with: for an extension's flag: which of the values that the extension adds to a flag of the core use it.
     """
 
@@ -51,9 +51,10 @@ class Flag:
     path: Literal["file", "folder", "model", "pattern", "output", "unchecked"] | None = None
     remote: bool = False
     only_to_train: bool = False
-    resume: Literal["compared", "free", "rewind", "layout"] = "compared"
+    resume: Literal["compared", "free", "rewind", "layout", "placement"] = "compared"
     per_machine: bool = False
     shares_samples: bool = False
+    of_micro_batch: bool = False
     goes_with: str = ""
 
 

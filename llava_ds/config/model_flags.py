@@ -3,9 +3,9 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from llava_ds.config.bounds import Bounds, Count, NotNegative, Positive, Whole
+from llava_ds.config.bounds import Count, NotNegative, Whole
 from llava_ds.config.flags import flags_of
 from llava_ds.extensions.base import ExtensionFlags
 
@@ -14,7 +14,6 @@ _model, _model_free = flags_of("model")
 _tower, _tower_free = flags_of("tower")
 _trainable, _ = flags_of("trainable")
 _images, _ = flags_of("images")
-_experts, _ = flags_of("experts")
 
 
 @dataclass(frozen=True)
@@ -136,36 +135,6 @@ class ModelArguments:
         "Order of the features of an anyres image. flat: tile by tile; spatial: row by row of the whole image; unpad: "
         "without its padding, and with a learned newline after each row (spatial_unpad is LLaVA-NeXT's); nobase: "
         "without the overview; maxpool2x2: the largest of each 2 x 2 features, padding included.",
-    )
-    moe_enable: bool = _experts(
-        False,
-        "Upcycle the dense language model of --model_name_or_path: MLPs become mixtures of experts, each of which "
-        "starts as the MLP (docs/experts.md).",
-    )
-    num_experts: Annotated[int, Bounds(2, 1024)] = _experts(4, "Experts of a layer.")
-    top_k_experts: Annotated[int, Bounds(1, 64)] = _experts(
-        2, "Experts that compute a token. With 1, their result is scaled by the router's probability."
-    )
-    moe_mode: Literal["first_half", "second_half", "sparse", "dense"] = _experts(
-        "second_half", "Layers that get experts: those of a half, every second one from the first on, or all."
-    )
-    moe_layers_idx: str | None = _experts(
-        None, "The layers that get experts, by number from 0 on, in place of --moe_mode.", argparse={"nargs": "*"}
-    )
-    use_residual: bool = _experts(
-        False, "Keep the MLP beside the experts, and add up the two with weights that a token chooses."
-    )
-    capacity_factor: Positive | None = _experts(
-        None,
-        "Most tokens that an expert takes in training, as a multiple of an even share; the rest are dropped, which "
-        "depends on the samples of a micro-batch. Absent: no token is dropped.",
-    )
-    min_capacity: NotNegative = _experts(0, "Tokens that an expert takes in any case, with --capacity_factor.")
-    train_modules: str | None = _experts(
-        None,
-        "Parts of parameters' names that train in the language model, like gate_proj up_proj down_proj wg (the "
-        "routers). Absent: all of it.",
-        argparse={"nargs": "*"},
     )
     own: Mapping[str, ExtensionFlags] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llava_ds.config.arguments import SECTIONS, Arguments, declared_by, loaded, traits_of
 from llava_ds.config.bounds import bounds_of, in_a_line
-from llava_ds.config.flags import GROUPS, Flag, joined
+from llava_ds.config.flags import GROUPS, Flag
 from llava_ds.config.hf_argparser import HfArgumentParser, string_to_bool
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
@@ -347,8 +347,6 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
             'optimizer in the DeepSpeed JSON, like "optimizer": {"type": "Lion"}'
         )
     values["optim"] = optim or args.training.optim
-    for name in ("moe_layers_idx", "train_modules"):
-        values[name] = joined(getattr(args.model, name))
     values["report_to"], unknown = _trackers(args.training.report_to)
     known = f"give some of {', '.join(TRACKERS)}, or all, or none"
     problems += [f"--report_to {name} is unknown: {known}" for name in unknown]

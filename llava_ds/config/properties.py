@@ -61,14 +61,11 @@ def core_features(args: Arguments) -> Iterator[Feature]:
         yield Feature("--tokens_per_micro_batch auto", {"known_samples": "a number does not"})
     if training.dry_run:
         yield Feature("--dry_run True", {"known_samples": "it shows the first step"})
-    if training.router_aux_loss_coef:
-        needs = {"whole_sample": "it balances experts over all tokens of a micro-batch"}
-        yield Feature(f"--router_aux_loss_coef {training.router_aux_loss_coef:g}", needs)
 
 
 def _ways_to_train(args: Arguments) -> Iterator[Feature]:
     """Yield features about which parts train."""
-    model, training = args.model, args.training
+    model = args.model
     if "language_model" not in trained_parts(model) | adapted_parts(model):
         yield Feature("--tune_mm_mlp_adapter or another flag of what trains", breaks=("trained_layers",))
     for flag in ("unfreeze_topk_llm", "unfreeze_topk_vision"):
@@ -77,10 +74,6 @@ def _ways_to_train(args: Arguments) -> Iterator[Feature]:
     if model.mm_native_resolution:
         needs = dict.fromkeys(("whole_sample", "whole_layers"), "images in their own shape are not shared")
         yield Feature("--mm_native_resolution True", needs)
-    if model.moe_enable or training.ep_size > 1:
-        name = "--moe_enable True" if model.moe_enable else f"--ep_size {training.ep_size}"
-        breaks = ("routerless_mlps", "sharded_weights", *(("offload",) if training.ep_size > 1 else ()))
-        yield Feature(name, breaks=breaks)
 
 
 def _ways_to_run(args: Arguments) -> Iterator[Feature]:

@@ -16,7 +16,6 @@ from llava_ds.config.model_flags import (
     chosen_parts,
     tower_folders,
     trained_parts,
-    trains_projector_only,
 )
 from llava_ds.config.properties import clashes, features
 from llava_ds.config.training_flags import TRACKERS
@@ -31,9 +30,6 @@ from llava_ds.template_variables import parse_variables
 CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config; a file of that name is ./auto
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 _HUB_HINT = "; if it is a name on the hub, download it (hf download NAME --local-dir FOLDER) and give its folder"
-
-# Flags that have no effect without the flag they belong to.
-MOE_FLAGS = ("num_experts", "top_k_experts", "moe_mode", "moe_layers_idx", "use_residual")  # belong to --moe_enable
 
 # Flags that control how the records of --data_path are read.
 OF_RECORDS = (
@@ -86,6 +82,9 @@ def problems_of(args: Arguments, to_train: bool) -> list[str]:
     problems += template_variables(args)
     # Settings that change the model are checked wherever the model is read.
     problems += [line for flags in args.own.values() if to_train or flags.of_model for line in flags.problems(args)]
+    if to_train:
+        unasked = [flags_class(name) for name in owners(args.given) if name not in args.own]
+        problems += [line for flags in unasked for line in flags.unasked(args)]
     return [*problems, *last_layers(args), *rows_of_tokens(args)]
 
 
@@ -344,29 +343,6 @@ def last_layers(args: Arguments) -> Iterator[str]:
         remedy = "--mm_tunable_parts without it" if by_parts else tuning if by_tuning else plain
         if getattr(model, flag) and part in chosen and not adapted_parts(model):
             yield f"--{flag} unfreezes layers of the {part.replace('_', ' ')}, all of which trains: give {remedy}"
-    if model.unfreeze_topk_llm and model.train_modules is not None:
-        yield (
-            "--unfreeze_topk_llm and --train_modules both choose the trained parts of the language model: give only one"
-        )
-
-
-def upcycling(args: Arguments) -> Iterator[str]:
-    """Yield flags of experts that have no effect without another flag, or contradict it."""
-    model = args.model
-    if model.moe_enable:
-        if model.top_k_experts > model.num_experts:
-            yield f"--top_k_experts is {model.top_k_experts} of --num_experts {model.num_experts}: give fewer"
-        if trains_projector_only(model):
-            yield "--moe_enable True with a projector that trains alone: experts are for a later stage, leave one out"
-    elif "moe_enable" not in args.given and (given := _given(args, MOE_FLAGS)):
-        yield (
-            f"{', '.join(f'--{name}' for name in given)} without --moe_enable would train a dense model: give "
-            "--moe_enable True, or --moe_enable False if that is meant"
-        )
-    if model.moe_layers_idx is not None and "moe_mode" in args.given:
-        yield "--moe_mode and --moe_layers_idx both say which layers get experts: give one of them"
-    if "min_capacity" in args.given and model.min_capacity and model.capacity_factor is None:
-        yield "--min_capacity has no effect without --capacity_factor: give that, or leave it out"
 
 
 def objectives(args: Arguments) -> Iterator[str]:
@@ -404,15 +380,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
     evaluations,
     checkpoints,
     trainable_parts,
-    upcycling,
     tuning_flags,
     misplaced,
     objectives,
 )
-
-
-def _given(args: Arguments, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if name in args.given and getattr(args.model, name) is not None]
 
 
 def is_installed(package: str) -> bool:

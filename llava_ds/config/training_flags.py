@@ -56,12 +56,6 @@ class TrainingArguments:
         None, "Folder for everything that the run writes.", path="output", only_to_train=True
     )
     objective: str = _objective("sft", "sft: the answers of conversations.", argparse={"choices": ["sft"]})
-    router_aux_loss_coef: Rate = _objective(
-        0.0,
-        "Mixtures of experts: weight of the loss that keeps the load of experts even, transformers' over all layers "
-        "and tokens of a micro-batch, or MoE-LLaVA's, a sum over layers, with --moe_enable. With it, the result "
-        "depends on which samples lie in one micro-batch.",
-    )
     num_train_epochs: Annotated[float, Bounds(0, 10**6, above=True)] = _steps(1.0, "Passes over the data.")
     max_steps: Whole = _steps(-1, "Optimizer steps; above 0 it overrides --num_train_epochs, 0 or less does not.")
     per_device_train_batch_size: Count = _steps(8, "Samples per rank and micro-batch.", resume="layout")
@@ -76,13 +70,6 @@ class TrainingArguments:
         "Distribute the samples of an optimizer step over ranks and micro-batches of at most this many tokens, "
         "balanced, instead of by count. auto: as many as memory has room for and a step needs; none: by count. It "
         "changes the layout only: the step's loss and gradient stay the same.",
-        resume="layout",
-    )
-    ep_size: Count = _steps(
-        1,
-        "Ranks that share the experts of --moe_enable, or of a folder that it made: each has some of them, and tokens "
-        "are sent to where theirs are. ZeRO 0 to 2.",
-        aliases=("--expert_parallel_size", "--moe_expert_parallel_size"),
         resume="layout",
     )
     steps_across_epochs: bool | None = _steps(
@@ -160,11 +147,6 @@ class TrainingArguments:
         None,
         "GB (10^9 bytes) of each device for the activations of a micro-batch, for --gradient_checkpointing auto and "
         "--tokens_per_micro_batch auto. Absent: all free memory. For a GPU that is shared.",
-    )
-    experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = _speed(
-        None,
-        "Mixtures of experts: compute the experts of a layer in one grouped matrix product, for every token by itself, "
-        "or one after the other. Absent: transformers' choice, grouped_mm where torch has it.",
     )
     seed: Seed = _optimizer(42, "Seed of initialisation and dropout.")
     data_seed: Seed | None = _order(None, "Seed of the sample order. Absent: --seed.")

@@ -315,8 +315,9 @@ class EncodedDataset(torch.utils.data.Dataset):
             facts = self.index.facts
             tokens, targets, cut = facts["tokens"], facts["targets"], facts["truncated"]
             shown = ", ".join(f"{p} % {n:,}" for p, n in zip(PERCENTILES, facts["percentiles"]))
+            answers = f"{2 * len(self):,} answers in pairs" if self.are_pairs else f"{facts['answers']:,} answers"
             lines += [
-                f"{facts['answers']:,} answers, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
+                f"{answers}, {facts['images']:,} images, {tokens:,} tokens, of which {targets:,} "
                 f"({targets / tokens:.1%}) are supervised" + (f"; {cut:,} samples cut short" if cut else ""),
                 f"lengths in tokens, shortest to longest: {shown}",
             ]

@@ -1,8 +1,10 @@
 """Check and encode every record before the model is built, with a reason for each rejected record."""
 
+import gc
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -55,7 +57,8 @@ class Checker:
         return PAIR_ROWS if self.takes_pairs else ROWS
 
     def __call__(self, records: pa.Table) -> pa.Table:
-        parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
+        with _without_collector():
+            parts = [self._rows(records.slice(first, last - first)) for first, last in _parts(records.column("text"))]
         return pa.concat_tables(parts)
 
     def _rows(self, records: pa.Table) -> pa.Table:
@@ -180,6 +183,18 @@ class Checker:
             return "its last answer weighs 0, and no other is learned"
         limit = self.encoder.options.max_length
         return f"the first {limit} tokens hold no answer" if coded.truncated else "no answer has a text"
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Pause garbage collection: records make no cycles, and a collection goes through every loaded library."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass

@@ -53,7 +53,7 @@ def build_model(
     mesh: over which the
     engine will train the model.
     """
-    build, wraps = Build(plan, args, ds_config, dtype, seed, ranks), active(args.own).wraps
+    build, wraps = Build(plan, args, ds_config, dtype, seed, ranks), active(args.own, plan.text_config).wraps
     with return_freed_memory():
         model = _construct(build, mesh)
         for wrap in wraps:

@@ -167,7 +167,8 @@ def _guard_bf16(
 ) -> None:
     """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up.
 
-    DeepSpeed asks for the norm of those that a rank counts, and then for that with experts, of which ranks have others.
+    DeepSpeed asks for the norm of those that a rank counts, and then for that with groups that are marked moe, of which
+    ranks have others.
     """
     device = optimizer.fp32_groups_flat_partition[0].device
 
@@ -175,15 +176,15 @@ def _guard_bf16(
         norm = norm_of_copies.over(_norm(input_tensors, device))
         return norm if optimizer.has_moe_layers else judge(norm.float())
 
-    def with_experts(norm, expert_tensors, **_) -> torch.Tensor:
-        experts = _norm([tensor for tensors in expert_tensors.values() for tensor in tensors], device)
-        return judge((norm.square() + norm_of_own.over(experts).square()).sqrt().float())
+    def with_marked(norm, by_group, **_) -> torch.Tensor:
+        marked = _norm([tensor for tensors in by_group.values() for tensor in tensors], device)
+        return judge((norm.square() + norm_of_own.over(marked).square()).sqrt().float())
 
     step_with(
         optimizer,
         bf16_optimizer,
         get_global_norm_of_tensors=norm_of,
-        get_norm_with_moe_layers=with_experts,
+        get_norm_with_moe_layers=with_marked,
         is_invalid_grad_norm=lambda norm: False,
         clip_tensors_by_global_norm=lambda input_tensors, max_norm, global_norm, **_: _clip(
             input_tensors, max_norm, global_norm

@@ -6,7 +6,6 @@ from llava_ds.config.arguments import Arguments, TrainingArguments, trained_part
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.optimizer import optimizer_name
-from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.extensions.active import active
 from llava_ds.model.llava import LlavaModel, all_models
 from llava_ds.model.open.packed import is_packed, num_packed
@@ -27,13 +26,6 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
         model.newline.requires_grad_(bool(parts & {"projector", "language_model", "output_layer"}))
     for parameter in model.language_model.parameters():
         parameter.requires_grad_("language_model" in parts and parameter.is_floating_point())  # packed ones never train
-    if "language_model" in parts and args.model.train_modules is not None:
-        from llava_ds.model.upcycling import trained_of
-
-        named = dict(model.language_model.named_parameters())
-        trained = trained_of(list(named), args.model)
-        for name, parameter in named.items():
-            parameter.requires_grad_(name in trained)
     for wrap in active(args.model.own).wraps:
         wrap.trains(model, args.model)
     if args.model.unfreeze_topk_vision:
@@ -89,27 +81,14 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
                 groups.append({"name": name + suffix, "params": params, "lr": rate, "weight_decay": decay})
     if optimizer is not None and optimizer_name(optimizer) == "Muon":
         groups = _muon_groups(model, groups, optimizer["params"], _own_rates(training))
-    groups = _with_expert_groups(groups)
+    for wrap in active(args.own, model.language_model.config).wraps:
+        groups = wrap.groups(groups)
     for name, child in all_models(model).items():
         if child is not model:
             rate = training.learning_rate if child.learning_rate is None else child.learning_rate
             own = parameter_groups(child, args, optimizer)
             groups += [{**group, "name": f"{name}_{group['name']}", "lr": rate} for group in own]
     return groups
-
-
-def _with_expert_groups(groups: list[dict]) -> list[dict]:
-    """The groups, each followed by one of its experts, which DeepSpeed wants marked and called by the ranks with
-    copies of them."""
-    split = []
-    for group in groups:
-        names = [expert_group(p) for p in group["params"]]
-        for name in dict.fromkeys([None, *names]):
-            params = [p for p, own in zip(group["params"], names) if own == name]
-            if params:
-                marks = {} if name is None else {"name": name, "moe": True}
-                split.append({**group, **marks, "params": params})
-    return split
 
 
 def _own_rates(training: TrainingArguments) -> tuple[str, ...]:

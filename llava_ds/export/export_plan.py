@@ -10,9 +10,8 @@ import torch
 from llava_ds.config.arguments import Arguments, ModelArguments, adapted_parts, trains_projector_only
 from llava_ds.constants import ConfigError
 from llava_ds.export.shard_size import DEFAULT_SHARD_SIZE, parse_size
-from llava_ds.extensions.active import active
+from llava_ds.extensions.active import active, text_part
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.model.projector import square_stride
@@ -85,11 +84,8 @@ def hf_kind(plan: ModelPlan, args: ModelArguments, image_options: ImageOptions) 
         return kind, ""
     if why := own_vision(plan, args, image_options):
         return None, why
-    if is_upcycled(plan.text_config):
-        from llava_ds.model.native_mixture import native_config
-
-        if why := native_config(plan.text_config)[1]:
-            return None, why
+    if why := text_part(plan.text_config).in_transformers(plan.text_config)[1]:
+        return None, why
     ratio, merge = image_options.aspect_ratio, image_options.merge_type
     flags = f"--image_aspect_ratio {ratio} with --mm_patch_merge_type {merge}"
     if image_options.is_anyres and merge != "spatial_unpad":

@@ -25,8 +25,8 @@ from llava_ds.export.layer_by_layer import NotCompared
 from llava_ds.export.llava_folder import PROJECTOR_FILES
 from llava_ds.export.output_folder import write_live_folder
 from llava_ds.export.reload_check import compare_reloaded, compared_positions, describe_bits, describe_comparison
+from llava_ds.extensions.active import text_part
 from llava_ds.files.writing import REMEDIES, described
-from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.heads import Logits
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.tf32 import exact_fp32
@@ -156,8 +156,9 @@ def _export_folder(
         by_layers = partial(export.adapter.compare, output_dir, export, batch, logits)
         is_composed = export.model.architecture is None
         compare = by_layers if is_composed else partial(compare, base=export.source_folder)
-    if export.is_whole_model and is_upcycled(export.model.text_config) and export.dtype != torch.float32:
-        compare = _refuse_to_compare
+    text = export.model.text_config
+    if export.is_whole_model and (why := text_part(text).differs(text, export.dtype)):
+        compare = partial(_refuse_to_compare, why)
     compare = partial(_compare_both, written, compare)
     print(f"{what}: {output_dir} ({form}{describe_comparison(check, batch.input_ids.shape[1], library, compare)})")
 
@@ -168,11 +169,8 @@ def _compare_both(written: Written, compare: Callable[[], float]) -> float:
     return compare()
 
 
-def _refuse_to_compare() -> float:
-    raise NotCompared(
-        "transformers' routers compute in the precision of the weights, DeepSpeed's in float32, so that tokens between "
-        "two experts may go to another one"
-    )
+def _refuse_to_compare(why: str) -> float:
+    raise NotCompared(why)
 
 
 @torch.no_grad()

@@ -12,8 +12,9 @@ from llava_ds.export.export_plan import ExportPlan
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import write_generation_config, write_llava_tokenizer, write_variables
+from llava_ds.extensions.active import text_part
 from llava_ds.files.writing import write_file, write_tensors
-from llava_ds.model.families.language import LLAVA_CLASSES, MOE_PREFIX, is_upcycled
+from llava_ds.model.families.language import LLAVA_CLASSES
 from llava_ds.model.open import names as formats
 
 
@@ -28,8 +29,7 @@ def llava_config(
     family = plan.text_config.model_type
     architecture = (plan.text_config.architectures or [f"{family.title()}ForCausalLM"])[0]
     model_type, architecture = LLAVA_CLASSES.get(family, (f"llava_{family}", f"Llava{architecture}"))
-    if is_upcycled(plan.text_config):
-        model_type, architecture = MOE_PREFIX + model_type, architecture.replace("Llava", "MoELLaVA", 1)
+    model_type, architecture = text_part(plan.text_config).llava_class(model_type, architecture, plan.text_config)
     own = {} if max_length is None else {"tokenizer_model_max_length": max_length}
     return {
         **with_old_names(plain_config(plan.text_config, dtype)),

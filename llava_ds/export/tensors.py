@@ -14,11 +14,11 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.engine.placement import placement_of
 from llava_ds.export.bit_check import Written, sums_of
+from llava_ds.extensions.active import text_part
 from llava_ds.files.writing import write_tensors
-from llava_ds.model.families.language import EXPERTS, ExpertNames, embedding_name, is_tied_in_hf, names_in_hf
+from llava_ds.model.families.language import embedding_name, is_tied_in_hf, names_in_hf
 from llava_ds.model.llava import LlavaModel
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.experts import divided, to_disk
 from llava_ds.model.open.names import VALUE_HEAD_FILE
 from llava_ds.model.open.weights import Weights
 from llava_ds.runtime.ranks import Ranks
@@ -123,7 +123,7 @@ class Names:
 
     embedding: name of the input embeddings; by_token: of parameters with a row for every token; aliases: of those that
     are another one; in_hf: where each goes in a llava-hf folder; tied_in_hf: whether both ends are one there, too;
-    experts: of a mixture's on disk, None for families without.
+    config: the language model's.
     """
 
     embedding: str
@@ -131,7 +131,7 @@ class Names:
     aliases: frozenset[str]
     in_hf: dict[str, tuple[str, ...]]
     tied_in_hf: bool
-    experts: ExpertNames | None = None
+    config: PreTrainedConfig
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Names":
@@ -150,7 +150,7 @@ class Names:
             frozenset(formats.LANGUAGE_MODEL + name for name, _ in named if name not in once),
             {formats.LANGUAGE_MODEL + name: places for name, places in names_in_hf(model).items()},
             is_tied_in_hf(model),
-            EXPERTS.get(config.model_type),
+            config,
         )
 
     def resized(self, entries: Iterable[Entry], rows: int) -> list[Entry]:
@@ -165,20 +165,8 @@ class Names:
         ]
 
     def divided(self, entries: Iterable[Entry]) -> list[Entry]:
-        """The entries with experts as they are on disk: each one's own, and the block by the family's name."""
-        if self.experts is None:
-            return list(entries)
-        found: list[Entry] = []
-        for entry in entries:
-            if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower has blocks of that name, too
-                found.append(entry)
-                continue
-            parts = divided(entry.name, entry.shape, self.experts)
-            whole = _Held(entry.read, len(parts))
-            found += [Entry(name, shape, partial(whole.part, index)) for name, shape, index in parts]
-            if not parts:
-                found.append(dataclasses.replace(entry, name=to_disk(entry.name, self.experts)))
-        return found
+        """The entries as they are on disk, where that is another division of the language model's tensors."""
+        return text_part(self.config).on_disk(list(entries), self.config)
 
     def to_hf(self, entries: Iterable[Entry], to_hf: Callable[[str], str] = formats.to_hf) -> list[Entry]:
         """The entries by their names in a llava-hf folder; one that has two places there comes twice. to_hf: of names
@@ -188,23 +176,6 @@ class Names:
             for entry in entries
             for place in self.in_hf.get(entry.name) or (to_hf(entry.name),)
         ]
-
-
-class _Held:
-    """A tensor that is read once for all of its parts, and let go of with the last. Each part is read once."""
-
-    def __init__(self, read: Callable[[], torch.Tensor], num_parts: int) -> None:
-        self._read, self._num_parts, self._left = read, num_parts, 0
-        self._whole: torch.Tensor | None = None
-
-    def part(self, index: tuple) -> torch.Tensor | None:
-        if not self._left:
-            self._whole, self._left = self._read(), self._num_parts
-        found = None if self._whole is None else self._whole[index].clone()
-        self._left -= 1
-        if not self._left:
-            self._whole = None
-        return found
 
 
 def _with_rows(entry: Entry, rows: int) -> Entry:
@@ -244,7 +215,7 @@ def renamed(entries: Iterable[Entry], rename: Callable[[str], str]) -> list[Entr
 
 
 def turned(entry: Entry) -> Entry:
-    """Experts (E, O, I) as (E, I, O)."""
+    """A stack of matrices (E, O, I) as (E, I, O)."""
 
     def read() -> torch.Tensor | None:
         tensor = entry.read()

@@ -28,9 +28,9 @@ from llava_ds.export.llava_folder import plain_config, with_old_names
 from llava_ds.export.safetensors_shards import write_shards
 from llava_ds.export.tensors import Entry, completed, read_entries, renamed
 from llava_ds.export.tokenizer_files import VIDEO_TOKEN, hf_tokenizer, write_generation_config, write_hf_tokenizer
+from llava_ds.extensions.active import text_part
 from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
-from llava_ds.model.native_mixture import converted, native_name
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.hf import HF_CLASSES
 from llava_ds.model.open.rows import rounded_up
@@ -53,8 +53,8 @@ def hf_entries(export: ExportPlan, entries: list[Entry]) -> list[Entry]:
     if own_vision(export.model, export.args, export.image_options):
         rename = formats.to_own_parts
     whole = names.resized(completed(entries, tower), tokenizer_and_rows(export)[1])
-    written = names.divided(names.to_hf(whole, rename))
-    return renamed(written, partial(native_name, config=export.model.text_config))
+    written, text = names.divided(names.to_hf(whole, rename)), export.model.text_config
+    return renamed(written, partial(text_part(text).name_in_transformers, config=text))
 
 
 def write_hf(export: ExportPlan, entries: list[Entry], output_dir: Path, *, holes: bool = False) -> Written:
@@ -90,7 +90,8 @@ def _write_config(
     export: ExportPlan, kind: str, tokenizer: PreTrainedTokenizerBase, rows: int, output_dir: Path
 ) -> None:
     plan, args, image_options = export.model, export.args, export.image_options
-    text_config = plain_config(converted(plan.text_config), export.dtype)
+    text = text_part(plan.text_config).in_transformers(plan.text_config)[0]
+    text_config = plain_config(text or plan.text_config, export.dtype)
     text_config["vocab_size"] = rows
     text_config["tie_word_embeddings"] = export.names.tied_in_hf
     own: dict[str, object] = {}

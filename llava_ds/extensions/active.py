@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from llava_ds.constants import ConfigError, did_you_mean
-from llava_ds.extensions.architecture import Architecture, FolderPart
+from llava_ds.extensions.architecture import Architecture, FolderPart, TextPart
 from llava_ds.extensions.base import (
     PROPERTIES,
     Adapter,
@@ -166,9 +166,28 @@ def report_parts(run: "RunFiles") -> list[ReportPart]:
     return parts
 
 
-def active(names: Iterable[str]) -> Active:
-    """Load the code of extensions. Raises ConfigError if one can't be loaded, or has an unknown attribute."""
-    return Active({name: _extension(name) for name in EXTENSIONS if name in set(names)})
+def active(names: Iterable[str], text: "PreTrainedConfig | None" = None) -> Active:
+    """Load the code of extensions, and of those that a language model has. text: its configuration.
+
+    Raises ConfigError if one can't be loaded, or has an unknown attribute.
+    """
+    names = {*names, *(() if text is None else _of_text(text))}
+    return Active({name: _extension(name) for name in EXTENSIONS if name in names})
+
+
+def _of_text(config: "PreTrainedConfig") -> list[str]:
+    return [
+        name
+        for name, trigger in EXTENSIONS.items()
+        if config.model_type in trigger.text_types.split()
+        or any(isinstance(getattr(config, field, None), dict) for field in trigger.text_fields.split())
+    ]
+
+
+def text_part(config: "PreTrainedConfig") -> TextPart:
+    """Load and return the text part of the extension that a language model has, or one that does nothing."""
+    parts = (_extension(name).text for name in _of_text(config))
+    return next((part for part in parts if part is not None), TextPart())
 
 
 def values_of(flag: str) -> dict[str, str]:
@@ -242,6 +261,9 @@ def _extension(name: str) -> Extension:
     if found.folder is not None:
         kind = type(found.folder)
         _refuse_unknown(vars(kind), FolderPart, f"llava_ds/extensions/{name}/extension.py: {kind.__name__}")
+    if found.text is not None:
+        kind = type(found.text)
+        _refuse_unknown(vars(kind), TextPart, f"llava_ds/extensions/{name}/extension.py: {kind.__name__}")
     for phase, hook in found.hooks:
         where = f"llava_ds/extensions/{name}/extension.py: {getattr(hook, '__name__', hook)}"
         if not (isinstance(phase, Phase) and isinstance(hook, type) and issubclass(hook, Hook)):

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from llava_ds.batch import Batch
-    from llava_ds.config.arguments import Arguments
+    from llava_ds.config.arguments import Arguments, ModelArguments
     from llava_ds.data.collate import LoadedSample
     from llava_ds.export.bit_check import Written
     from llava_ds.export.export_plan import ExportPlan
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from llava_ds.layouts import MediaLayout
     from llava_ds.model.open.folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
+    from llava_ds.model.open.weights import Weights
     from llava_ds.model.vision import TowerPlan
 
 
@@ -113,3 +115,50 @@ class FolderPart(Protocol):
 
     def architecture(self, config: "PreTrainedConfig") -> Architecture:
         """Return the architecture of a configuration with one of model_types."""
+
+
+class TextPart:
+    """The part of an extension in language models of Trigger.text_types or text_fields. By default they have none.
+
+    config: the language model's.
+    """
+
+    def breaks(self, config: "PreTrainedConfig") -> Collection[str]:
+        """Return keys of PROPERTIES that such a model takes away."""
+        return ()
+
+    def from_disk(self, name: str, config: "PreTrainedConfig", known: Collection[str] | None = None) -> str | None:
+        """Return the name in memory for one in a folder, or a name that `stacked` takes. None for one of neither, where
+        the names in memory are known."""
+        return name if known is None or name in known else None
+
+    def stacked(self, weights: "Weights", config: "PreTrainedConfig") -> "Weights":
+        """Return weights with such names, as they are in memory."""
+        return weights
+
+    def on_disk(self, entries: "list[Entry]", config: "PreTrainedConfig") -> "list[Entry]":
+        """Return a whole model's tensors as they are in a folder, names of other parts with them."""
+        return entries
+
+    def assembled(self, language_model: "nn.Module", config: "PreTrainedConfig", args: "ModelArguments") -> None:
+        """Change a model that transformers' class built, which has no weights yet."""
+
+    def used_per_token(self, language_model: "nn.Module", config: "PreTrainedConfig", dense: int) -> float:
+        """Return how many weights of matrices are used for a token. dense: those of linear layers but the output's."""
+        return dense
+
+    def in_transformers(self, config: "PreTrainedConfig") -> "tuple[PreTrainedConfig | None, str]":
+        """Return the configuration by which transformers' class computes the same; None, and why there is none."""
+        return config, ""
+
+    def name_in_transformers(self, name: str, config: "PreTrainedConfig") -> str:
+        """Return the name on disk that goes with in_transformers, of a tensor of the language model."""
+        return name
+
+    def differs(self, config: "PreTrainedConfig", dtype: "torch.dtype") -> str:
+        """Return why logits of transformers' class may be others than those of training; "" if they are the same."""
+        return ""
+
+    def llava_class(self, model_type: str, architecture: str, config: "PreTrainedConfig") -> tuple[str, str]:
+        """Return what a config.json in LLaVA's format says. model_type, architecture: those of the plain model."""
+        return model_type, architecture

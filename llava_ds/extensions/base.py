@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from llava_ds.constants import DataError
-from llava_ds.extensions.architecture import FolderPart
+from llava_ds.extensions.architecture import FolderPart, TextPart
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from llava_ds.model.llava import LlavaModel
     from llava_ds.model.open.folder import ModelFolder
     from llava_ds.model.open.model_plan import ModelPlan
+    from llava_ds.model.open.weights import Sources
     from llava_ds.runtime.mesh import Mesh
     from llava_ds.runtime.ranks import Ranks
     from llava_ds.tracking.flops import ModelFlops
@@ -72,7 +73,8 @@ class Axis(NamedTuple):
 
     name: in Mesh.places; flag: the flag of its size; order: above 0, the axis's ranks are adjacent, below 0 every
     rank of the axis has a whole data axis; divides_model: True if its ranks hold different parameters, or shards of
-    them, for the same tokens; otherwise they share the tokens of every micro-batch.
+    them, for the same tokens; otherwise they share the tokens of every micro-batch; in_data: True for adjacent ranks of
+    the data axis that hold different parameters, each with samples of its own.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Axis(NamedTuple):
     size: int
     order: int
     divides_model: bool
+    in_data: bool = False
 
 
 class ObjectiveTraits(NamedTuple):
@@ -87,9 +90,8 @@ class ObjectiveTraits(NamedTuple):
 
     one_answer: trains on the last answer of a record only; pairs: records have two answers; draws: the model generates
     answers, to be compared with the records'; scores: the model has a value head and generates no text; second_model: a
-    model of the same size trains as the model's child; metrics: names of eval metrics in addition to the loss; needs:
-    keys
-    of PROPERTIES, each with the reason.
+    model of the same size trains as the model's child; metrics: names of eval metrics in addition to the loss;
+    learning_rate: the usual rate, if the flag's default is too high; needs: keys of PROPERTIES, each with the reason.
     """
 
     one_answer: bool = False
@@ -98,6 +100,7 @@ class ObjectiveTraits(NamedTuple):
     scores: bool = False
     second_model: bool = False
     metrics: tuple[str, ...] = ()
+    learning_rate: float | None = None
     needs: Mapping[str, str] = {}
 
 
@@ -223,6 +226,11 @@ class ExtensionFlags:
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield a line for every invalid flag, and for every conflict with other flags."""
+        yield from ()
+
+    @classmethod
+    def unasked(cls, args: "Arguments") -> Iterator[str]:
+        """Yield such lines if flags were given, all with their defaults, so that the run lacks the extension."""
         yield from ()
 
     def json_problems(self, config: dict) -> Iterator[str]:
@@ -389,6 +397,10 @@ class SessionPart:
         """Return the windows of the remaining steps after `done` steps. plain: the windows without the extension."""
         return plain
 
+    def of_steps(self, plain: "Objective") -> "Objective":
+        """Return the objective of training steps. plain: the objective of evaluations."""
+        return plain
+
 
 class Wrap:
     """An extension's changes to each model that trains, and to its engine.
@@ -399,6 +411,13 @@ class Wrap:
 
     def check(self, args: "ModelArguments") -> None:
         """Raise ConfigError if a package is missing or a folder is wrong, before the model's folder is read."""
+
+    def composed(
+        self, text: "PreTrainedConfig", sources: "Sources", args: "ModelArguments"
+    ) -> "tuple[PreTrainedConfig, Sources, list[str]]":
+        """Return the language model's configuration and the sources of weights as changed by the extension, and lines
+        to print. Raises ConfigError."""
+        return text, sources, []
 
     def planned(self, plan: "ModelPlan", model: "LlavaModel", args: "ModelArguments") -> "ModelPlan":
         """Return the plan as changed by the extension. model: on the meta device."""
@@ -418,6 +437,10 @@ class Wrap:
 
     def trains(self, model: "LlavaModel", args: "ModelArguments") -> None:
         """Choose the trained parameters, unless the flags select whole parts of the model."""
+
+    def groups(self, groups: list[dict]) -> list[dict]:
+        """Return the optimizer's parameter groups of a model as changed by the extension."""
+        return groups
 
     def kernels(self, model: "LlavaModel", plan: "ModelPlan", resolved: "ResolvedConfig", ranks: "Ranks") -> list[str]:
         """Change the computation of a model that trains; it has its weights and no engine yet."""
@@ -539,4 +562,5 @@ class Extension:
     hooks: tuple[tuple[Phase, type[Hook]], ...] = ()  # run between steps
     folder: FolderPart | None = None  # model folders that it reads
     open_folder: Callable[[str, str | None], "ModelFolder"] | None = None  # Trigger.opens; from path and --model_base
+    text: TextPart | None = None  # for language models that have the extension, whatever the flags
     mesh: MeshPart | None = None  # for the axis that its flags add

@@ -8,17 +8,14 @@ class Trigger(NamedTuple):
     """The facts about an extension that are known without reading its folder.
 
     title: its line in --help; flags: names and aliases; one of them loads it when set to a value other than its
-    default;
-    always: loaded whatever the flags; leaves: its files and folders in --output_dir, names or patterns; keys: top-level
-    keys of the DeepSpeed JSON that set its flags; model_types: in config.json of folders that it reads, or refuses with
-    a
-    reason; values: values of the core's flags that load it; schemes: of the URLs that it reads, or * for all; adds:
-    values
-    of a core's flag, with help, that it adds. These values alone load it, not its own flags; extensions that add values
-    to
-    the same flag are never loaded together, and may share flag names; requires: other extensions that it needs;
-    model_files: files of its model-folder format; opens: a file that makes a folder one that it reads. An extension
-    without any of these has scripts in run/.
+    default; always: loaded whatever the flags; leaves: its files and folders in --output_dir, names or patterns; keys:
+    top-level keys of the DeepSpeed JSON that set its flags; model_types: in config.json of folders that it reads, or
+    refuses with a reason; text_types: model types of language models that have it; text_fields: objects in a language
+    model's configuration by which it has the extension; values: values of the core's flags that load it; schemes: of
+    the URLs that it reads, or * for all; adds: values of a core's flag, with help, that it adds. These values alone
+    load it, not its own flags; extensions that add values to the same flag are never loaded together, and may share
+    flag names; requires: other extensions that it needs; model_files: files of its model-folder format; opens: a file
+    that makes a folder one that it reads. An extension without any of these has scripts in run/.
     """
 
     title: str
@@ -26,6 +23,8 @@ class Trigger(NamedTuple):
     always: bool = False
     leaves: str = ""
     model_types: str = ""
+    text_types: str = ""
+    text_fields: str = ""
     keys: str = ""
     values: Mapping[str, tuple[object, ...]] = {}
     schemes: str = ""
@@ -136,6 +135,15 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "replicas": Trigger("copies of the weights are compared between ranks", "check_divergence_steps", always=True),
     "ema": Trigger("a moving average of the weights, exported beside the model", "enable_ema ema_decay", leaves="ema"),
+    "mixtures": Trigger(
+        "mixtures of experts: language models with them, and dense ones whose MLPs become them (MoE-LLaVA's stage 3)",
+        "moe_enable num_experts top_k_experts moe_mode moe_layers_idx use_residual capacity_factor min_capacity "
+        "train_modules router_aux_loss_coef ep_size expert_parallel_size moe_expert_parallel_size "
+        "experts_implementation",
+        keys="moe_expert_parallel_size",
+        text_types="mixtral qwen2_moe qwen3_moe olmoe granitemoe qwen3_vl_moe_text",
+        text_fields="moe",
+    ),
     "ready": Trigger(
         "vision-language models of transformers' own classes, such as Qwen-VL and Gemma",
         model_types="idefics3 smolvlm internvl gemma3 gemma4 qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 glm4v "

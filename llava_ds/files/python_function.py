@@ -1,4 +1,4 @@
-"""Load a function from a Python file named by a flag. It runs with the user's rights."""
+"""A function of a Python file that a flag names, which runs with the user's rights."""
 
 import importlib.util
 import math
@@ -8,12 +8,13 @@ from pathlib import Path
 from llava_ds.constants import ConfigError, DataError, in_short
 
 
-def function_of_file(flag: str, name: str) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
-    """Load path.py:function, running the file. Returns a function from prompts, completions, references and ids to a
-    list of numbers.
+def function_of_file(
+    flag: str, name: str, may_skip: bool = False
+) -> Callable[[list[str], list[str], list[str], list[str]], list[float]]:
+    """Load path.py:function: a function from prompts, completions, references and ids to a list of numbers.
 
-    Raises ConfigError if the function can't be loaded. The returned function raises DataError if the original fails or
-    does not return such a list.
+    The file is run. may_skip: the function may return None for a completion, which becomes nan. Raises ConfigError if
+    there is no such function; the returned function raises DataError if the user's does not return such a list.
     """
     path, _, function_name = name.rpartition(":")
     file = Path(path).expanduser()
@@ -35,14 +36,16 @@ def function_of_file(flag: str, name: str) -> Callable[[list[str], list[str], li
         except Exception as error:
             raise DataError(f"{flag} {name} failed: {in_short(repr(error))}") from error
         try:
-            numbers = [float(value) for value in found]
+            values = list(found)
+            numbers = [float(value) for value in values if not (may_skip and value is None)]
         except (TypeError, ValueError):
-            numbers = None
-        if numbers is None or len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
+            values = numbers = None
+        if values is None or len(values) != len(completions) or not all(map(math.isfinite, numbers)):
+            expected = "a finite number, or None where it does not apply," if may_skip else "a finite number"
             raise DataError(
-                f"{flag} {name} gave {in_short(repr(found))} for {len(completions)} answers: return a list with a "
-                "finite number for each"
+                f"{flag} {name} gave {in_short(repr(found))} for {len(completions)} answers: return a list with "
+                f"{expected} for each"
             )
-        return numbers
+        return [math.nan if value is None else float(value) for value in values]
 
     return of_all

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from llava_ds.batch import Batch, Placing
 from llava_ds.config.arguments import ModelArguments
+from llava_ds.extensions.active import text_part
 from llava_ds.model import attention, last_layer, output_loss
-from llava_ds.model.families.language import has_layer_embeddings, has_state, hold_rotary_angles, is_upcycled
+from llava_ds.model.families.language import has_layer_embeddings, has_state, hold_rotary_angles
 from llava_ds.model.heads import SUMMED, Head
 from llava_ds.model.projector import Newline, Projector
 from llava_ds.model.vision import TowerPlan, VisionTower
@@ -182,10 +183,7 @@ def assemble(
     language_model = AutoModelForCausalLM.from_config(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
-    if is_upcycled(text_config):
-        from llava_ds.model.upcycling import add_experts
-
-        add_experts(language_model, text_config, args)
+    text_part(text_config).assembled(language_model, text_config, args)
     hold_rotary_angles(language_model)
     language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
     projector = tower.build_projector(args, text_config.hidden_size)

@@ -1,7 +1,5 @@
-"""The axes over which ranks share a model and its data: dp, of data with ZeRO, and those that extensions add to it.
-
-Beside them ep: ranks of dp, next to each other, that share the experts of a mixture.
-"""
+"""The axes over which ranks share a model and its data: dp, of data with ZeRO, and those that extensions add to it, or
+make of ranks inside it."""
 
 import itertools
 import math
@@ -34,7 +32,7 @@ class Mesh:
     """This rank's place on every axis. Data, gradients and counts follow the mesh; files and messages follow Ranks.
 
     dp: groups of ranks with different samples, and dp_rank the place of this rank's among them; places: this rank's on
-    the other axes, by name; ep: ranks next to each other on the data axis that share experts, ep_group.
+    the other axes, by name, and in_data on those inside the data axis.
     shared_host_group: of all ranks with the same samples, for what lies on the host. data_group: the ranks that hold
     the same parameters and parts of matrices, over which counts, losses and gradients are summed (None: all ranks).
     parts: what the axes need of a run.
@@ -45,16 +43,15 @@ class Mesh:
     places: Mapping[str, Place] = field(default_factory=dict)
     shared_host_group: Group = None
     data_group: Group = None
-    ep: int = 1
-    ep_group: Group = None
+    in_data: Mapping[str, Place] = field(default_factory=dict)
     parts: tuple[MeshPart, ...] = ()
 
     @classmethod
-    def of(cls, ranks: Ranks, axes: Sequence[Axis] = (), ep: int = 1, parts: tuple[MeshPart, ...] = ()) -> "Mesh":
+    def of(cls, ranks: Ranks, axes: Sequence[Axis] = (), parts: tuple[MeshPart, ...] = ()) -> "Mesh":
         """Lay out all ranks, by the axes' order. All call it together. Raises ConfigError for axes that don't fit."""
         check_sizes(ranks.world_size, axes)
+        inner, axes = [axis for axis in axes if axis.in_data], [axis for axis in axes if not axis.in_data]
         shared = math.prod(axis.size for axis in axes)
-        check_experts(ranks.world_size, axes, ep)
         dp = ranks.world_size // shared
         laid_out = sorted([(axis.order, axis.name, axis.size) for axis in axes] + [(0, DATA, dp)])
         names, sizes = [name for _, name, _ in laid_out], [size for _, _, size in laid_out]
@@ -79,14 +76,16 @@ class Mesh:
             {a.name: Place(own[a.name], a.size, group_along([a.name]), a.divides_model) for a in axes},
             shared_host_group=group_along([a.name for a in axes], "gloo") if axes else None,
             data_group=group_along(alike) if divided else None,
-            ep=ep,
-            ep_group=_own_group(grid.reshape(-1, ep)) if ep > 1 else None,
+            in_data={
+                a.name: Place(own[DATA] % a.size, a.size, _own_group(grid.reshape(-1, a.size)), a.divides_model)
+                for a in inner
+            },
             parts=parts,
         )
 
     def at(self, axis: str) -> Place:
         """This rank's place on an axis, which the mesh may not have."""
-        return self.places.get(axis, Place())
+        return self.places.get(axis) or self.in_data.get(axis, Place())
 
     @property
     def part(self) -> Place:
@@ -97,11 +96,6 @@ class Mesh:
     def grad_ranks(self) -> int:
         """Ranks over which the engine averages gradients: the factor that turns its average into a sum."""
         return self.dp * self.part.size
-
-    @property
-    def ep_rank(self) -> int:
-        """This rank's place among those that share experts with it."""
-        return self.dp_rank % self.ep
 
     @property
     def shared(self) -> int:
@@ -119,7 +113,7 @@ class Mesh:
     @property
     def is_divided(self) -> bool:
         """True if no rank has the whole model, whatever ZeRO shards."""
-        return self.ep > 1 or any(place.divides_model for place in self.places.values())
+        return any(place.divides_model for place in (*self.places.values(), *self.in_data.values()))
 
     def adapt(self, model: torch.nn.Module) -> None:
         """Let a model with its weights take what this rank has of micro-batches."""
@@ -152,39 +146,34 @@ ALONE = Mesh(1, 0)  # of a process that trains or reads a model on its own
 
 def check_sizes(world_size: int, axes: Sequence[Axis]) -> None:
     """Raise ConfigError for axes that don't fit so many ranks."""
+    inner, axes = [axis for axis in axes if axis.in_data], [axis for axis in axes if not axis.in_data]
     product = math.prod(axis.size for axis in axes)
-    if world_size % product == 0:
-        return
-    given = [f"--{axis.flag} {axis.size}" for axis in axes]
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    if len(given) == 1:
+    given = [f"--{axis.flag} {axis.size}" for axis in axes]
+    if world_size % product:
+        if len(given) == 1:
+            raise _not_dividing(given[0], world_size, divisors)
+        products = (p for p in itertools.product(divisors, repeat=len(given)) if world_size % math.prod(p) == 0)
+        fitting = [" x ".join(map(str, sizes)) for sizes in products]
         raise ConfigError(
-            f"{given[0]} does not divide {world_size} ranks: give one of {', '.join(map(str, divisors))}, or start "
-            "another number of ranks"
+            f"{' times '.join(given)} is {product}, which does not divide {world_size} ranks: give one of "
+            f"{', '.join(fitting)}, or start another number of ranks"
         )
-    products = (sizes for sizes in itertools.product(divisors, repeat=len(given)) if world_size % math.prod(sizes) == 0)
-    fitting = [" x ".join(map(str, sizes)) for sizes in products]
-    raise ConfigError(
-        f"{' times '.join(given)} is {product}, which does not divide {world_size} ranks: give one of "
-        f"{', '.join(fitting)}, or start another number of ranks"
+    for axis in inner:
+        if axes:
+            raise ConfigError(
+                f"--{axis.flag} {axis.size} can't be combined with ranks that share samples "
+                f"({', '.join(f'--{each.flag}' for each in axes)}): leave one of them out"
+            )
+        if world_size % axis.size:
+            raise _not_dividing(f"--{axis.flag} {axis.size}", world_size, divisors)
+
+
+def _not_dividing(given: str, world_size: int, divisors: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"{given} does not divide {world_size} ranks: give one of {', '.join(map(str, divisors))}, or start another "
+        "number of ranks"
     )
-
-
-def check_experts(world_size: int, axes: Sequence[Axis], ep: int) -> None:
-    """Raise ConfigError for ranks that can't share experts."""
-    if ep == 1:
-        return
-    if axes:
-        raise ConfigError(
-            f"--ep_size {ep} can't be combined with ranks that share samples "
-            f"({', '.join(f'--{axis.flag}' for axis in axes)}): leave one of them out"
-        )
-    if world_size % ep:
-        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        raise ConfigError(
-            f"--ep_size {ep} does not divide {world_size} ranks: give one of {divisors}, or start another number of "
-            "ranks"
-        )
 
 
 def _own_group(rows: torch.Tensor, backend: str | None = None) -> torch.distributed.ProcessGroup:

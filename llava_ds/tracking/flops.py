@@ -23,9 +23,8 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from llava_ds.config.arguments import ModelArguments, adapted_parts, trained_parts, trains_new_rows
-from llava_ds.extensions.active import active
-from llava_ds.model.families.language import attention_widths, has_state, is_upcycled, num_attention_layers
-from llava_ds.model.families.upcycled import Mixture, expert_of
+from llava_ds.extensions.active import active, text_part
+from llava_ds.model.families.language import attention_widths, has_state, num_attention_layers
 from llava_ds.model.llava import LlavaModel, assemble
 from llava_ds.model.vision import TowerPlan
 
@@ -90,7 +89,7 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
     parts, adapted = trained_parts(args), adapted_parts(args)
     llm = model.language_model
     added: Counter[str] = Counter()
-    for wrap in active(args.own).wraps:
+    for wrap in active(args.own, text).wraps:
         added.update(wrap.weights_per_token(model, tower.architecture, text, args))
     # Of the layers of each part, the share that trains, and that gradients flow back through.
     top_llm, top_tower = args.unfreeze_topk_llm / text.num_hidden_layers, args.unfreeze_topk_vision / tower.num_layers
@@ -102,7 +101,7 @@ def flops_of_model(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, 
     reaches_layers = 1 if before or "language_model" in adapted else trains_layers
 
     output = llm.get_output_embeddings()
-    layers = _weights_per_token(llm, text, output)
+    layers = text_part(text).used_per_token(llm, text, _dense_weights(llm, but=output))
     own = added["language_model"]
     forward_per_pair = 4 * sum(attention_widths(text))
     states = _state_flops(text)
@@ -129,22 +128,6 @@ def _times(passes: float, trains: float) -> float:
     """FLOPs per weight and token: forward, the gradient that passes through, and the weight's own; the latter two of
     a share of the weights."""
     return 2 + 2 * passes + 2 * trains
-
-
-def _weights_per_token(llm: nn.Module, text: PreTrainedConfig, output: nn.Module) -> float:
-    """Weights of all matrices but the output layer that are used for a token: of experts, those it is routed to."""
-    dense = _dense_weights(llm, but=output)
-    if is_upcycled(text):
-        mixture = Mixture.of(text)
-        copies = sum(p.numel() for name, p in llm.named_parameters() if expert_of(name) and p.ndim == 2)
-        return dense - copies * (1 - mixture.top_k / mixture.num_experts)
-    others = (m for m in llm.modules() if not isinstance(m, MATRICES))
-    experts = sum(p.numel() for m in others for p in m.parameters(recurse=False) if p.ndim == 3)  # a matrix per expert
-    if not experts:
-        return dense
-    count = getattr(text, "num_local_experts", None) or text.num_experts
-    routers = sum(m.weight.numel() for m in llm.modules() if type(m).__name__.endswith("Router"))
-    return dense + routers + experts * text.num_experts_per_tok / count
 
 
 def _block_pairs(text: PreTrainedConfig, tower: TowerPlan) -> tuple[float, float]:

@@ -18,17 +18,10 @@ COLUMNS = frozenset(
     }
 )  # fmt: skip
 
-# The core's; an extension's are in its ExtensionFlags.numbers.
-NUMBERS = {
-    "experts/max_over_mean": Number("Tokens of the busiest expert, by the mean over experts", "busiest expert {:.1f}x"),
-    "experts/entropy": Number("Entropy of the experts' load, 1 is even"),
-    "experts/aux_loss": Number("Load-balancing loss of the routers"),
-}
-
 
 def known_numbers() -> dict[str, Number]:
-    """Return the numbers that have a chart, by name."""
-    return {name: number for flags in map(flags_class, EXTENSIONS) for name, number in flags.numbers.items()} | NUMBERS
+    """Return the numbers that have a chart, by name: ExtensionFlags.numbers."""
+    return {name: number for flags in map(flags_class, EXTENSIONS) for name, number in flags.numbers.items()}
 
 
 def objective_numbers(row: dict) -> dict[str, float]:

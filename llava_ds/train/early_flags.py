@@ -50,12 +50,9 @@ def _refuse_impossible(problems: FlagProblems) -> None:
 
 
 def _never(args: "Arguments", folder: "ModelFolder") -> list[str]:
-    from llava_ds.model.upcycling import check_upcycled
+    """Lines of what the model itself brings, whatever extensions the flags ask for."""
+    from llava_ds.extensions.active import active
 
     if folder.architecture is not None:
         return folder.problems(args)
-    try:
-        check_upcycled(args, folder.text_config)
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
+    return active((), folder.text_config).check_model(args, folder.text_config)

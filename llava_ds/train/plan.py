@@ -9,7 +9,7 @@ from pathlib import Path
 from llava_ds.checkpoint.base_weights import weight_hashes
 from llava_ds.checkpoint.resume import ResumePlan, find_resume_point
 from llava_ds.checkpoint.run_identity import RunIdentity
-from llava_ds.config.arguments import Arguments
+from llava_ds.config.arguments import Arguments, rate_note
 from llava_ds.config.properties import clashes, features
 from llava_ds.config.rules import CHOOSE_DS_CONFIG
 from llava_ds.constants import ConfigError
@@ -32,8 +32,7 @@ from llava_ds.export.export_plan import ExportPlan, export_format
 from llava_ds.export.shard_size import parse_size
 from llava_ds.extensions.active import Active, active, choice
 from llava_ds.geometry import ImageOptions
-from llava_ds.model.families.language import is_upcycled, length_note
-from llava_ds.model.families.upcycled import OF_UPCYCLED
+from llava_ds.model.families.language import length_note
 from llava_ds.model.open.model_plan import ModelPlan, plan_model
 from llava_ds.runtime.ranks import (
     Ranks,
@@ -77,7 +76,7 @@ class Plan:
     @property
     def active(self) -> Active:
         """The extensions of the run."""
-        return active(self.args.own)
+        return active(self.args.own, self.model.text_config)
 
     def completed(self, ranks: Ranks) -> "Plan":
         """The plan with what extensions open once it is known. All ranks call it together.
@@ -115,17 +114,22 @@ class Plan:
             f"{steps.num_steps:,} optimizer steps of {steps.batch_size} samples ({epochs:.2f} epochs), {schedule}",
             f"DeepSpeed configuration ({training.deepspeed_config}, filled in):",
             *self.resolved.explain(),
+            *rate_note(self.args),
         ]
 
 
 @dataclass
 class PlanDraft:
-    """The plan when extensions add theirs: with a model and its image options, without data and steps."""
+    """The plan when extensions add theirs: with a model and its image options, without data and steps.
+
+    raw_config: the DeepSpeed JSON as it was given; None for one that is still chosen.
+    """
 
     args: Arguments
     model: ModelPlan
     images: ImageOptions
     ranks: Ranks
+    raw_config: dict | None
 
 
 def make_plan(start: Start) -> Plan:
@@ -141,15 +145,12 @@ def make_plan(start: Start) -> Plan:
     if model.architecture is not None:
         tried = partial(model.architecture.try_out, model, images, args.data.cache_dir)
         print_first(broadcast_from_first(ranks, tried))
-    own = active(args.own).plan(PlanDraft(args, model, images, ranks))
+    extensions = active(args.own, model.text_config)
+    own = extensions.plan(PlanDraft(args, model, images, ranks, start.raw_config))
     raw_config = start.raw_config
     if raw_config is None:
         raw_config, line = choice("deepspeed_config", CHOOSE_DS_CONFIG)(args, model, ranks)
         print_first(line)
-    if is_upcycled(model.text_config):
-        from llava_ds.model.upcycling import check_stage
-
-        check_stage(model.text_config, raw_config)
     resolve = partial(
         resolve_ds_config,
         raw_config,
@@ -178,9 +179,7 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     if lines := clashes(features(args)):  # of flags that the JSON or the model's folder gives, too
         raise ConfigError("\n".join(lines))
     check_model(args, model.text_config)
-    print_first(*model.notes, *_check_experts(args, model))
-    if args.training.router_aux_loss_coef:
-        model = dataclasses.replace(model, whole_last_layer="--router_aux_loss_coef is over all of them")
+    print_first(*model.notes)
     if args.ranks_per_token > 1:
         model = dataclasses.replace(model, whole_last_layer="the ranks that share a sample do so evenly")
     if note := length_note(model.text_config, args.data.model_max_length):
@@ -190,22 +189,6 @@ def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     form, lines = export_format(args, model, images)
     print_first(*lines)
     return model, images, form
-
-
-def _check_experts(args: Arguments, model: ModelPlan) -> list[str]:
-    """Raise ConfigError for flags that the model's experts don't go with, or that need experts; returns lines."""
-    lines = []
-    if args.training.router_aux_loss_coef or args.training.experts_implementation:
-        from llava_ds.model.mixture import check_mixture_flags, check_way
-
-        check_mixture_flags(args.training, model.text_config, args.model.model_name_or_path)
-        check_way(args.training.experts_implementation, model.only_experts)
-    if is_upcycled(model.text_config) or args.training.ep_size > 1 or args.given & OF_UPCYCLED:
-        from llava_ds.model.upcycling import capacity_note, check_upcycled
-
-        check_upcycled(args, model.text_config)
-        lines += filter(None, [capacity_note(args.model)])
-    return lines
 
 
 def _plan_steps(

@@ -19,7 +19,6 @@ from llava_ds.engine.construct import build_model
 from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.native_ops import compiling_notes
 from llava_ds.engine.ds_config.optimizer import kernels_of, num_moments
-from llava_ds.engine.expert_parallel import share_experts
 from llava_ds.engine.param_groups import choose_trainable, describe_parts, parameter_groups
 from llava_ds.engine.runner import Direct, Runner
 from llava_ds.engine.start import check_engine, seed_everything, start_engine
@@ -27,9 +26,8 @@ from llava_ds.engine.warm_up import LargestMicroBatch, NewEngine, largest_micro_
 from llava_ds.extensions.active import choice
 from llava_ds.extensions.base import Asked, Hook, Measure, Phase, SessionPart
 from llava_ds.model.attention import attention_report
-from llava_ds.model.families.language import is_mixture, is_upcycled
 from llava_ds.model.heads import Head
-from llava_ds.model.llava import LlavaModel, all_models
+from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, print_first
 from llava_ds.runtime.stopping import Stopping
@@ -109,11 +107,8 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
     _warm_up(plan, model, runner, objective.probe, checkpointed, memory, started)
     trackers = open_trackers(plan.args, plan.output_dir, point.step, plan.steps.num_steps, ranks)
     evaluation = _evaluation(plan, runner, objective, asked, trackers, started)
-    if is_mixture(plan.model.text_config) or is_upcycled(plan.model.text_config):
-        from llava_ds.model.mixture import routers_of
-        from llava_ds.train.objectives.routed import Routed
-
-        objective = Routed(objective, routers_of(model.language_model), training.router_aux_loss_coef)
+    for part in parts:
+        objective = part.of_steps(objective)
     saver = _saver(plan, engine, ranks)
     return Session(
         plan,
@@ -215,19 +210,10 @@ def _build_engine(
     print_first(attention_report(*computed), *own, plan.model.last_layer_note())
     print_first(*plan.active.kernels(model, plan.model, resolved, ranks))
     mesh.adapt(model)
-    share_experts(model, mesh)
     choose_trainable(model, args)
     asked = [own.asks(model) for own in plan.own.values() if isinstance(own, Asked)]
     for part in parts:
         part.built(model)
-    models = all_models(model).values()
-    if is_mixture(text_config):
-        from llava_ds.model.mixture import choose_experts
-
-        wanted = args.training.experts_implementation
-        compiled = args.compiles or deep_compiles(resolved.config)
-        lines = [choose_experts(each.language_model, wanted, ranks.device, compiled) for each in models]
-        print_first(lines[0])
     checkpointed, lines = mark_checkpointed_layers(model, args, resolved.config)
     print_first(*lines)
     groups = parameter_groups(model, args, resolved.config.get("optimizer"))

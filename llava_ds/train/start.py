@@ -51,9 +51,8 @@ def name_sources(argv: list[str], message: str) -> str:
 
 def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
     """Lay out the ranks, and print a line where those of an axis that belong together lie on several machines."""
-    mesh = Mesh.of(ranks, args.axes, args.training.ep_size, active(args.own).mesh_parts)
-    together = {f"--{axis.flag}": axis.size for axis in args.axes if axis.order > 0}
-    together |= {"--ep_size": mesh.ep} if mesh.ep > 1 else {}
+    mesh = Mesh.of(ranks, args.all_axes, active(args.own).mesh_parts)
+    together = {f"--{axis.flag}": axis.size for axis in args.all_axes if axis.order > 0 or axis.in_data}
     number = math.prod(together.values())
     if local_ranks() % number:
         print_first(

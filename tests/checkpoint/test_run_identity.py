@@ -9,7 +9,7 @@ import llavas
 import pytest
 import torch
 import toys
-from extension_there import AXES
+from extension_there import AXES, needs_extension
 from known_flags import needs
 
 from llava_ds.checkpoint import commit
@@ -59,6 +59,7 @@ def test_a_model_that_brings_its_tower_has_an_identity(tmp_path):
     assert list(identity(flags).differences(vars(first))) == ["model_name_or_path"]
 
 
+@needs_extension("lora")
 def test_the_base_under_an_adapter_belongs_to_it(tmp_path):
     base = toys.write_base(tmp_path / "base")
     flags = llavas.write_idle_adapter(tmp_path / "adapter", base, {"model.mm_projector.0.bias": torch.ones(32)})
@@ -103,8 +104,12 @@ def test_another_size_or_layout_is_no_other_run_and_is_said(tmp_path):
     [
         ({"loss_reduction": "micro_batch"}, "--loss_reduction micro_batch"),
         ({"steps_across_epochs": True}, "--steps_across_epochs"),
-        ({"capacity_factor": 1.5, "router_aux_loss_coef": 0.01}, "--capacity_factor, --router_aux_loss_coef"),
-        ({"router_aux_loss_coef": 0.01}, "--router_aux_loss_coef"),
+        pytest.param(
+            {"capacity_factor": 1.5, "router_aux_loss_coef": 0.01},
+            "--capacity_factor, --router_aux_loss_coef",
+            marks=needs_extension("mixtures"),
+        ),
+        pytest.param({"router_aux_loss_coef": 0.01}, "--router_aux_loss_coef", marks=needs_extension("mixtures")),
     ],
 )
 def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_path, flags, named):
@@ -118,6 +123,7 @@ def test_where_the_loss_depends_on_the_layout_another_size_is_another_run(tmp_pa
     assert point.changed
 
 
+@needs_extension("mixtures")
 def test_ranks_that_share_samples_or_experts_change_no_routers_loss():
     before = vars(run(world_size=2, router_aux_loss_coef=0.01))
     for flag in AXES:

@@ -22,17 +22,12 @@ ROOT = Path(__file__).parents[2]
 GOLDENS = Path(__file__).parent / "goldens" / "pairs.json"
 BASE = {"model_name_or_path": ROOT, "vision_tower": ROOT, "data_path": ROOT / "setup.py", "output_dir": "o"}
 BASE |= {"learning_rate": 1e-3, "train_batch_size": 8, "image_folder": ROOT}
-MOE = {"moe_enable": True}
 EVAL = {"eval_fraction": 0.1, "eval_steps": 10}
 FEATURES: dict[str, dict[str, object]] = {
     "zero0": {"stage": 0},
     "zero3": {"stage": 3},
     "offload": {"stage": "3_offload"},
     "bf16": {"bf16": True},
-    "experts": MOE,
-    "experts over ranks": {**MOE, "ep_size": 2},
-    "capacity": {**MOE, "capacity_factor": 1.5},
-    "router loss": {"router_aux_loss_coef": 0.01},
     "auto tokens": {"tokens_per_micro_batch": "auto"},
     "eval loss": EVAL,
     "recomputed": {"gradient_checkpointing": True},

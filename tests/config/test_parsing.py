@@ -717,10 +717,7 @@ def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):
         ("--dataset_name", ": did you mean --data_path?"),
         ("--dataset_train_split", ": did you mean --data_split?"),
         ("--max_seq_len", ": did you mean --model_max_length?"),
-        ("--ep", ": did you mean --ep_size?"),
         ("--image_tower", ": did you mean --vision_tower?"),
-        ("--eval_capacity_factor", ": leave it out, for eval and answers drop no token"),
-        ("--expert_model_parallel_size", ": did you mean --ep_size?"),
         ("--actor_learning_rate", ": did you mean --learning_rate?"),
         ("--num_padding_at_beginning", ": leave it out, for nothing is padded"),
         ("--eval_iters", ": leave it out, for the eval loss is of all eval samples"),
@@ -737,36 +734,6 @@ def test_every_shipped_recipe_is_found_by_name(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
     for name in (path.stem, path.name, f"recipes/{path.name}"):
         assert found(name, RECIPES, ".yaml") == str(path)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--num_experts", "4"], "--num_experts without --moe_enable would train a dense model"),
-        (["--moe_mode", "dense", "--use_residual", "True"], "--moe_mode, --use_residual without --moe_enable"),
-        (["--moe_enable", "True", "--top_k_experts", "5"], "--top_k_experts is 5 of --num_experts 4: give fewer"),
-        (["--moe_enable", "True", "--tune_mm_mlp_adapter", "True"], "--moe_enable True with a projector that trains"),
-        (
-            ["--moe_enable", "True", "--moe_mode", "dense", "--moe_layers_idx", "1"],
-            "--moe_mode and --moe_layers_idx both",
-        ),
-        (["--moe_enable", "True", "--min_capacity", "4"], "--min_capacity has no effect without --capacity_factor"),
-        (["--moe_enable", "True", "--num_experts", "1"], "--num_experts is 1: give 2 or more"),
-        (["--moe_enable", "True", "--capacity_factor", "0"], "--capacity_factor is 0"),
-    ],
-)
-def test_flags_of_experts_that_contradict_each_other_are_refused(flags, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        parse_arguments(flags)
-
-
-def test_flags_of_moe_llavas_scripts_are_read():
-    flags = "--moe_enable True --num_experts 4 --top_k_experts 2 --capacity_factor 1.5 --moe_layers_idx 0 2"
-    argv = [*flags.split(), "--train_modules", "gate_proj", "up_proj", "wg"]
-    model = parse_arguments(argv, to_train=False)[0].model
-    assert (model.moe_layers_idx, model.train_modules) == ("0,2", "gate_proj,up_proj,wg")
-    argv = ["--moe_enable", "False", "--num_experts", "4"]  # switched off in a script
-    assert parse_arguments(argv, to_train=False)[0].model.num_experts == 4
 
 
 def test_parts_that_train_with_last_layers():

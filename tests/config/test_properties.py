@@ -27,6 +27,6 @@ def test_what_a_folder_brings_stays():
 
 
 def test_every_property_of_the_core_is_known():
-    flags = ["--gradient_checkpointing", "auto", "--router_aux_loss_coef", "0.1"]
+    flags = ["--gradient_checkpointing", "auto", "--mm_native_resolution", "True"]
     found = list(core_features(parse_arguments([*NEEDED, *flags])[0]))
     assert len(found) == 2 and all({*each.needs, *each.breaks} <= PROPERTIES.keys() for each in found)

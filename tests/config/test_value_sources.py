@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from known_flags import needs
 
 from llava_ds.config.parsing import explained, parse_arguments, recipe_values, tiny_defaults
 from llava_ds.config.shipped import RECIPES
@@ -51,6 +52,7 @@ def test_a_flag_is_named_once_and_whole():
     assert recipe_values(["--recipe_of", "x"], {"seed": 1}) == {"seed": "--seed 1 is from the tiny model's recipe"}
 
 
+@needs("ep_size")
 def test_values_of_the_json_are_named_as_its_own(tmp_path):
     path = tmp_path / "ds.json"
     config = {

@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-from placements import SHAPES, check_owners, check_that_each_number_counts_once, module_of
+from placements import SHAPES, check_that_each_number_counts_once, module_of
 from torch import nn
 
-from llava_ds.engine.expert_parallel import SharedExperts
 from llava_ds.engine.placement import WHOLE, Placement, cut_dim, placement_of, slice_of
 
 ROOT = Path(__file__).parents[2]
@@ -25,25 +24,15 @@ NEUTRAL += [
     "checkpoint/training_state",
     "checkpoint/base_weights",
 ]
-AXES = r"engine\.expert_parallel|model\.(upcycling|mixture|families\.upcycled)"
+AXES = r"extensions\.mixtures"
 
 
 def whole() -> list[tuple[Placement, nn.Module]]:
     return [(WHOLE, module_of(SHAPES))]
 
 
-def experts() -> list[tuple[Placement, nn.Module]]:
-    own = {name: shape for name, shape in SHAPES.items() if not re.search(r"_experts\.[23]\.", name)}
-    return [(SharedExperts("ep", 2, index, in_data=True, number=2), module_of(own)) for index in range(2)]
-
-
-@pytest.mark.parametrize("ranks", [whole(), experts()], ids=["whole", "experts"])
-def test_all_ranks_name_the_same_parameters_and_each_number_counts_once(ranks):
-    check_that_each_number_counts_once(ranks)
-
-
-def test_every_parameter_is_with_its_owner_alone():
-    check_owners(experts())
+def test_all_ranks_name_the_same_parameters_and_each_number_counts_once():
+    check_that_each_number_counts_once(whole())
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4,), (2, 4, 6)])

@@ -9,10 +9,9 @@ from types import ModuleType
 from typing import ClassVar
 
 import pytest
-import toys
 from ds_json import CONFIGS, arguments
 
-from llava_ds.config.arguments import FLAGS, ModelArguments, declared_by, flag_default
+from llava_ds.config.arguments import FLAGS, declared_by, flag_default
 from llava_ds.config.bounds import bounds_of
 from llava_ds.config.flags import flags_of
 from llava_ds.config.parsing import parse_arguments
@@ -23,7 +22,6 @@ from llava_ds.extensions.active import active, flags_class, owners
 from llava_ds.extensions.architecture import FolderPart
 from llava_ds.extensions.base import Extension, ExtensionFlags, Hook, Phase
 from llava_ds.extensions.table import EXTENSIONS, Trigger
-from llava_ds.model.upcycling import check_upcycled, upcycled_config
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--output_dir", "out", "--deepspeed_config", str(CONFIGS / "zero2.json")]
@@ -117,28 +115,12 @@ def test_flags_that_nobody_gives_are_not_even_declared(tmp_path):
         assert f"'{name}'" not in after_parsing(f"--{flag}", str(flag_default(flag)))
 
 
-def needs_of(name: str) -> set[str]:
-    """Properties that an extension needs by its features' flags."""
-    args = arguments().replaced(**FEATURES[name])
-    return {*args.own[name].needs, *args.traits.needs}
-
-
 def test_an_argument_that_is_replaced_loads_what_it_belongs_to():
     args = arguments()
     for name, flags in FEATURES.items():
         changed = args.replaced(**flags)
         assert name in changed.own and changed.as_dict().items() >= flags.items()
         assert changed.replaced(**{flag: flag_default(flag) for flag in flags}) == args
-
-
-@pytest.mark.parametrize("name", [name for name in FEATURES if "dense_mlps" in needs_of(name)])
-def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
-    dense = ModelArguments(moe_enable=True, moe_mode="dense")
-    config = upcycled_config(toys.language_model_config("llama"), dense)
-    check_upcycled(arguments(), config)
-    flag = next(iter(FEATURES[name]))
-    with pytest.raises(ConfigError, match=f"^--{flag} .* needs dense MLPs .*, which an upcycled language model takes"):
-        check_upcycled(arguments().replaced(**FEATURES[name]), config)
 
 
 @dataclasses.dataclass(frozen=True)

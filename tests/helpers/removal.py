@@ -5,7 +5,8 @@
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
 table, the scripts of run/ that import it, other tests that do, the lines of recipes with its flags, and of other pages
 the lines that link to its page, and the paragraphs and commands that name such a script. One that requires it goes with
-it. Without names, each is deleted alone, one after the other; a+b deletes two together.
+it. Without names, each is deleted alone, one after the other; a+b deletes two together. --quick collects all tests, and
+runs those nearest to extensions, and those that name one of the deleted, or one of its flags.
 """
 
 import argparse
@@ -21,14 +22,14 @@ from pathlib import Path
 from llava_ds.extensions.table import EXTENSIONS
 
 ROOT = Path(__file__).parents[2]
-SUITE = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]  # as make test
+SUITE = ["-n", os.environ.get("WORKERS", "3"), "--dist", "loadfile", "--no-loadscope-reorder"]  # as make test
 QUICK = [
     "tests/extensions/test_extensions.py",
     "tests/runtime/test_cli.py",
     "tests/config",
     "tests/checkpoint",
     "tests/train/test_hooks.py",
-    "tests/model/test_upcycling.py",
+    "tests/model/test_llava.py",
 ]
 QUICK += ["tests/test_imports.py", "tests/test_house.py", "tests/test_docs.py"]
 
@@ -86,13 +87,27 @@ def without_entry(source: str, name: str) -> str:
     raise KeyError(name)
 
 
-def run_tests(folder: Path, quick: bool) -> int:
+def nearest(folder: Path, names: list[str]) -> list[str]:
+    """The files of tests that are about extensions, or that name one of these or one of their flags."""
+    words = {word for name in names for word in (name, *EXTENSIONS[name].flags.split())}
+    named = re.compile(rf"\b({'|'.join(words)})\b")
+    found = [path for path in folder.glob("tests/**/test_*.py") if named.search(path.read_text())]
+    return sorted({*(path.relative_to(folder).as_posix() for path in found), *QUICK})
+
+
+def run_tests(folder: Path, names: list[str], quick: bool) -> int:
     """Write the page of flags anew, and run the tests. The bars of sizes are those of the whole project."""
     environ = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "docs" / "flags.md").open("w") as page:
         subprocess.run([sys.executable, "run/dev/flags.py"], cwd=folder, env=environ, stdout=page, check=True)
-    todo = [path for path in QUICK if (folder / path).exists()] if quick else SUITE
-    command = [sys.executable, "-m", "pytest", *todo, "--ignore=tests/test_core.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--ignore=tests/test_core.py", "-p", "no:cacheprovider", *SUITE]
+    if quick:
+        listing = [*command, "--collect-only", "-n", "0"]
+        collected = subprocess.run(listing, cwd=folder, env=environ, stdout=subprocess.PIPE)
+        if collected.returncode:
+            print(collected.stdout.decode())
+            return collected.returncode
+        command += [path for path in nearest(folder, names) if (folder / path).exists()]
     return subprocess.run(command, cwd=folder, env=environ).returncode
 
 
@@ -111,7 +126,7 @@ def main() -> int:
             for name in names.split("+"):
                 delete(folder, name)
             print(f"without {names}: {folder}", flush=True)
-            failed += [names] * bool(run_tests(folder, args.quick))
+            failed += [names] * bool(run_tests(folder, names.split("+"), args.quick))
             if args.keep is None:
                 shutil.rmtree(folder)
     print(f"fails without: {', '.join(failed)}" if failed else f"passes without each of {', '.join(args.names)}")

@@ -1,7 +1,6 @@
 """Every family of language models computes, on samples laid end to end, what transformers computes sample by sample."""
 
 import copy
-import json
 from functools import partial
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import toys
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -27,12 +26,11 @@ from transformers import (
     T5Config,
 )
 
-from llava_ds.constants import ConfigError, DataError
+from llava_ds.constants import ConfigError
 from llava_ds.engine import construct as build
 from llava_ds.export.tensors import Entry, Names
 from llava_ds.model import attention
 from llava_ds.model.families.language import (
-    EXPERTS,
     embedding_name,
     final_logits,
     is_tied_in_hf,
@@ -42,7 +40,6 @@ from llava_ds.model.families.language import (
     names_in_hf,
     trunk_name,
 )
-from llava_ds.model.open.folder import read_folder
 from llava_ds.model.open.hf import attention_options
 from llava_ds.model.open.loading import load_weights
 from llava_ds.model.open.names import language_model_from_disk
@@ -275,47 +272,3 @@ def test_files_of_the_trunk_alone_are_read_as_of_the_whole(family, tmp_path):
     source = WeightFiles(tmp_path, partial(language_model_from_disk, trunk=trunk_name(model.config)))
     load_weights(again, source, Ranks(0, 0, 1, torch.device("cpu")), "--model_name_or_path")
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
-
-
-@pytest.mark.parametrize("family", toys.MIXTURES)
-def test_experts_are_stacked_as_they_are_read_and_divided_as_they_are_written(family, tmp_path):
-    """Against transformers' own way in and out; in several files, so that a layer's experts lie apart."""
-    torch.manual_seed(0)
-    toys.write_language_model(tmp_path, family)
-    on_disk = load_file(tmp_path / "model.safetensors")
-    assert any((".experts.3." if EXPERTS[family].matrices else ".input_linear.") in name for name in on_disk)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    names = sorted(on_disk)
-    files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
-    for file in set(files.values()):
-        save_file({name: on_disk[name] for name in names if files[name] == file}, tmp_path / file)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    folder = read_folder(str(tmp_path))
-    weights, expected = folder.language_model.open(), dict(model.named_parameters())
-    found = {name: read() for name, read in weights.tensors()}
-    assert found.keys() == expected.keys() == weights.shapes.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor, expected[name]) and tuple(tensor.shape) == weights.shapes[name], name
-    reads = []
-
-    def read(name: str) -> torch.Tensor:
-        reads.append(name)
-        return expected[name].detach()
-
-    entries = [Entry(f"language_model.{name}", tuple(p.shape), partial(read, name)) for name, p in expected.items()]
-    written = {
-        entry.name.removeprefix("language_model."): entry for entry in Names.of(folder.text_config).divided(entries)
-    }
-    assert written.keys() == on_disk.keys()
-    assert all(torch.equal(entry.read(), on_disk[name]) for name, entry in written.items())
-    assert reads == list(expected)  # each stack once
-
-
-def test_an_expert_that_is_missing_is_named(tmp_path):
-    toys.write_language_model(tmp_path, "mixtral")
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match=r"lacks w3 of expert 2 in model\.layers\.1\.mlp\.experts: copy it again"):
-        read_folder(str(tmp_path)).language_model.open()

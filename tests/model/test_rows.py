@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import toys
+from known_flags import needs
 from llavas import RANKS, STAGE_0, opened
 from safetensors.torch import load_file
 
@@ -296,6 +297,7 @@ def test_new_rows_that_stay_at_the_mean_are_named(tmp_path, flags, frozen):
     assert frozen is None or re.search(frozen, notes[1])
 
 
+@needs("moe_enable")
 def test_experts_are_upcycled_under_grown_rows(tmp_path):
     base = grown_base(tmp_path, "llama")
     experts = {"moe_enable": True, "num_experts": 2, "top_k_experts": 1, "resize_token_embeddings": True}

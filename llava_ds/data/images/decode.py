@@ -7,6 +7,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
 
 import torch
 from PIL import Image, UnidentifiedImageError
@@ -14,7 +15,6 @@ from PIL import Image, UnidentifiedImageError
 from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
-from llava_ds.data.images import video
 from llava_ds.data.images.deep_images import described, is_deep, is_wide, to_eight_bits
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
 from llava_ds.data.media_settings import options_for
@@ -44,6 +44,13 @@ _TURNS = {
 }
 
 
+def _videos() -> ModuleType:
+    """The reader of video files, loaded by runs that have any."""
+    from llava_ds.data.images import video
+
+    return video
+
+
 def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -> tuple[Size, ...]:
     """Read upright (width, height) of an image, or of every used frame of a video, from headers only.
 
@@ -55,7 +62,7 @@ def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -
     """
     options = options_for(media, options)
     if media.kind == "video":
-        return video.probe(media.refs[0], options)
+        return _videos().probe(media.refs[0], options)
     sizes = []
     for ref in used_files(media, options):
         with _opened(ref, options.max_pixels) as (image, _, size):
@@ -87,7 +94,7 @@ def footage(
         rate = None if options.clip is None else options.clip.rate
         found, sizes = Footage(len(media.refs), rate or options.video_fps), probe(media, options, notes)
     else:
-        found, size = video.footage(media.refs[0], options)
+        found, size = _videos().footage(media.refs[0], options)
         sizes = (size,) * len(video_frames(*found, options.frame_choice))
     _check_steps(media.refs[0], sizes[0], geometry.tiled_cut(media.kind, sizes, options).steps, options)
     return found, sizes
@@ -117,7 +124,7 @@ def load_media(
         tiles = _tiles_by(media, sizes, options)
         return tiles if wanted is None else tiles[list(wanted)]
     if media.kind == "video":
-        frames = video.frames(media.refs[0], sizes, options)
+        frames = _videos().frames(media.refs[0], sizes, options)
         ratio = _aspect_ratio(media, options)
         shown = [frame for i, frame in enumerate(frames) if wanted is None or i in wanted]
         return torch.stack([to_tile(frame, ratio, options) for frame in shown])
@@ -151,7 +158,7 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
         for ref, size in zip(used_files(media, options), sizes, strict=True):
             yield _load(ref, options, size)
         return
-    for frame in video.frames(media.refs[0], sizes, options):
+    for frame in _videos().frames(media.refs[0], sizes, options):
         if frame.size != sizes[0]:
             raise DataError(
                 f"{media.refs[0].path} has frames of {sizes[0][0]} x {sizes[0][1]} and of {frame.width} x "
@@ -172,7 +179,7 @@ def moments_of(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptio
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
     """Yield the image, or the used frames of a video, in RGB, upright and in full size."""
     if media.kind == "video":
-        yield from video.frames(media.refs[0], sizes, options_for(media, options))
+        yield from _videos().frames(media.refs[0], sizes, options_for(media, options))
     else:
         yield from (_load(ref, options) for ref in used_files(media, options))
 

@@ -38,11 +38,6 @@ def resolve_activation_checkpointing(draft: Draft) -> None:
             f"--gradient_checkpointing_every_n_layers is {every}: remove one of them, both choose the "
             "checkpointed layers"
         )
-    if args.training.router_aux_loss_coef:
-        draft.refuse(
-            f"{SECTION}.{switch} is set in the DeepSpeed JSON, whose checkpointing keeps no gradient of what routers "
-            "choose, but --router_aux_loss_coef needs it: remove the section, and give --gradient_checkpointing all"
-        )
     draft.args = args.replaced(gradient_checkpointing="all")
 
 

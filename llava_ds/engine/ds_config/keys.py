@@ -56,7 +56,6 @@ RENAMED = {
 }
 
 # Other trainers' names of an axis' size.
-_EXPERT = ("ep", "ep_size", "expert_model_parallel_size", "expert_parallel_size", "moe_ep_size")
 _RANKS = ("dp", "dp_size", "data_parallel_size", "world_size", "num_gpus", "num_ranks")
 
 # Features that this trainer doesn't have, by key, with the values that don't ask for them.
@@ -69,10 +68,6 @@ UNSUPPORTED = {
     "managed_gradient_accumulation": ((True,), "the loop steps the engine after every micro-batch"),
     "use_data_before_expert_parallelism": ((False,), "the ranks that share experts are always beside each other"),
     # Other trainers' names, which DeepSpeed would ignore.
-    **{
-        name: ((1,), 'write "moe_expert_parallel_size": {size}, which shares experts out over ranks')
-        for name in _EXPERT
-    },
     **{name: ((), "it follows from the ranks that are started and from the other axes") for name in _RANKS},
     **{
         name: ((), 'write "bf16": {{"enabled": true}}, or "fp16" in its place, or neither for fp32')

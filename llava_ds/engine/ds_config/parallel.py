@@ -6,12 +6,9 @@ from llava_ds.config.arguments import Arguments, flag_default
 from llava_ds.config.bounds import MOST
 from llava_ds.config.properties import clashes, features
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, value_at
+from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, optimizer_name
-from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
 from llava_ds.extensions.active import active, flags_class, reading
-
-EXPERT, EXPERT_KEY = "ep_size", "moe_expert_parallel_size"  # flag and key, which DeepSpeed is not told either
 
 
 def with_axes(args: Arguments, raw: dict | None) -> Arguments:
@@ -22,11 +19,7 @@ def with_axes(args: Arguments, raw: dict | None) -> Arguments:
     """
     raw, problems = raw or {}, []
     own = [flags_class(name).in_json(raw, problems) for name in reading(raw)]
-    written = {
-        **{flag: found for each in own for flag, found in each.items()},
-        EXPERT: (raw.get(EXPERT_KEY), EXPERT_KEY),
-    }
-    for flag, (size, key) in written.items():
+    for flag, (size, key) in (item for each in own for item in each.items()):
         if size in (None, AUTO):
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST:
@@ -51,37 +44,11 @@ def take_axes(draft: Draft, own: dict) -> None:
     except ConfigError as error:
         for line in str(error).splitlines():
             draft.refuse(line)
-    draft.config.pop(EXPERT_KEY, None)
-    ep = draft.args.training.ep_size
-    if draft.args.model.moe_enable or ep > 1:
-        _check_experts(draft, "--moe_enable is True" if ep == 1 else f"--{EXPERT} is {ep}")
-
-
-def _check_experts(draft: Draft, flag: str) -> None:
-    """Refuse ZeRO-3, and over ranks that share experts what has another norm of the gradients than one rank."""
-    config = draft.config
-    if value_at(config, "zero_optimization.stage") == 3:
-        draft.refuse(f"{flag}, but DeepSpeed's layer of experts works at ZeRO 0 to 2: give ds_configs/zero2.json")
-    if draft.args.training.ep_size == 1:
-        return
-    if "optimizer" in config:
-        why = "with any other DeepSpeed averages norms of experts over the ranks that share them"
-        draft.refuse(f"{flag}, which needs torch's AdamW, by flags ({why}): leave optimizer out of the JSON")
-    if (optim := draft.args.training.optim) != "adamw_torch":
-        draft.refuse(f"{flag}, which needs torch's AdamW: leave out --optim {optim}")
-    for part in OFFLOADED:
-        if offload_device(config, part) != "none":
-            draft.refuse(f"{flag}, but zero_optimization.{part} steps outside the check of all ranks' norm: remove it")
-    if value_at(config, "zero_optimization.compute_grad_norm") is False:
-        draft.refuse(f"{flag}, which needs the norm of gradients: remove zero_optimization.compute_grad_norm")
-    for section in ("fp16", "torch_autocast"):
-        if value_at(config, f"{section}.enabled") is True:
-            draft.refuse(f"{flag}, but with {section} each rank would look for its own loss scale: write bf16")
 
 
 def check_model(args: Arguments, text_config: PreTrainedConfig) -> None:
     """Raise ConfigError, with every reason, for a language model that extensions of the run can't train."""
-    if lines := active(args.own).check_model(args, text_config):
+    if lines := active(args.own, text_config).check_model(args, text_config):
         raise ConfigError("\n".join(lines))
 
 

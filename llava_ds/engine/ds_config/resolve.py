@@ -198,7 +198,6 @@ def flags_in(raw: dict) -> dict[str, str]:
         "fp16.enabled": "fp16",
         **{f"optimizer.params.{key}": flag for key, flags in FROM_FLAGS.items() for flag in flags},
         **{f"scheduler.params.{key}": "learning_rate" for key in RATE_KEYS.values()},
-        "moe_expert_parallel_size": "ep_size",
         **{key: flag for name in reading(raw) for key, flag in flags_class(name).keys.items()},
     }
     found = {flag: (key, value_at(raw, key)) for key, flag in keys.items() if value_at(raw, key) not in (None, AUTO)}

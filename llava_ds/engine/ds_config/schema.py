@@ -152,7 +152,6 @@ class DeepSpeedJson(_Section):
     expert_parallel: dict = {}
     hybrid_engine: dict = {}
     moe: dict = {}
-    moe_expert_parallel_size: Whole = 1  # the project's own, as --ep_size
     use_data_before_expert_parallelism: bool = False
     weight_quantization: dict = {}
 

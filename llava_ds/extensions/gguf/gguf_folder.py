@@ -18,8 +18,8 @@ from llava_ds.data.templates import resolve_template
 from llava_ds.export.export_plan import ExportPlan, hf_container, own_vision
 from llava_ds.export.tensors import Entry
 from llava_ds.export.transformers_folder import hf_entries, tokenizer_and_rows
+from llava_ds.extensions.active import text_part
 from llava_ds.extensions.gguf.gguf_tokenizer import add_tokenizer, modelfile
-from llava_ds.model.families.language import is_upcycled
 
 MODEL_FILE, TOWER_FILE, MODELFILE = "model.gguf", "mmproj.gguf", "Modelfile"
 # transformers' model_type: llama.cpp's architecture
@@ -66,7 +66,7 @@ def _other_model(export: ExportPlan) -> str | None:
 
 def _other_language_model(config) -> str | None:
     kind, rope = config.model_type, config.rope_parameters
-    if kind not in ARCHITECTURES or is_upcycled(config):
+    if kind not in ARCHITECTURES or "dense_mlps" in text_part(config).breaks(config):
         return f"the language model is a {kind}, expected one of {', '.join(ARCHITECTURES)}"
     if rope["rope_type"] not in ("default", "linear", "llama3"):
         return f"the language model's positions are {rope['rope_type']}, expected default, linear or llama3"

@@ -14,11 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.trainer_file import is_training_checkpoint
 from llava_ds.constants import ConfigError, DataError
-from llava_ds.extensions.active import architecture_of, folder_part, model_types
+from llava_ds.extensions.active import architecture_of, folder_part, model_types, text_part
 from llava_ds.files.model_files import ADAPTER_CONFIG, check_folder, is_there, read_config, shown
-from llava_ds.model.families.language import EXPERTS, config_of
+from llava_ds.model.families.language import config_of
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.experts import Stacked, Upright, from_disk, part_of
 from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.folder import FLAG
 from llava_ds.model.open.hf import HF_CLASSES, HFModel
@@ -176,30 +175,22 @@ class _Entries:
 
 
 def _in_memory(weights: Callable[[Callable[[str], str | None]], Weights], model: HFModel) -> Weights:
-    """Return the weights by the model's names, with experts stacked; tensors that the model lacks are dropped.
+    """Return the weights by the model's names, as they are in memory; tensors that the model lacks are dropped.
 
     weights: called with a function from names on disk to the model's names, or to None.
     """
     text = model.config.get_text_config()
-    experts = EXPERTS.get(text.model_type)
+    part = text_part(text)
     if (architecture := architecture_of(model.config)) is not None:
-        found = weights(architecture.names(text).to_memory)
-        return Upright(found, text) if experts is not None and experts.may_be_turned else found
+        return part.stacked(weights(architecture.names(text).to_memory), text)
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def rename(name: str) -> str | None:
         new = formats.to_transformers(name)
-        if experts is not None:
-            new = from_disk(new, experts)
-            if (part := part_of(new, experts)) and part[0] in known:
-                return new
-        for spelling in (new, new.replace("vision_tower.vision_model.", "vision_tower.")):
-            if spelling in known:
-                return spelling
-        return None
+        spellings = (new, new.replace("vision_tower.vision_model.", "vision_tower."))
+        return next(filter(None, (part.from_disk(spelling, text, known) for spelling in spellings)), None)
 
-    found = weights(rename)
-    return found if experts is None or experts.matrices is None else Stacked(found, experts)
+    return part.stacked(weights(rename), text)
 
 
 def _settings(folder: Path, path: Path) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

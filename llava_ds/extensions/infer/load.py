@@ -16,18 +16,16 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import IMAGE_TOKEN, PILLOW_MAX_PIXELS, ConfigError
 from llava_ds.data.encode import Encoder, EncodingOptions, encoder_of
 from llava_ds.data.templates import resolve_template
-from llava_ds.extensions.active import architecture_of
+from llava_ds.extensions.active import architecture_of, text_part
 from llava_ds.extensions.infer.formats import UnloadedModel, open_model
 from llava_ds.files.model_files import library_errors, read_json_if_there, shown
 from llava_ds.geometry import FILTERS, ImageOptions
-from llava_ds.model.families.language import is_upcycled
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open.folder import read_pinpoints
 from llava_ds.model.open.hf import HFModel, attention_options, hf_class, let_generate_take_embeddings
 from llava_ds.model.open.loading import check_depth, check_fit, load_weights, return_freed_memory
 from llava_ds.model.open.tower import plan_tower, read_processor, vision_config
 from llava_ds.model.open.weights import WeightFiles
-from llava_ds.model.upcycling import add_experts
 from llava_ds.model.vision import side_of
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.tokenizer import note_rows, tokens_without_rows
@@ -141,8 +139,8 @@ def construct_model(unloaded: UnloadedModel, dtype: torch.dtype) -> HFModel:
         config = unloaded.config
         with library_errors(f"--model_path {unloaded.path}"):
             model = hf_class(config)._from_config(config, dtype=dtype, **attention_options(config))
-            if is_upcycled(config.get_text_config()):
-                add_experts(model.model.language_model, config.text_config, ModelArguments())
+            text = config.get_text_config()
+            text_part(text).assembled(model.model.language_model, text, ModelArguments())
             if unloaded.own is not None:
                 _put_own_parts(model, unloaded.own)
             model.tie_weights()

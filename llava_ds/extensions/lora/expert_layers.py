@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import _grouped_linear
 
-from llava_ds.extensions.lora.merged_adapters import by_expert
+from llava_ds.extensions.lora.merged_adapters import by_matrix
 
 # peft 0.21 warns this about every pattern for such tensors, and still applies it.
 UNTRUE = "The following (rank|alpha)_pattern keys did not match any targeted module"
@@ -74,7 +74,7 @@ def _halves(layer: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor, flo
     found = {}
     while hasattr(layer, "lora_A"):
         (adapter,) = layer.lora_A
-        a, b = by_expert(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.num_experts)
+        a, b = by_matrix(layer.lora_A[adapter].weight, layer.lora_B[adapter].weight, layer.num_experts)
         missing = -a.shape[1] % ALIGNED
         a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing)).contiguous()
         found[layer.parameter_name] = (a, b, layer.scaling[adapter])

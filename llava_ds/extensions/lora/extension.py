@@ -49,7 +49,7 @@ class Lora(Wrap):
             return plan
         layout = layers.lora_layout(model, args, plan.architecture, plan.text_config)
         only = "grouped_mm" if any(target.is_stacked for target in layout.targets) else None
-        return replace(plan, own={**plan.own, "lora": layout}, only_experts=only)
+        return replace(plan, own={**plan.own, "lora": layout}, only_products=only)
 
     def weights_per_token(
         self, model: LlavaModel, architecture: Architecture | None, text: PreTrainedConfig, args: ModelArguments

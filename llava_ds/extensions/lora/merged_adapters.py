@@ -1,4 +1,4 @@
-# I, O widths of a linear layer, R rank, E experts
+# I, O widths of a linear layer, R rank, E matrices that are stacked in a tensor
 """Adapters in peft's and LLaVA's files, merged into the weights under them as these are read."""
 
 import math
@@ -25,7 +25,7 @@ OTHER_KINDS = (
     "alora_invocation_tokens", "kasa_config", "arrow_config", "velora_config", "monteclora_config",
 )  # fmt: skip
 
-# Tensors of all experts of a layer, in the order in which peft wraps their module for each that has LoRA.
+# Tensors of stacked matrices, in the order in which peft wraps their module for each that has LoRA.
 STACKED = ("gate_up_proj", "down_proj")
 
 MAX_REPEATS = 3  # in a pattern of layer names
@@ -35,8 +35,10 @@ MAX_MATCHED_CHARS = 10**8  # of all names times patterns: twice a 405B with a pa
 
 @dataclass(frozen=True)
 class Adapter:
-    """A folder of peft's: its file of tensors, and their scale. parameters: names of tensors of experts with LoRA, or
-    their ends."""
+    """A folder of peft's: its file of tensors, and their scale.
+
+    parameters: names of stacks with LoRA, or their ends.
+    """
 
     path: Path
     file: Path
@@ -158,8 +160,8 @@ class Merged:
                 other = name.replace(".lora_A.", ".lora_B.")
                 self._check(part, shape, on_disk.shapes.get(other), name)
                 halves[part] = (name, other)
-                experts = math.prod(self.shapes[part][:-2])
-                ranks[part] = (changed.removeprefix(PEFT_PREFIX).removesuffix(".weight"), shape[0] // experts)
+                stacked = math.prod(self.shapes[part][:-2])
+                ranks[part] = (changed.removeprefix(PEFT_PREFIX).removesuffix(".weight"), shape[0] // stacked)
             elif half == "magnitude_vector":
                 self._magnitudes[part] = name
         alphas = adapter.alphas_of([layer for layer, _ in ranks.values()])
@@ -225,13 +227,13 @@ def merged_weight(
 ) -> torch.Tensor:
     """W (O, I) plus the scaled products B A of halves, A (R, I), B (O, R) and a scale each, in W's precision.
 
-    Of experts, W is (E, O, I), A (E * R, I) and B (O, R * E), as peft has them. magnitude: (O,), of DoRA (Liu et al.
+    Of a stack, W is (E, O, I), A (E * R, I) and B (O, R * E), as peft has them. magnitude: (O,), of DoRA (Liu et al.
     2024, arXiv 2402.09353): the lengths of the rows. Computed in float32 and rounded once.
     """
     whole = weight.float()
     for a, b, scale in halves:
         if weight.ndim == 3:
-            a, b = by_expert(a, b, len(weight))
+            a, b = by_matrix(a, b, len(weight))
             whole = torch.baddbmm(whole, b.float(), a.float(), alpha=scale)
         else:
             whole = torch.addmm(whole, b.float(), a.float(), alpha=scale)
@@ -240,6 +242,6 @@ def merged_weight(
     return whole.to(weight.dtype)
 
 
-def by_expert(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (E * R, I) and B (O, R * E) of experts to (E, R, I) and (E, O, R). Source: peft's ParamWrapper."""
-    return a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts).permute(2, 0, 1)
+def by_matrix(a: torch.Tensor, b: torch.Tensor, stacked: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (E * R, I) and B (O, R * E) of a stack to (E, R, I) and (E, O, R). Source: peft's ParamWrapper."""
+    return a.view(stacked, -1, a.shape[1]), b.view(len(b), -1, stacked).permute(2, 0, 1)

@@ -34,5 +34,5 @@ class Flags(ExtensionFlags):
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
         """Suggest an eighth of the tokens at a time."""
-        if is_one_sample and "mlp_tiles" not in args.own and not args.model.moe_enable:
+        if is_one_sample and "mlp_tiles" not in args.own and "routerless_mlps" not in args.broken:
             yield f"--mlp_tile_tokens {max(1, tokens // 8)}: MLPs take so many tokens at a time, twice"

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.constants import ConfigError
-from llava_ds.model.families.language import is_mixture, is_upcycled
+from llava_ds.extensions.active import text_part
 
 FLAG = "--mlp_tile_tokens"
 
@@ -22,11 +22,8 @@ def tile_mlps(language_model: nn.Module, num_tokens: int) -> str:
     layers = [module for module in language_model.modules() if isinstance(module, GradientCheckpointingLayer)]
     mlps = [getattr(layer, "mlp", None) for layer in layers]
     kind = language_model.config.model_type
-    if (
-        is_mixture(language_model.config)
-        or is_upcycled(language_model.config)
-        or not all(isinstance(mlp, nn.Module) for mlp in mlps)
-    ):
+    routed = "routerless_mlps" in text_part(language_model.config).breaks(language_model.config)
+    if routed or not all(isinstance(mlp, nn.Module) for mlp in mlps):
         raise ConfigError(f"{FLAG} is for layers with an MLP, which those of the kind {kind} are not: leave it out")
     drops = any(isinstance(module, nn.Dropout) and module.p > 0 for mlp in mlps for module in mlp.modules())
     for mlp in mlps:

@@ -9,9 +9,9 @@ from llava_ds.engine.ds_config.compilation import deep_compiles
 from llava_ds.engine.ds_config.draft import value_at
 from llava_ds.engine.ds_config.resolve import ResolvedConfig
 from llava_ds.engine.ds_config.zero import OFFLOADED, offload_device
+from llava_ds.extensions.active import text_part
 from llava_ds.extensions.base import Extension, MeshPart
 from llava_ds.extensions.pipeline import stage_runner, stages
-from llava_ds.model.families.language import is_mixture, is_upcycled
 
 
 def check(resolved: ResolvedConfig) -> Iterator[str]:
@@ -42,7 +42,7 @@ def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
         yield f"{flag}: the language model has {config.num_hidden_layers} layers: give as many or fewer"
     if problem := stages.problem(config):
         yield f"{flag}: the language model's {problem}: take another axis"
-    if is_mixture(config) or is_upcycled(config):
+    if "routerless_mlps" in text_part(config).breaks(config):
         yield f"{flag}: routers' loss is not carried between stages, nor are experts: take another axis"
 
 

@@ -82,7 +82,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
         sp=sp,
         tp=resolved.args.size_of("tp"),
         pp=resolved.args.size_of("pp"),
-        ep=training.ep_size,
+        ep=resolved.args.size_of("ep"),
     )
     run = Run(shape, zero_placement(resolved.config), setup, None, data.longest_sample)
     return run if shape.tower is None else _MicroBatchChoice(run, resolved.args, data, devices.memory).chosen()

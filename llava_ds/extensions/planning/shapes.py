@@ -1,9 +1,8 @@
 """The sizes of a model's tensors by trained part, without any weights, as far as memory depends on them."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -15,10 +14,9 @@ from llava_ds.config.arguments import Arguments, adapted_parts, trained_parts
 from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import repeated_layers
 from llava_ds.engine.ds_config.parallel import check_model
-from llava_ds.engine.expert_parallel import expert_group
 from llava_ds.engine.param_groups import choose_trainable, parameter_groups
 from llava_ds.engine.placement import divided
-from llava_ds.extensions.active import active
+from llava_ds.extensions.active import active, text_part
 from llava_ds.extensions.planning.named_models import NAMED
 from llava_ds.extensions.planning.tower_shape import TowerShape, tower_shape
 from llava_ds.model.attention import MAX_FUSED_WIDTH
@@ -26,20 +24,16 @@ from llava_ds.model.families.language import (
     attention_widths,
     has_state,
     head_width,
-    is_mixture,
-    is_upcycled,
     layer_configs,
     mlp_width,
     num_attention_layers,
 )
-from llava_ds.model.families.upcycled import Mixture
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.model_plan import read_parts
 from llava_ds.model.open.probe import check_language_model
 from llava_ds.model.open.rows import fit_vocabulary
 from llava_ds.model.open.tower import plan_tower
-from llava_ds.model.upcycling import check_upcycled, upcycled_config
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tracking.flops import ModelFlops, flops_of_model
 
@@ -230,27 +224,27 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
     The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
     Raises ConfigError for one that can't be trained on the flags' mesh.
     """
-    if args.model.moe_enable and not is_upcycled(text):
-        text = upcycled_config(text, args.model)
+    for text_of in _functions("text_of", args, text):
+        text = text_of(text, args.model)
     check_model(args, text)
-    check_upcycled(args, text)
     with no_init_weights(), torch.device("meta"):
         model = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3))
         is_llamas = _has_llamas_layers(model.language_model)
         flops = flops_of_model(model, text, tower, args.model)
-        estimates = _estimates(args)
-        for each in estimates:
-            each.add(model, tower.architecture, text, args.model)
+        for add in _functions("add", args, text):
+            add(model, tower.architecture, text, args.model)
         if args.traits.second_model:
             _add_critic(model, text, tower, args)
-    packing = [found for each in estimates if (found := each.packed(model, args.model)) is not None]
+    packings = (packed(model, args.model) for packed in _functions("packed", args, text))
+    packing = [found for found in packings if found is not None]
     packed, packed_bits, scale_bits = packing[0] if packing else (set(), 16, 0)
     choose_trainable(model, args)
     groups = parameter_groups(model, args)
-    tp, ep, parts = args.size_of("tp"), args.training.ep_size, active(args.own).mesh_parts
+    tp, ep, parts = args.size_of("tp"), args.size_of("ep"), active(args.own).mesh_parts
     elements = {p: p.numel() for p in model.parameters()}
     elements = divided(elements, model, parts, args.size_of)
-    elements = {p: n // ep if expert_group(p) else n for p, n in elements.items()}
+    shared = {p for find in _functions("shared", args, text) for p in find(model)}
+    elements = {p: n // ep if p in shared else n for p, n in elements.items()}
     whole = ModelShape(
         parts=tuple(
             Part(name, _numel(part.parameters()), _numel(p for p in part.parameters() if p.requires_grad))
@@ -301,7 +295,7 @@ def _in_blocks(text: PreTrainedConfig, tower: TowerPlan) -> float:
 
 def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Arguments, is_llamas: bool) -> TextShape:
     hidden, num_layers, num_heads = text.hidden_size, text.num_hidden_layers, getattr(text, "num_attention_heads", 1)
-    tp, widths = args.size_of("tp"), _widths_of_layers(text)
+    tp, widths = args.size_of("tp"), _widths_of_layers(text, args)
     query, key = (sum(each) // len(each) for each in list(zip(*widths))[:2])
     return TextShape(
         hidden=hidden,
@@ -314,9 +308,12 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
         trained="language_model" in trained_parts(args.model) - adapted_parts(args.model),
         is_llamas=is_llamas,
         tied=_is_tied(language_model),
-        **{name: n for each in _estimates(args) for name, n in each.widths(language_model, text, args.model).items()},
-        routed=is_mixture(text) or is_upcycled(text),
-        expert_rows=_expert_rows(text),
+        **{
+            name: n
+            for found in _functions("widths", args, text)
+            for name, n in found(language_model, text, args.model).items()
+        },
+        routed="routerless_mlps" in text_part(text).breaks(text),
         **_norms(language_model, hidden),
         **_state_widths(text),
         layer_embedding=getattr(text, "hidden_size_per_layer_input", None) or 0,
@@ -325,19 +322,19 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
     )
 
 
-def _widths_of_layers(text: PreTrainedConfig) -> list[tuple[int, int, int]]:
+def _widths_of_layers(text: PreTrainedConfig, args: Arguments) -> list[tuple[int, int, int]]:
     """Widths of query and key of each layer, and TextShape.intermediate.
 
     Heads that are too wide for every kernel have a key for each query, which SDPA's kernel for them needs.
     """
-    found, layers = [], layer_configs(text)
+    found, layers, saving = [], layer_configs(text), _saving_width(text, args)
     doubled = getattr(text, "num_kv_shared_layers", None) if getattr(text, "use_double_wide_mlp", False) else 0
     for i, layer in enumerate(layers):
         heads = getattr(layer, "num_attention_heads", 1)
         width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
         key_heads = getattr(layer, "num_key_value_heads", None) or heads
         key = (heads if width > MAX_FUSED_WIDTH else key_heads) * width
-        found.append((heads * width, key, _saving_width(text) * (1 + (i >= len(layers) - (doubled or 0)))))
+        found.append((heads * width, key, saving * (1 + (i >= len(layers) - (doubled or 0)))))
     return found
 
 
@@ -362,35 +359,25 @@ def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
     return {"convolved": int(share * (2 * keys + values)), "gated": int(share * values)}
 
 
-def _estimates(args: Arguments) -> list[ModuleType]:
-    """estimated.py of the extensions that the model has: what they add to it."""
-    return [importlib.import_module(f"llava_ds.extensions.{name}.estimated") for name in args.model.own]
+def _functions(name: str, args: Arguments, text: PreTrainedConfig) -> list[Callable]:
+    """The functions of a name in estimated.py of the extensions that the model has: what they add to it."""
+    names = active(args.model.own, text).extensions
+    modules = [importlib.import_module(f"llava_ds.extensions.{each}.estimated") for each in names]
+    return [vars(module)[name] for module in modules if name in vars(module)]
 
 
 def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
     """Add a critic as large as the actor, which it is unless another model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
-    for each in _estimates(args):
-        each.add(model.critic, tower.architecture, text, args.model)
+    for add in _functions("add", args, text):
+        add(model.critic, tower.architecture, text, args.model)
     choose_trainable(model.critic, args)
 
 
-def _saving_width(text: PreTrainedConfig) -> int:
-    """TextShape.intermediate. For each of its k experts a token's input and the expert's output are saved, too: 2 D
-    beside 4 I."""
-    if is_upcycled(text):
-        dense, part = mlp_width(text), len(Mixture.of(text).layers) / text.num_hidden_layers
-        rows = UNEVEN * Mixture.of(text).top_k
-        return int((1 - part) * dense + part * rows * (dense + text.hidden_size // 2))
-    if not is_mixture(text):
-        return mlp_width(text)
-    expert = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
-    return text.num_experts_per_tok * (expert + text.hidden_size // 2) + shared
-
-
-def _expert_rows(text: PreTrainedConfig) -> int:
-    return len(Mixture.of(text).layers) * Mixture.of(text).top_k if is_upcycled(text) else 0
+def _saving_width(text: PreTrainedConfig, args: Arguments) -> int:
+    """TextShape.intermediate of a layer."""
+    found = (width(text, UNEVEN) for width in _functions("saving_width", args, text))
+    return next((width for width in found if width is not None), mlp_width(text))
 
 
 def _has_llamas_layers(language_model: nn.Module) -> bool:

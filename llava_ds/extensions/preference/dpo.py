@@ -14,6 +14,7 @@ from llava_ds.model.heads import LogProbs, sum_by_sample
 from llava_ds.train.objectives.objective import MicroLoss
 
 LossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
+ROUNDING = 1e-6  # of a log-probability in float32, relative, between two ways to compute it
 MEAN_LOSS_TYPES = ("ipo", "simpo")  # use the mean log-probability of an answer's tokens, others the sum
 
 
@@ -96,7 +97,15 @@ class DPO(PairObjective):
     def _metrics(
         self, log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the metrics of every pair, (pairs,), by the names in METRICS["dpo"]."""
+        """Return METRICS of dpo for every pair, (pairs,) each.
+
+        A pair whose rewards differ by rounding counts one half in the accuracy: before the first update the policy is
+        the reference, and all rewards are zero but for it.
+        """
         chosen, rejected = self.loss.rewards(log_probs, reference, lengths).unbind(1)
-        values = (chosen, rejected, (chosen > rejected).double(), chosen - rejected, *log_probs.unbind(1))
+        margins = chosen - rejected
+        noise = self.loss.rewards(log_probs.abs(), -log_probs.abs(), lengths).sum(1) * ROUNDING
+        is_tie = (margins.abs() <= noise) & self.loss.has_reference
+        accuracies = torch.where(is_tie, 0.5, (margins > 0).double())
+        values = (chosen, rejected, accuracies, margins, *log_probs.unbind(1))
         return dict(zip(METRICS["dpo"], values, strict=True))

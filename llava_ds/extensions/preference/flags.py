@@ -92,7 +92,14 @@ class Flags(ExtensionFlags):
         )
         if scores:
             needs["whole_sample"] = "its answers are scored there"
-        return ObjectiveTraits(one_answer=True, pairs=True, scores=scores, metrics=METRICS[objective], needs=needs)
+        return ObjectiveTraits(
+            one_answer=True,
+            pairs=True,
+            scores=scores,
+            metrics=METRICS[objective],
+            learning_rate=1e-4 if scores else 1e-6,
+            needs=needs,
+        )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield flags that the chosen loss ignores, and missing requirements."""

@@ -143,12 +143,12 @@ class Flags(ExtensionFlags):
         "reward_std": Number("Spread of rewards among the answers to a prompt"),
         "frac_reward_zero_std": Number("Share of prompts whose answers are all rewarded alike", "no signal {:.0%}"),
         "completions/mean_length": Number("Length of answers, tokens", "length {:.1f}"),
-        "completions/clipped_ratio": Number("Share of answers that came to no end"),
+        "completions/clipped_ratio": Number("Share of answers that came to no end", "clipped {:.0%}"),
         "entropy": Number("Entropy of answers, per token", "entropy {:.2g}"),
         "kl": Number("Distance from the reference model (KL), per token", "KL {:.2g}"),
         "objective/kl": Number("Distance from the reference model (KL), per answer", "KL {:.2g}"),
-        "clip_ratio/region_mean": Number("Share of tokens whose ratio is clipped", "clipped {:.1%}"),
-        "policy/clipfrac_avg": Number("Share of tokens whose ratio is clipped", "clipped {:.1%}"),
+        "clip_ratio/region_mean": Number("Share of tokens whose ratio is clipped", "clip ratio {:.1%}"),
+        "policy/clipfrac_avg": Number("Share of tokens whose ratio is clipped", "clip fraction {:.1%}"),
         "loss/value_avg": Number("Loss of the critic"),
         "val/explained_variance": Number("Share of the returns' variance that the critic explains"),
         "sampling_gap": Number("Log-probabilities when drawn and when trained: mean difference"),
@@ -166,7 +166,10 @@ class Flags(ExtensionFlags):
         }
         needs |= {"whole_matrices": "answers are drawn on one rank", "plain_weights": "answers are drawn from them"}
         needs["dense_mlps"] = "it is not tried with these experts"
-        return ObjectiveTraits(one_answer=True, draws=True, second_model=objective == "ppo", needs=needs)
+        rate = 3e-6 if objective == "ppo" else 1e-6
+        return ObjectiveTraits(
+            one_answer=True, draws=True, second_model=objective == "ppo", learning_rate=rate, needs=needs
+        )
 
     def problems(self, args: "Arguments") -> Iterator[str]:
         """Yield missing and conflicting flags."""
@@ -184,6 +187,11 @@ class Flags(ExtensionFlags):
             yield "--max_resample_times has no effect without --dynamic_sample True: give that, or leave it out"
         if self.epsilon >= 1:
             yield f"--epsilon is {self.epsilon:g}: a ratio of probabilities can't fall by more than 1, give less"
+        if self.critic_model_name_or_path is not None and adapted_parts(args.model):
+            yield (
+                "--critic_model_name_or_path can't be used with adapters, which are planned for --model_name_or_path: "
+                "leave it out, and the critic starts from that model with adapters of its own"
+            )
         if self.vllm_server is not None:
             yield from self._vllm(args)
         others = {

@@ -19,6 +19,7 @@ from llava_ds.data.packing import plan_by_tokens
 from llava_ds.data.step_plan import Packing
 from llava_ds.extensions.rl.flags import Flags
 from llava_ds.extensions.rl.grpo import Drawn, advantages_of
+from llava_ds.extensions.rl.rewards import Reward
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.mesh import Mesh, sum_over
 from llava_ds.runtime.waiting import waiting
@@ -38,7 +39,10 @@ class AskedPrompt:
 
 @dataclass(frozen=True)
 class Group:
-    """The answers to one prompt; by_function (functions, G): their rewards; rewards (G,): weighted and summed."""
+    """The answers to one prompt.
+
+    by_function (functions, G): their rewards, nan where one does not apply; rewards (G,): the weighted sum of the rest.
+    """
 
     prompt: AskedPrompt
     answers: list[Answer]
@@ -179,14 +183,27 @@ def policy_batch(
     return MicroBatch(batch, tuple(range(len(samples))), sum(sizes), int(lengths.sum()), pairs, sum(tiles.values()), ())
 
 
-def metrics_of(groups: list[Group], names: list[str], device: torch.device) -> dict[str, torch.Tensor]:
-    """Return sums over prompts, each a mean over its answers, by TRL's names."""
+def metrics_of(
+    groups: list[Group], rewards: Sequence[Reward], totals: StepTotals, mesh: Mesh, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return sums over prompts, each a mean over its answers, by TRL's names. All ranks call it together.
+
+    A reward of the user's counts for the prompts with answers that it applies to: its sum is scaled to the number of
+    all prompts, which every number is divided by.
+    """
 
     def total(values) -> torch.Tensor:
         return torch.tensor(float(sum(values)), dtype=torch.float64, device=device)
 
     lengths = [[len(answer.ids) for answer in group.answers] for group in groups]
-    means = {f"rewards/{name}/mean": [group.by_function[i].mean() for group in groups] for i, name in enumerate(names)}
+    means, applied = {}, []
+    for i, reward in enumerate(rewards):
+        rows = [group.by_function[i] for group in groups]
+        means[f"rewards/{reward.name}/mean"] = own = [np.nanmean(row) for row in rows if not np.isnan(row).all()]
+        applied.append(len(own))
+    scales = [1.0] * len(rewards)
+    if any(reward.of_user for reward in rewards):
+        scales = [totals.prompts / max(1.0, number) for number in sums_of_ranks(applied, mesh, device)]
     return {
         "reward": total(group.rewards.mean() for group in groups),
         "reward_std": total(group.rewards.std(ddof=min(1, len(group.rewards) - 1)) for group in groups),
@@ -195,7 +212,7 @@ def metrics_of(groups: list[Group], names: list[str], device: torch.device) -> d
         "completions/clipped_ratio": total(np.mean([not one.ended for one in group.answers]) for group in groups),
         # A mean over a group's tokens; the others are means over its answers.
         "entropy": total(sum(a.entropy for a in g.answers) / sum(each) for g, each in zip(groups, lengths)),
-        **{name: total(values) for name, values in means.items()},
+        **{name: total(values) * scale for (name, values), scale in zip(means.items(), scales)},
     }
 
 

@@ -84,12 +84,14 @@ REWARDS: dict[str, Callable[[Completion], float]] = {
 class Reward:
     """A reward with its weight in the sum.
 
-    of_all: computes the rewards of several answers; None for a reward model that is not built yet.
+    of_all: computes the rewards of several answers, nan for an answer that it does not apply to; None for a reward
+    model that is not built yet; of_user: it is a function from the user's file.
     """
 
     name: str
     weight: float
     of_all: Callable[[Sequence[Completion]], list[float]] | None
+    of_user: bool = False
 
 
 def open_rewards(names: str | None, weights: str | None, has_model: bool = False) -> tuple[Reward, ...]:
@@ -116,7 +118,19 @@ def open_rewards(names: str | None, weights: str | None, has_model: bool = False
     shown = [name.rpartition(":")[2] for name in wanted]
     if len(set(shown)) < len(shown):
         raise ConfigError(f"--reward_funcs {names}: two rewards are called the same in the log: rename one")
-    return tuple(Reward(*each) for each in zip(shown, numbers, opened))
+    of_user = [":" in name for name in wanted]
+    return tuple(Reward(*each) for each in zip(shown, numbers, opened, of_user))
+
+
+def try_rewards(rewards: Sequence[Reward], prompt: str, reference: str, id: str, max_tokens: int) -> None:
+    """Call the functions of the user's files on two made-up answers to a prompt: its reference, and an empty text.
+
+    Raises DataError for one that fails, before the first step has drawn real answers.
+    """
+    answers = [Completion(prompt, text, reference, id, 1, max_tokens) for text in (reference, "")]
+    for reward in rewards:
+        if reward.of_user:
+            reward.of_all(answers)
 
 
 def model_rewards(judge: Scorer, answers: Sequence[Completion]) -> list[float]:
@@ -135,7 +149,7 @@ def _own(name: str) -> Callable[[Sequence[Completion]], list[float]]:
 
 
 def _of_file(name: str) -> Callable[[Sequence[Completion]], list[float]]:
-    function = function_of_file("--reward_funcs", name)
+    function = function_of_file("--reward_funcs", name, may_skip=True)
     return lambda answers: function(
         [one.prompt for one in answers],
         [one.text for one in answers],

@@ -11,7 +11,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from llava_ds.batch import Batch
-from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX
+from llava_ds.constants import IGNORE_INDEX, IMAGE_TOKEN_INDEX, in_short
 from llava_ds.data.collate import LoadedSample
 from llava_ds.data.dataset import BrokenSample
 from llava_ds.data.end_markers import end_markers
@@ -34,19 +34,21 @@ from llava_ds.extensions.rl.policy_batches import (
     with_answer,
 )
 from llava_ds.extensions.rl.ppo import ActorCritic
-from llava_ds.extensions.rl.rewards import Completion, model_rewards
+from llava_ds.extensions.rl.rewards import Completion, model_rewards, try_rewards
 from llava_ds.extensions.rl.value_batches import rewarded_answers, value_batches
 from llava_ds.extensions.rl.vllm_client import VllmServer
 from llava_ds.files.jsonl import RowLog, rows_of
 from llava_ds.model.heads import LogProbs
 from llava_ds.model.llava import LlavaModel
-from llava_ds.runtime.ranks import gather, on_every_rank
+from llava_ds.runtime.ranks import gather, on_every_rank, print_first
 from llava_ds.runtime.waiting import queuing, waiting
 from llava_ds.second_models.frozen import Scorer
 from llava_ds.train.evaluating.sampling import Answer, DrawRules, draw_answers, numbers_for
 from llava_ds.train.evaluating.twin import frozen_copy, twin_of, whole_weights
 from llava_ds.train.plan import Plan
 from llava_ds.train.start import Start
+
+WATCHED_STEPS = 3  # after a start: if no group of theirs had answers with different rewards, the run says so
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ class Rollouts(SessionPart):
         super().__init__(plan, started)
         self._flags: Flags = plan.args.own["rl"]
         self.updates = self._flags.num_iterations
+        self._rules = DrawRules(
+            num_answers=self._flags.num_generations,
+            max_new_tokens=self._flags.max_completion_length,
+            max_length=plan.args.data.model_max_length,
+            ends=tuple(end_markers(plan.args.model.version, plan.model.tokenizer)),
+            images=plan.images,
+            temperature=self._flags.temperature,
+            top_k=self._flags.top_k,
+            top_p=self._flags.top_p,
+        )
+        self._groups_seen = self._groups_without_signal = 0
+        on_every_rank(self.ranks, self._try_rewards)
 
     def built(self, model: LlavaModel) -> None:
         """Create the model copy for generation and the judging models; then add the actor's critic."""
@@ -81,18 +95,15 @@ class Rollouts(SessionPart):
         if own.reward_model is not None:
             judge = Scorer(own.reward_model, plan.resolved.compute_dtype, ranks)
             self._rewards = (*own.rewards[:-1], replace(own.rewards[-1], of_all=partial(model_rewards, judge)))
-        self._rules = DrawRules(
-            num_answers=flags.num_generations,
-            max_new_tokens=flags.max_completion_length,
-            max_length=plan.args.data.model_max_length,
-            ends=tuple(end_markers(plan.args.model.version, plan.model.tokenizer)),
-            images=plan.images,
-            temperature=flags.temperature,
-            top_k=flags.top_k,
-            top_p=flags.top_p,
-        )
         if own.critic is not None:
             add_critic(model, own.critic, plan.resolved, plan.args, ranks)
+
+    def _try_rewards(self) -> None:
+        """Call the user's reward functions before the model is built. Raises DataError for one that fails."""
+        rewards = self.plan.own["rl"].rewards
+        if any(reward.of_user for reward in rewards):
+            for asked in self._prompts([0])[0]:
+                try_rewards(rewards, asked.text, asked.reference, asked.id, self._rules.max_new_tokens)
 
     def _log(self, done: int) -> RowLog | None:
         """Open the log of answers on rank 0, without the steps that will be repeated."""
@@ -111,6 +122,8 @@ class Rollouts(SessionPart):
             groups, more = self._groups(step, prompts)
             if log is not None and groups:
                 log.write([self._shown(step, groups[0])])
+            if step <= done + WATCHED_STEPS:
+                self._watch_signal(groups, is_last=step == done + WATCHED_STEPS)
             micro_batches, metrics = self._batches(engine, groups)
             micro_batches[0] = replace(micro_batches[0], broken=tuple(broken))
             yield PolicyWindow(
@@ -202,15 +215,14 @@ class Rollouts(SessionPart):
 
     def _score(self, prompts: list[AskedPrompt], answers: list[list[Answer]]) -> list[Group]:
         """Reward the answers to each prompt."""
-        decode, most = self.plan.model.tokenizer.decode, self._rules.max_new_tokens
         completions = [
             Completion(
                 asked.text,
-                decode(one.ids, skip_special_tokens=True).strip(),
+                self._text_of(one),
                 asked.reference,
                 asked.id,
                 len(one.ids),
-                most,
+                self._rules.max_new_tokens,
                 with_answer(asked.sample, one.ids),
             )
             for asked, some in zip(prompts, answers)
@@ -220,18 +232,43 @@ class Rollouts(SessionPart):
         by_function = np.array([reward.of_all(completions) for reward in self._rewards]).reshape(shape)
         weights = np.array([reward.weight for reward in self._rewards])
         return [
-            Group(asked, some, by_function[:, i], weights @ by_function[:, i])
+            Group(asked, some, by_function[:, i], weights @ np.nan_to_num(by_function[:, i]))
             for i, (asked, some) in enumerate(zip(prompts, answers))
         ]
+
+    def _watch_signal(self, groups: list[Group], is_last: bool) -> None:
+        """Print a warning at the last of the first steps if no group had answers with different rewards. All ranks
+        call it together."""
+        self._groups_seen += len(groups)
+        self._groups_without_signal += sum(map(has_no_signal, groups))
+        if not is_last:
+            return
+        totals = np.sum(gather([self._groups_seen, self._groups_without_signal], self.ranks), axis=0)
+        if self._has_critic or not groups or totals[0] > totals[1]:
+            return
+        group = groups[0]
+        shown = ", ".join(
+            f"{reward:g} for {in_short(repr(self._text_of(answer)))}"
+            for answer, reward in zip(group.answers[:2], group.rewards)
+        )
+        print_first(
+            f"WARNING: nothing was learned in {WATCHED_STEPS} steps: the answers to each of {totals[0]} prompts had "
+            f"equal rewards, like {shown} (reference {in_short(repr(group.prompt.reference))}). Check the reward, draw "
+            "more answers (--num_generations), or tune the model on answers first"
+        )
+
+    def _text_of(self, answer: Answer) -> str:
+        """Decode an answer without its special tokens."""
+        return self.plan.model.tokenizer.decode(answer.ids, skip_special_tokens=True).strip()
 
     def _shown(self, step: int, group: Group) -> dict[str, object]:
         """Return a row of rollouts.jsonl: the distinct answers to a prompt, the highest reward first."""
         times = Counter(zip(group.answers, group.rewards.tolist()))
-        decode, asked = self.plan.model.tokenizer.decode, group.prompt
         answers = [
-            {"text": decode(answer.ids, skip_special_tokens=True).strip(), "reward": reward, "times": number}
+            {"text": self._text_of(answer), "reward": reward, "times": number}
             for (answer, reward), number in sorted(times.items(), key=lambda item: -item[0][1])
         ]
+        asked = group.prompt
         shown = {"id": asked.id, "prompt": asked.text, "images": self._images_of(asked), "reference": asked.reference}
         return {"step": step, **shown, "answers": answers}
 
@@ -258,7 +295,7 @@ class Rollouts(SessionPart):
         packs += [[] for _ in range(most - len(packs))]
         made = [policy_batch(each, totals, trained_tokens, flags, self.plan.images) for each in packs]
         with waiting("the answers on their way to the device"):
-            metrics = metrics_of(groups, [reward.name for reward in self._rewards], engine.device)
+            metrics = metrics_of(groups, self._rewards, totals, mesh, engine.device)
             moved = [micro.batch.to(engine.device) for micro in made]
         with queuing():
             found = [self._with_log_probs(engine, batch) for batch in moved]

@@ -46,7 +46,7 @@ class Flags(ExtensionFlags):
     @classmethod
     def saving_memory(cls, args: "Arguments", tokens: int, is_one_sample: bool) -> Iterator[str]:
         """Suggest more ranks per sample, if a micro-batch can't be split between samples."""
-        if is_one_sample and not args.model.moe_enable:
+        if is_one_sample and "routerless_mlps" not in args.broken:
             yield f"--sequence_parallel_size {2 * args.size_of('sp')}, on several GPUs: more of them share each sample"
 
     @property

@@ -1,15 +1,14 @@
 """Language-model families: their names in LLaVA's format and in configurations, and what these configurations allow.
 
 To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
-copy. Add a line to llava_classes.json if LLaVA has a class of its own for it, to MLP_WIDTHS or EXPERT_WIDTHS if its
-configuration has another name for these widths, to EXPERTS if it is a mixture, and to TENSOR_PARALLEL of
-extensions/infer/engines.py once tests/extensions/infer/test_engines.py passes with it. Then add its small configuration
-to FAMILIES in tests/helpers/toys.py and a row to docs/language_models.md.
+copy. Add a line to llava_classes.json if LLaVA has a class of its own for it, to MLP_WIDTHS if its configuration has
+another name for that width, and to TENSOR_PARALLEL of extensions/infer/engines.py once
+tests/extensions/infer/test_engines.py passes with it. Then add its small configuration to FAMILIES in
+tests/helpers/toys.py and a row to docs/language_models.md.
 """
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,44 +24,10 @@ LLAVA_CLASSES: dict[str, tuple[str, str]] = {
     for family, names in json.loads(Path(__file__).with_name("llava_classes.json").read_text(encoding="utf-8")).items()
 }
 MOE_PREFIX = "moe_"  # of MoE-LLaVA's model_type, before LLaVA's
-UPCYCLED = "moe"  # the field of a configuration that describes its experts, as in MoE-LLaVA
 PUBLISHED = "llava"  # model_type of LLaVA-1.5's published folders, whatever the language model
 
-# Fields of a configuration with the width of MLPs, and of experts.
+# Fields of a configuration with the width of MLPs.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-
-
-class ExpertNames(NamedTuple):
-    """Names on disk in a layer of a mixture.
-
-    matrices: of an expert's gate, up and down; None where the experts of a layer are one tensor on disk, too; renamed:
-    parts of names on disk, and what stands for them in memory; may_be_turned: True if such a tensor is (E, I, O) in
-    some folders, for (E, O, I) in memory.
-    """
-
-    matrices: tuple[str, str, str] | None
-    renamed: tuple[tuple[str, str], ...] = ()
-    may_be_turned: bool = False
-
-
-_PROJECTIONS = ExpertNames(("gate_proj", "up_proj", "down_proj"))
-# Mixtures of experts, by model_type.
-EXPERTS = {
-    "mixtral": ExpertNames(("w1", "w3", "w2"), ((".block_sparse_moe.", ".mlp."),)),
-    "qwen2_moe": _PROJECTIONS,
-    "qwen3_moe": _PROJECTIONS,
-    "olmoe": _PROJECTIONS,
-    "granitemoe": ExpertNames(
-        None,
-        (
-            (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
-            (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
-            (".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight"),
-        ),
-    ),
-    "qwen3_vl_moe_text": ExpertNames(None, may_be_turned=True),  # as published it is
-}
 
 STATEFUL = "linear_attention"  # in layer_types: a layer that carries a state from token to token
 WINDOWED = "sliding_attention"  # the same: one in which a token sees a window
@@ -78,16 +43,6 @@ _LLAVA_NAMES = {
     "use_mm_proj", "model_type", "architectures", "auto_map", "_name_or_path", "vision_tower_pretrained",
     "split_special_tokens",
 }  # fmt: skip
-
-
-def is_mixture(config: PreTrainedConfig) -> bool:
-    """True for a mixture of experts."""
-    return config.model_type in EXPERTS
-
-
-def is_upcycled(config: PreTrainedConfig) -> bool:
-    """True for a dense family some of whose MLPs are mixtures of experts (model/upcycling.py)."""
-    return isinstance(getattr(config, UPCYCLED, None), dict)
 
 
 def has_state(config: PreTrainedConfig) -> bool:

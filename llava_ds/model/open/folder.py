@@ -20,7 +20,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.rules import data_problems
 from llava_ds.constants import ConfigError
-from llava_ds.extensions.active import folder_part, opener_of
+from llava_ds.extensions.active import folder_part, opener_of, text_part
 from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import (
     ADAPTER_CONFIG,
@@ -32,7 +32,6 @@ from llava_ds.files.model_files import (
     shown,
 )
 from llava_ds.model.families.language import (
-    EXPERTS,
     config_of,
     is_llava_type,
     read_text_config,
@@ -143,20 +142,14 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
 
 
 def language_model_source(path: str, config: PreTrainedConfig, rename: Callable[[str], str | None]) -> Source:
-    """The source of a language model, whose experts are stacked as they are read. rename: as Source's."""
-    experts = EXPERTS.get(config.model_type)
-    if experts is None:
-        return Source(FLAG, path, rename)
-    from llava_ds.model.open.experts import Stacked, Upright, from_disk
+    """The source of a language model. rename: as Source's."""
+    part = text_part(config)
 
     def in_memory(on_disk: str) -> str | None:
         name = rename(on_disk)
-        return name and from_disk(name, experts)
+        return name and part.from_disk(name, config)
 
-    changes: tuple[Callable[[Weights], Weights], ...] = (partial(Stacked, names=experts),) if experts.matrices else ()
-    if experts.may_be_turned:
-        changes = (partial(Upright, config=config),)
-    return Source(FLAG, path, in_memory, changes)
+    return Source(FLAG, path, in_memory, (partial(part.stacked, config=config),))
 
 
 def read_model_config(path: str) -> dict:

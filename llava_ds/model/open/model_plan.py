@@ -149,7 +149,7 @@ class ModelPlan:
     has_value_head: bool = False
     notes: tuple[str, ...] = ()  # lines about what the flags make of the model
     checkpoint: Path | None = None  # that the run resumes from
-    only_experts: str | None = None  # the only way to compute experts (--experts_implementation), where there is one
+    only_products: str | None = None  # the only way to compute matrices that are stacked, where there is one
     own: Mapping[str, object] = field(default_factory=dict)  # what extensions plan of it, by their names
 
     @property
@@ -188,10 +188,10 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     value_head: give the model one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
     packages, and DataError for weights that don't fit.
     """
-    wraps = active(args.own).wraps
-    for wrap in wraps:
+    for wrap in active(args.own).wraps:
         wrap.check(args)
     parts = read_parts(args)
+    wraps = active(args.own, parts.text_config).wraps
     _check_last_layers(args, parts)
     _check_layer_embeddings(args, parts)
     text_config, sources = parts.text_config, parts.sources
@@ -203,10 +203,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
     notes = set_variables(tokenizer, args.chat_template_kwargs, version)
     text_config, sources, grown = fit_vocabulary(text_config, sources, tokenizer, args)
     notes += grown
-    if args.moe_enable:
-        from llava_ds.model.upcycling import upcycle
-
-        text_config, sources, lines = upcycle(text_config, sources, args)
+    for wrap in wraps:
+        text_config, sources, lines = wrap.composed(text_config, sources, args)
         notes += lines
     with torch.device("meta"):
         parts.tower.build_projector(args, text_config.hidden_size)  # raises if impossible
@@ -219,7 +217,7 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
         if opened is not None:
             check_fit(part, opened.weights, opened.what)
     if text_config.vocab_size != parts.text_config.vocab_size:
-        plan = replace(plan, notes=(*plan.notes, *frozen_rows(model.language_model, args)))
+        plan = replace(plan, notes=(*plan.notes, *frozen_rows(model, args)))
     for wrap in wraps:
         plan = wrap.planned(plan, model, args)
     return plan

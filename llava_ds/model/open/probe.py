@@ -15,7 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, AutoModelFo
 
 from llava_ds.constants import ConfigError
 from llava_ds.model import attention, last_layer
-from llava_ds.model.families.language import EXPERT_WIDTHS, MLP_WIDTHS, final_logits, has_state, layer_configs
+from llava_ds.model.families.language import MLP_WIDTHS, final_logits, has_state, layer_configs
 from llava_ds.model.open.loading import persistent_buffers
 
 LENGTHS = (3, 11, 7)  # of the samples
@@ -151,6 +151,7 @@ def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfi
     heads, key_heads = config.num_attention_heads, getattr(first, "num_key_value_heads", None)
     own_width = getattr(first, "head_dim", None)
     num_heads = 4 if heads > 1 else 1
+    other_widths = (name for name in vars(first) if name.endswith("_intermediate_size"))
     changes = {
         "num_attention_heads": num_heads,
         "hidden_size": num_heads * (own_width or config.hidden_size // heads),
@@ -163,7 +164,7 @@ def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfi
         "pad_token_id": 0,
         "bos_token_id": 0,
         "eos_token_id": 0,
-        **dict.fromkeys((*MLP_WIDTHS, *EXPERT_WIDTHS), WIDTH),
+        **dict.fromkeys((*MLP_WIDTHS, *other_widths), WIDTH),
     }
     key_heads_of = {count: max(1, num_heads * count // heads) for count in _key_heads(layers)}
     if key_heads is not None:

@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_projector_only
 from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.extensions.active import active
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import Source, Sources, Weights
@@ -182,18 +183,21 @@ def _grow(
     return config, sources, [line]
 
 
-def frozen_rows(language_model: nn.Module, args: ModelArguments) -> list[str]:
-    """A line where --resize_token_embeddings adds rows to parameters that these flags leave frozen."""
+def frozen_rows(model: nn.Module, args: ModelArguments) -> list[str]:
+    """A line where --resize_token_embeddings adds rows to parameters that these flags leave frozen. model: a
+    LlavaModel without weights."""
     if not args.resize_token_embeddings:
         return []
+    language_model = model.language_model
     names = {id(parameter): name for name, parameter in language_model.named_parameters()}
     inputs, outputs = language_model.get_input_embeddings().weight, language_model.get_output_embeddings().weight
     ends = dict.fromkeys(names[id(end)] for end in (inputs, outputs))
     parts, trained = trained_parts(args), set()
     if "language_model" in parts and not args.unfreeze_topk_llm:
-        from llava_ds.model.upcycling import trained_of
-
-        trained = trained_of(list(names.values()), args)
+        for wrap in active(args.own).wraps:
+            wrap.trains(model, args)
+        trained = {names[id(parameter)] for parameter in language_model.parameters() if parameter.requires_grad}
+        model.requires_grad_(True)
     elif "output_layer" in parts and outputs is not inputs:
         trained = {names[id(outputs)]}
     frozen = [name for name in ends if name not in trained]

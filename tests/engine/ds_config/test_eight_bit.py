@@ -87,11 +87,6 @@ def test_torchs_adamw_is_what_there_is_without_the_flag(optim):
             "--optim adamw_8bit with offload_optimizer: DeepSpeed's step in CPU memory is made for its own Adam with "
             "fp32 states: remove it, or give --optim paged_adamw_8bit",
         ),
-        (
-            {"zero_optimization": {"stage": 2}},
-            {"optim": "adamw_8bit", "ep_size": 2},
-            "--ep_size is 2, which needs torch's AdamW: leave out --optim adamw_8bit",
-        ),
         # Not bitsandbytes' AdamW: no hint at something else of that sound, and no line about its "auto".
         (
             block("Lion8bit", lr="auto"),

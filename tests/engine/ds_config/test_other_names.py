@@ -1,10 +1,7 @@
 """Other trainers' and other versions' names in a DeepSpeed JSON: advice repeats what was asked, or none is given."""
 
 import pytest
-from ds_json import arguments, refused, resolve
-
-from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.resolve import axes_from
+from ds_json import refused, resolve
 
 IGNORED = "DeepSpeed would ignore it, remove it"
 
@@ -12,7 +9,6 @@ IGNORED = "DeepSpeed would ignore it, remove it"
 @pytest.mark.parametrize(
     ("name", "value", "advice"),
     [
-        ("ep_size", 8, 'remove it, write "moe_expert_parallel_size": 8, which shares experts out over ranks'),
         ("data_parallel_size", 4, "remove it, it follows from the ranks that are started and from the other axes"),
         ("dtype", "bf16", 'remove it, write "bf16": {"enabled": true}, or "fp16" in its place, or neither for fp32'),
         ("mixed_precision", "no", 'remove it, write "bf16": {"enabled": true}, or "fp16" in its place, or neither'),
@@ -48,21 +44,6 @@ def test_advice_about_a_name_means_the_same_or_is_not_given(name, value, advice)
     assert advice in line
 
 
-def test_all_unknown_keys_are_in_one_message():
-    raw = {
-        "zzz": 1,
-        "zero_optimization": {"stage": 2, "aaa": 1},
-        "optimizer": {"type": "AdamW", "params": {"foo": 1}},
-        "scheduler": {"type": "WarmupLR", "params": {"bar": 1}},
-        "moe_expert_parallel_size": "many",
-    }
-    names = ("zzz", "zero_optimization.aaa", "optimizer.params.foo", "scheduler.params.bar")
-    with pytest.raises(ConfigError) as caught:  # before ranks meet
-        axes_from(raw, arguments())
-    for lines in (refused(raw), str(caught.value).splitlines()):
-        assert all(any(line.startswith(name) for line in lines) for name in names), lines
-
-
 @pytest.mark.parametrize("section", [{}, {"zero_optimization": {"stage": 9}}, {"zero_optimization": {}}])
 def test_a_dotted_key_is_no_key_of_a_section(section):
     lines = refused({"zero_optimization.stage": 3, "bf16.enabled": True, **section})
@@ -72,10 +53,6 @@ def test_a_dotted_key_is_no_key_of_a_section(section):
     assert any("zero_optimization.stage is 9" in line for line in lines) == (
         "stage" in section.get("zero_optimization", {})
     )
-
-
-def test_axes_that_can_be_used_are_taken_before_ranks_meet():
-    assert axes_from({"moe_expert_parallel_size": 2}, arguments()).training.ep_size == 2
 
 
 # As axolotl's and InternVL's files have them: DeepSpeed 0.19 takes names of stage 3 without their prefix.

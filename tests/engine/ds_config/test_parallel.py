@@ -4,9 +4,9 @@ import pytest
 
 from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config.parallel import for_engine, with_axes
+from llava_ds.engine.ds_config.parallel import for_engine
 from llava_ds.extensions.base import Axis
-from llava_ds.runtime.mesh import check_experts, check_sizes
+from llava_ds.runtime.mesh import check_sizes
 
 
 def arguments(*flags: str):
@@ -49,30 +49,3 @@ def test_deepspeed_is_not_told_how_many_samples_a_step_has():
     assert for_engine(config) == {**micro, "zero_optimization": {"stage": 2}}
     assert "train_batch_size" in config
     assert for_engine({"train_batch_size": 8}) == {"train_batch_size": 8}  # of inference, which has no other number
-
-
-@pytest.mark.parametrize(
-    ("raw", "flags", "size"),
-    [
-        (None, ["--ep_size", "2"], 2),
-        ({}, ["--moe_expert_parallel_size", "2"], 2),
-        ({"moe_expert_parallel_size": 2}, [], 2),
-        ({"moe_expert_parallel_size": "auto"}, ["--ep_size", "2"], 2),
-        ({"moe_expert_parallel_size": 1}, [], 1),
-    ],
-)
-def test_flag_and_json_say_how_many_ranks_share_experts(raw, flags, size):
-    assert with_axes(arguments(*flags), raw).training.ep_size == size
-
-
-AXIS = [Axis("tp", "tensor_parallel_size", 2, 2, True)]
-
-
-def test_ranks_that_cant_share_experts_are_refused():
-    check_experts(3, [], 1)
-    check_experts(6, AXIS, 1)
-    check_experts(6, [], 3)
-    with pytest.raises(ConfigError, match="--ep_size 4 does not divide 6 ranks: give one of 1, 2, 3, 6"):
-        check_experts(6, [], 4)
-    with pytest.raises(ConfigError, match="--ep_size 2 can't be combined with ranks that share samples"):
-        check_experts(4, AXIS, 2)

@@ -44,6 +44,7 @@ def counting(name: str, whole: str):
 for each, where in WHOLE.items():  # before DeepSpeed takes them
     setattr(torch.distributed, each, counting(each, where))
 
+sys.path.append(str(Path(__file__).parents[2] / "workers"))
 from run_many import load_train  # noqa: E402
 
 from llava_ds.train import loop  # noqa: E402

@@ -3,6 +3,7 @@
 import llavas
 import pytest
 import toys
+from known_flags import needs
 from llavas import arguments, opened
 
 from llava_ds.extensions.planning.shapes import shape_of, shape_of_folders
@@ -18,6 +19,7 @@ def test_an_estimate_of_a_llava_is_that_of_its_parts(tmp_path):
     assert all(shape_of_folders(arguments(flags)).parts == parts.parts for flags in folders)
 
 
+@needs("moe_enable")
 def test_the_estimate_counts_every_expert_and_flops_those_of_a_token(tmp_path):
     base = toys.write_base(tmp_path)
     _, dense, args = opened(base)

@@ -138,6 +138,12 @@ def test_every_form_is_the_same_pair(tmp_path, tokenizer, form):
         assert sample.labels.tolist() == other.labels.tolist()
 
 
+def test_the_summary_counts_both_answers(tmp_path, tokenizer):
+    records = [{**FORMS["LLaVA, texts"], "id": name} for name in "abc"]
+    [line] = [line for line in opened(tmp_path, records, tokenizer).summary() if " supervised" in line]
+    assert line.startswith("6 answers in pairs, 3 images, ")
+
+
 def test_both_answers_share_the_tiles(tmp_path, tokenizer):
     dataset = opened(tmp_path, [FORMS["LLaVA, texts"]], tokenizer)
     pair = dataset[0]

@@ -38,8 +38,13 @@ def refusal(argv: list[str]) -> list[str]:
             *("--objective ppo --num_generations 1", "--objective ppo: ", "trains on answers alone so far: give sft"),
             marks=needs_extension("rl"),
         ),
-        ("--ep_size 2 --eval_data_split x", "a ready model needs MLPs without routers ", "leave --ep_size 2 out"),
-        ("--moe_enable True --top_k_experts 9", "a ready model needs MLPs without routers ", "--moe_enable True out"),
+        *(
+            pytest.param(flags, "a ready model needs MLPs without routers ", end, marks=needs_extension("mixtures"))
+            for flags, end in (
+                ("--ep_size 2 --eval_data_split x", "leave --ep_size 2 out"),
+                ("--moe_enable True --top_k_experts 9", "--moe_enable True out"),
+            )
+        ),
     ],
 )
 def test_a_ready_models_reason_comes_alone(ready, flags, begins, end):

@@ -175,7 +175,8 @@ def check_curve(runs: Runs) -> None:
     for stage in runs.stages:
         found = losses(runs.folder / f"zero{stage}")
         assert expected[-1] < expected[0] - 0.5  # it learns
-        assert np.allclose(found, expected, rtol=5e-6, atol=0), (stage, np.abs(np.divide(found, expected) - 1).max())
+        assert np.allclose(found[0], expected[0], rtol=1e-6, atol=0)
+        assert np.allclose(found, expected, rtol=2e-5, atol=0), (stage, np.abs(np.divide(found, expected) - 1).max())
 
 
 def check_routers(runs: Runs) -> None:

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from llava_ds.constants import IGNORE_INDEX, ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.extensions.rl.rewards import Completion, model_rewards, open_rewards
+from llava_ds.extensions.rl.rewards import Completion, model_rewards, open_rewards, try_rewards
 
 
 def reward(name: str, text: str, reference: str = "", tokens: int = 1) -> float:
@@ -98,6 +99,27 @@ def test_a_function_that_gives_no_number_for_an_answer_ends_the_run(tmp_path, bo
     (tmp_path / "mine.py").write_text(f"def f(**_): return {body}\n")
     with pytest.raises(DataError, match=r"mine\.py:f"):
         reward(f"{tmp_path}/mine.py:f", "x")
+
+
+def test_none_says_that_a_reward_does_not_apply(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(completions, **_): return [None if c == 'x' else 2 for c in completions]\n"
+    )
+    [opened] = open_rewards(f"{tmp_path}/mine.py:f", None)
+    found = opened.of_all([Completion("?", text, "", "a", 1, 9) for text in "xy"])
+    assert np.isnan(found[0]) and found[1] == 2.0
+    with pytest.raises(DataError, match="or None where it does not apply"):
+        (tmp_path / "mine.py").write_text("def f(completions, **_): return ['x', None]\n")
+        [opened] = open_rewards(f"{tmp_path}/mine.py:f", None)
+        opened.of_all([Completion("?", text, "", "a", 1, 9) for text in "xy"])
+
+
+def test_functions_of_the_user_are_tried_on_made_up_answers(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(completions, references, **_): return [float(c) for c in completions]\n")
+    opened = open_rewards(f"exact,{tmp_path}/mine.py:f", None)
+    with pytest.raises(DataError, match=r"mine\.py:f failed: ValueError"):
+        try_rewards(opened, "How many?", "3", "a", 9)  # the second answer is empty
+    try_rewards(opened[:1], "How many?", "3", "a", 9)
 
 
 def test_equal_answers_are_judged_once():

@@ -40,6 +40,10 @@ def refusal(*flags: str) -> str:
         (["--objective", "grpo", "--max_resample_times", "2"], "has no effect without --dynamic_sample True"),
         (["--objective", "grpo", "--max_resample_times", "0"], "give 1 or more; --dynamic_sample False tries no other"),
         (["--objective", "grpo", "--top_p", "0"], "--top_p is 0"),
+        (
+            ["--objective", "ppo", "--critic_model_name_or_path", "critic", "--lora_enable", "True"],
+            "--critic_model_name_or_path can't be used with adapters",
+        ),
         (["--objective", "grpo", "--vllm_server", "http://10.0.0.1:8765"], "give its address here"),
         (["--objective", "grpo", "--vllm_server", "http://[::1"], "give its address here"),
         (["--vllm_server", "http://127.0.0.1:1"], "--vllm_server belongs to --objective grpo and ppo"),

@@ -123,6 +123,31 @@ def test_answers_are_kept_with_their_rewards(folder, runs):
 
 
 @pytest.mark.full
+def test_the_first_steps_say_that_nothing_is_learned(folder, given):
+    """By a reward that is the same for every answer, and one that applies to none."""
+    (folder / "flat.py").write_text(
+        "def flat(ids, **_): return [0.25] * len(ids)\ndef none(ids, **_): return [None] * len(ids)\n"
+    )
+    functions = f"{folder}/flat.py:flat,{folder}/flat.py:none"
+    flags = flags_of(folder, given, "flat", 2, max_steps=3, reward_funcs=functions, reward_weights="1,1")
+    done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("WARNING: nothing was learned in 3 steps: the answers to each of ") == 1
+    assert "had equal rewards, like 0.25 for " in done.stdout
+    for row in read_metrics(folder / "flat" / "metrics.jsonl"):
+        assert (row["reward"], row["rewards/flat/mean"], row["rewards/none/mean"]) == (0.25, 0.25, 0.0)
+
+
+@pytest.mark.full
+def test_a_reward_that_fails_ends_the_run_before_the_model_is_built(folder, given):
+    (folder / "fails.py").write_text("def fails(completions, **_): return [1 / len(text) for text in completions]\n")
+    flags = flags_of(folder, given, "fails", 2, reward_funcs=f"{folder}/fails.py:fails", reward_weights="1")
+    done = launch(2, ROOT / "run" / "rl.py", *command_line(flags))
+    assert done.returncode == 2 and "fails.py:fails failed: ZeroDivisionError" in done.stdout + done.stderr
+    assert not (folder / "fails" / "metrics.jsonl").exists()
+
+
+@pytest.mark.full
 def test_the_script_starts_it_and_exports(folder, given):
     flags = flags_of(folder, given, "script", 2, max_steps=1)
     flags.pop("objective")

@@ -94,7 +94,7 @@ def test_losses_and_gradients_are_those_of_one_rank(runs, name):
 
 def test_in_bf16_ranks_round_as_those_with_samples_of_their_own_do(more_runs):
     one, own, shared = (more_runs[name] for name in ("bf16", "bf16-dp2", "bf16-sp2"))
-    assert 0 < relative_difference(one, shared) <= 2 * relative_difference(one, own)
+    assert 0 < relative_difference(one, shared) <= 4 * relative_difference(one, own)  # two draws of rounding
     differences = [max(abs(a - b) for a, b in zip(losses(one), losses(run), strict=True)) for run in (own, shared)]
     assert differences[1] <= 2 * differences[0]
 

@@ -1,7 +1,9 @@
 """An upcycled model begins as the dense one it is made of, and what its layer promises holds."""
 
 import copy
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,24 +13,25 @@ from transformers import AutoModelForCausalLM
 
 from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, TrainingArguments
 from llava_ds.constants import ConfigError
+from llava_ds.engine.ds_config.parallel import check_model
+from llava_ds.extensions.active import text_part
+from llava_ds.extensions.mixtures.experts import Stacked, from_disk
+from llava_ds.extensions.mixtures.kinds import EXPERTS, is_upcycled
+from llava_ds.extensions.mixtures.mixture import Gates, choose_experts
+from llava_ds.extensions.mixtures.native_mixture import native_config, native_name
+from llava_ds.extensions.mixtures.upcycled import Mixture, expert_layers, expert_of
+from llava_ds.extensions.mixtures.upcycling import check_stage, trained_of, upcycle, upcycled_config
 from llava_ds.model import attention
-from llava_ds.model.families.language import EXPERTS, is_upcycled
-from llava_ds.model.families.upcycled import Mixture, expert_layers, expert_of
-from llava_ds.model.mixture import Gates, choose_experts
-from llava_ds.model.native_mixture import native_config, native_name
-from llava_ds.model.open.experts import Stacked, from_disk
 from llava_ds.model.open.weights import Source, Sources, TensorSource
-from llava_ds.model.upcycling import (
-    add_experts,
-    check_stage,
-    check_upcycled,
-    trained_of,
-    upcycle,
-    upcycled_config,
-)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "granite", "gpt2")
-ALL = ModelArguments(moe_enable=True, moe_mode="dense")
+FEATURES = {
+    path.parent.name: {name: value for name, value in flags.items() if name != "stage"}
+    for path in sorted(Path(__file__).parents[1].glob("*/features.json"))
+    for flags in json.loads(path.read_text()).values()
+}
+DROPPING = {"moe_enable": True, "moe_mode": "dense", "capacity_factor": 0.25}
+ALL = toys.model_arguments(moe_enable=True, moe_mode="dense")
 
 
 class Memory(Source):
@@ -43,7 +46,7 @@ def upcycled(model: torch.nn.Module, args: ModelArguments = ALL) -> torch.nn.Mod
     source = Memory("--model_name_or_path", model.state_dict(), lambda name: name)
     config, sources, _ = upcycle(model.config, Sources(source, source), args)
     made = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention.register())
-    add_experts(made, config, args)
+    text_part(config).assembled(made, config, args)
     made.tie_weights()
     weights = {name: read() for name, read in sources.language_model.open().tensors()}
     assert set(dict(made.named_parameters())) <= set(weights)
@@ -71,7 +74,7 @@ def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_begins_as_the_dense_model(family, flags):
     model = dense(family)
-    made = upcycled(model, ModelArguments(moe_enable=True, moe_mode="sparse", **flags))
+    made = upcycled(model, toys.model_arguments(moe_enable=True, moe_mode="sparse", **flags))
     assert list(expert_layers(made)) and len(expert_layers(made)) < model.config.num_hidden_layers
     ids = torch.randint(0, 400, (1, 40))
     expected = logits(model, ids)
@@ -108,11 +111,11 @@ def test_tokens_are_dropped_in_training_alone_and_only_with_a_capacity():
     model = dense("llama")
     ids = torch.randint(0, 400, (1, 64))
     expected = logits(model, ids)
-    made = upcycled(model, ModelArguments(moe_enable=True, moe_mode="dense", capacity_factor=0.25))
+    made = upcycled(model, toys.model_arguments(**DROPPING))
     assert (logits(made, ids) - expected).abs().max() > 1e-2
     assert (logits(made.eval(), ids) - expected).abs().max() < 1e-4
     assert (logits(made.train(), ids) - expected).abs().max() > 1e-2
-    roomy = upcycled(model, ModelArguments(moe_enable=True, moe_mode="dense", capacity_factor=0.25, min_capacity=64))
+    roomy = upcycled(model, toys.model_arguments(**DROPPING, min_capacity=64))
     assert (logits(roomy, ids) - expected).abs().max() < 1e-4
     assert torch.equal(logits(roomy, ids), logits(roomy, ids))  # nothing is random
 
@@ -138,9 +141,9 @@ def test_the_gates_loss_and_load_are_recorded_once():
 )
 def test_the_layers_are_moe_llavas(mode, layers):
     config = toys.language_model_config("llama", num_hidden_layers=5)
-    made = upcycled_config(config, ModelArguments(moe_enable=True, moe_mode=mode))
+    made = upcycled_config(config, toys.model_arguments(moe_enable=True, moe_mode=mode))
     assert Mixture.of(made).layers == tuple(layers) and is_upcycled(made) and not is_upcycled(config)
-    named = upcycled_config(config, ModelArguments(moe_enable=True, moe_layers_idx="3,1"))
+    named = upcycled_config(config, toys.model_arguments(moe_enable=True, moe_layers_idx="3,1"))
     assert Mixture.of(named).layers == (1, 3)
 
 
@@ -172,53 +175,65 @@ def test_models_that_cant_be_upcycled_are_refused():
         upcycled_config(upcycled_config(toys.language_model_config("llama"), ALL), ALL)
     for words in ("0,7", "one", "1,1"):
         with pytest.raises(ConfigError, match=r"--moe_layers_idx names .*from 0 to 1"):
-            upcycled_config(toys.language_model_config("llama"), ModelArguments(moe_enable=True, moe_layers_idx=words))
+            upcycled_config(
+                toys.language_model_config("llama"), toys.model_arguments(moe_enable=True, moe_layers_idx=words)
+            )
 
 
 def test_what_trains_is_named_by_whole_words():
     names = list(dict(upcycled(dense("llama")).named_parameters()))
-    assert trained_of(names, ModelArguments()) == set(names)
-    found = trained_of(names, ModelArguments(train_modules="gate_proj,wg"))
+    assert trained_of(names, None) == set(names)
+    found = trained_of(names, "gate_proj,wg")
     assert {re.sub(r"\d+", "N", name) for name in found} == {
         "model.layers.N.mlp.deepspeed_moe.gate.wg.weight",
         "model.layers.N.mlp.deepspeed_moe.experts.deepspeed_experts.N.gate_proj.weight",
     }
     with pytest.raises(ConfigError, match=r"--train_modules gate_pro is in no .*: give some of .*gate_proj"):
-        trained_of(names, ModelArguments(train_modules="gate_pro"))
+        trained_of(names, "gate_pro")
     with pytest.raises(ConfigError, match="leaves all experts frozen"):
-        trained_of(names, ModelArguments(train_modules="wg,lm_head"))
+        trained_of(names, "wg,lm_head")
 
 
-def arguments(given: frozenset[str] = frozenset(), model: dict | None = None, **training: object) -> Arguments:
-    return Arguments(ModelArguments(**(model or {})), DataArguments(), TrainingArguments(**training), given)
+def arguments(given: frozenset[str] = frozenset(), **flags: object) -> Arguments:
+    return Arguments(ModelArguments(), DataArguments(), TrainingArguments(), given).replaced(**flags)
 
 
-@pytest.mark.parametrize(
-    ("model", "training", "message"),
-    [
-        ({"tune_mm_mlp_adapter": True}, {}, "--tune_mm_mlp_adapter True: it writes a projector"),
-    ],
-)
-def test_what_does_not_go_with_experts_is_refused(model, training, message):
+def test_what_does_not_go_with_experts_is_refused():
     config = upcycled_config(toys.language_model_config("llama"), ALL)
-    check_upcycled(arguments(ep_size=2), config)
-    with pytest.raises(ConfigError, match=f"^{message}.*,.* language model"):
-        check_upcycled(arguments(model=model, **training), config)
+    check_model(arguments(ep_size=2), config)
+    with pytest.raises(ConfigError, match=r"^--tune_mm_mlp_adapter True: it writes a projector.*,.* language model"):
+        check_model(arguments(tune_mm_mlp_adapter=True), config)
+
+
+def needs_of(name: str) -> set[str]:
+    """Properties that an extension needs by its features' flags."""
+    args = arguments().replaced(**FEATURES[name])
+    return {*args.own[name].needs, *args.traits.needs}
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if "dense_mlps" in needs_of(name)])
+def test_what_needs_dense_layers_is_refused_with_an_upcycled_model(name):
+    config = upcycled_config(toys.language_model_config("llama"), ALL)
+    check_model(arguments(), config)
+    flag = next(iter(FEATURES[name]))
+    with pytest.raises(ConfigError, match=f"^--{flag} .* needs dense MLPs .*, which an upcycled language model takes"):
+        check_model(arguments().replaced(**FEATURES[name]), config)
 
 
 def test_ranks_that_do_not_divide_the_experts_are_refused():
     config = upcycled_config(toys.language_model_config("llama"), ALL)
     with pytest.raises(ConfigError, match="--ep_size 3 does not divide the 4 experts of a layer: give one of 1, 2, 4"):
-        check_upcycled(arguments(ep_size=3), config)
+        check_model(arguments(ep_size=3), config)
 
 
 def test_flags_of_experts_are_refused_without_any():
     config = toys.language_model_config("llama")
-    check_upcycled(arguments(), config)
+    check_model(arguments(), config)
     with pytest.raises(ConfigError, match="--train_modules is for experts out of --moe_enable True"):
-        check_upcycled(arguments(frozenset({"train_modules"}), {"train_modules": "wg"}), config)
+        check_model(arguments(frozenset({"train_modules"}), train_modules="wg"), config)
     with pytest.raises(ConfigError, match="--ep_size is for experts out of --moe_enable True"):
-        check_upcycled(arguments(ep_size=2), config)
+        check_model(arguments(ep_size=2), config)
+    check_model(arguments(frozenset({"train_modules"}), moe_enable=True, train_modules="wg"), config)
 
 
 def test_zero_3_is_refused_with_the_reason():
@@ -231,7 +246,7 @@ def test_zero_3_is_refused_with_the_reason():
 
 @pytest.mark.parametrize(("family", "mode"), [("llama", "dense"), ("mistral", "dense"), ("qwen3", "sparse")])
 def test_a_family_of_transformers_computes_the_same(family, mode):
-    made = upcycled(dense(family), ModelArguments(moe_enable=True, moe_mode=mode, num_experts=4))
+    made = upcycled(dense(family), toys.model_arguments(moe_enable=True, moe_mode=mode, num_experts=4))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -266,7 +281,7 @@ class InMemory(TensorSource):
     ],
 )
 def test_where_transformers_has_no_class_the_reason_is_said(family, flags, why):
-    args = ModelArguments(**{"moe_enable": True, "moe_mode": "dense", **flags})
+    args = toys.model_arguments(**{"moe_enable": True, "moe_mode": "dense", **flags})
     config = upcycled_config(toys.language_model_config(family), args)
     assert native_config(config)[0] is None and why in native_config(config)[1]
     name = "language_model.model.layers.0.mlp.deepspeed_moe.gate.wg.weight"

@@ -7,9 +7,9 @@ for k of 2 or more; and neither has experts beside an MLP. Mixtral has experts i
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from llava_ds.model.families.language import EXPERTS, UPCYCLED, is_upcycled
-from llava_ds.model.families.upcycled import GATE, Mixture, expert_of
-from llava_ds.model.open.experts import to_disk
+from llava_ds.extensions.mixtures.experts import to_disk
+from llava_ds.extensions.mixtures.kinds import EXPERTS, UPCYCLED, is_upcycled
+from llava_ds.extensions.mixtures.upcycled import GATE, Mixture, expert_of
 
 # By the dense family, what has its attention.
 FAMILIES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}

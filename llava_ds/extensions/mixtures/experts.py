@@ -5,6 +5,7 @@ transformers 5 computes with "mlp.experts.gate_up_proj" (E, 2 I, D), in which ea
 "mlp.experts.down_proj" (E, D, I). Source: its conversion_mapping.py.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +14,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import DataError
-from llava_ds.model.families.language import ExpertNames
+from llava_ds.export.tensors import Entry
+from llava_ds.extensions.mixtures.kinds import ExpertNames
+from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import WeightFiles, Weights
 
 _STACKED = re.compile(r"^(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
@@ -61,6 +64,38 @@ def part_of(name: str, names: ExpertNames) -> tuple[str, int, str] | None:
     if found is None:
         return None
     return f"{found[1]}.{'down_proj' if found[3] == names.matrices[2] else 'gate_up_proj'}", int(found[2]), found[3]
+
+
+def divided_entries(entries: list[Entry], names: ExpertNames) -> list[Entry]:
+    """The entries with experts as they are on disk: each one's own, and the block by the family's name."""
+    found: list[Entry] = []
+    for entry in entries:
+        if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower has blocks of that name, too
+            found.append(entry)
+            continue
+        parts = divided(entry.name, entry.shape, names)
+        whole = _Held(entry.read, len(parts))
+        found += [Entry(name, shape, partial(whole.part, index)) for name, shape, index in parts]
+        if not parts:
+            found.append(dataclasses.replace(entry, name=to_disk(entry.name, names)))
+    return found
+
+
+class _Held:
+    """A tensor that is read once for all of its parts, and let go of with the last. Each part is read once."""
+
+    def __init__(self, read: Callable[[], torch.Tensor], num_parts: int) -> None:
+        self._read, self._num_parts, self._left = read, num_parts, 0
+        self._whole: torch.Tensor | None = None
+
+    def part(self, index: tuple) -> torch.Tensor | None:
+        if not self._left:
+            self._whole, self._left = self._read(), self._num_parts
+        found = None if self._whole is None else self._whole[index].clone()
+        self._left -= 1
+        if not self._left:
+            self._whole = None
+        return found
 
 
 class Stacked:

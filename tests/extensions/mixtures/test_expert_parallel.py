@@ -1,13 +1,15 @@
-"""Buffers between ranks that share experts have one size, whatever each rank's own number of tokens is."""
+"""Ranks that share experts: each number of a parameter counts once, and buffers between ranks have one size."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from placements import SHAPES, check_owners, check_that_each_number_counts_once, module_of
 from torch import nn
 
-from llava_ds.engine.expert_parallel import BufferSize
-from llava_ds.model.expert_layer import ExpertLayer
+from llava_ds.extensions.mixtures.expert_layer import ExpertLayer
+from llava_ds.extensions.mixtures.expert_parallel import BufferSize, SharedExperts
 
 WIDTH, TOKENS, MORE = 8, 30, 17
 
@@ -70,3 +72,16 @@ def test_fewer_tokens_than_an_expert_takes_in_any_case_are_all_taken(k):
     one = torch.randn(1, 1, WIDTH)
     assert torch.equal(layer_of(k, 0.5)(one), layer_of(k, None)(one))
     assert torch.equal(layer_of(k, 0.5).eval()(one), layer_of(k, None).eval()(one))
+
+
+def shared() -> list[tuple[SharedExperts, nn.Module]]:
+    own = {name: shape for name, shape in SHAPES.items() if not re.search(r"_experts\.[23]\.", name)}
+    return [(SharedExperts("ep", 2, index, in_data=True, number=2), module_of(own)) for index in range(2)]
+
+
+def test_all_ranks_name_the_same_parameters_and_each_number_counts_once():
+    check_that_each_number_counts_once(shared())
+
+
+def test_every_parameter_is_with_its_owner_alone():
+    check_owners(shared())

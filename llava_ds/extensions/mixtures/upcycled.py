@@ -7,11 +7,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llava_ds.constants import ConfigError
+from llava_ds.extensions.mixtures.kinds import UPCYCLED
 from llava_ds.files.model_files import shown
-from llava_ds.model.families.language import UPCYCLED
 
 GATE, NAMES = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts."  # in the place of an MLP
-OF_UPCYCLED = frozenset({"capacity_factor", "min_capacity", "train_modules"})  # flags that need such experts
 MOST_EXPERTS = 1024  # of a layer, in a folder from elsewhere
 _EXPERT = re.compile(rf"^(.*\.{re.escape(NAMES)})(\d+)(\..+)$")
 

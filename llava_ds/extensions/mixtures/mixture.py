@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from llava_ds.config.training_flags import TrainingArguments
 from llava_ds.constants import ConfigError
-from llava_ds.model.families.language import is_mixture, is_upcycled
-from llava_ds.model.families.upcycled import expert_layers
+from llava_ds.extensions.mixtures.flags import Flags
+from llava_ds.extensions.mixtures.kinds import is_mixture, is_upcycled
+from llava_ds.extensions.mixtures.upcycled import expert_layers
 
 WAYS = {
     "grouped_mm": "all of a layer in one grouped matrix product",
@@ -22,12 +22,12 @@ WAYS = {
 }
 
 
-def check_mixture_flags(training: TrainingArguments, config: PreTrainedConfig, path: str) -> None:
-    """Raise ConfigError for flags of mixtures with a model that is none."""
+def mixture_problems(flags: Flags, config: PreTrainedConfig, path: str) -> Iterator[str]:
+    """A line for each flag of mixtures with a model that is none."""
     for name in ("router_aux_loss_coef", "experts_implementation"):
         knows = is_mixture(config) or (is_upcycled(config) and name == "router_aux_loss_coef")
-        if getattr(training, name) and not knows:
-            raise ConfigError(
+        if getattr(flags, name) and not knows:
+            yield (
                 f"--{name} is for mixtures of experts, but --model_name_or_path {path} is a {config.model_type}: "
                 "leave it out"
             )

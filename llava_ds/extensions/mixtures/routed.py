@@ -8,7 +8,7 @@ import torch
 
 from llava_ds.batch import Batch
 from llava_ds.data.loader import Window
-from llava_ds.model.mixture import Gates, Routers
+from llava_ds.extensions.mixtures.mixture import Gates, Routers
 from llava_ds.train.objectives.objective import MicroLoss, Objective
 
 

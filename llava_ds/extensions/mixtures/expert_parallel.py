@@ -14,8 +14,10 @@ from deepspeed.utils import groups
 from torch import nn
 
 from llava_ds.engine.placement import Placement, Share
-from llava_ds.model.families.upcycled import expert_layers, expert_of
+from llava_ds.extensions.mixtures.upcycled import expert_layers, expert_of
 from llava_ds.runtime.mesh import Mesh
+
+AXIS = "ep"
 
 
 @dataclass(frozen=True)
@@ -41,27 +43,27 @@ def share_experts(model: nn.Module, mesh: Mesh) -> None:
 
     Also makes DeepSpeed's groups, which would print that they are missing. Does nothing for a model without experts.
     """
-    layers = expert_layers(model)
+    layers, ep = expert_layers(model), mesh.at(AXIS)
     if not layers:
         return
-    name = f"ep_size_{mesh.ep}"
+    name = f"ep_size_{ep.size}"
     if name not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(mesh.ep)
-    assert groups._get_expert_parallel_rank(name) == mesh.ep_rank, "DeepSpeed lays expert groups out in another order"
+        groups._create_expert_and_data_parallel(ep.size)
+    assert groups._get_expert_parallel_rank(name) == ep.index, "DeepSpeed lays expert groups out in another order"
     for layer in layers.values():
-        number = layer.num_experts // mesh.ep
+        number = layer.num_experts // ep.size
         experts = layer.deepspeed_moe.experts
-        own = experts.deepspeed_experts[mesh.ep_rank * number : (mesh.ep_rank + 1) * number]
+        own = experts.deepspeed_experts[ep.index * number : (ep.index + 1) * number]
         experts.deepspeed_experts, experts.num_local_experts = own, number
-        layer.ep_size = layer.deepspeed_moe.ep_size = mesh.ep
+        layer.ep_size = layer.deepspeed_moe.ep_size = ep.size
         layer.num_local_experts = layer.deepspeed_moe.num_local_experts = number
         layer.expert_group_name = layer.deepspeed_moe.ep_group_name = name
         for parameter in own.parameters():
             parameter.group_name = name
-        if mesh.ep > 1:
-            BufferSize(mesh.ep_group).watch(layer.deepspeed_moe)
-    if mesh.ep > 1:
-        model.placement = SharedExperts("ep", mesh.ep, mesh.ep_rank, mesh.ep_group, in_data=True, number=number)
+        if ep.size > 1:
+            BufferSize(ep.group).watch(layer.deepspeed_moe)
+    if ep.size > 1:
+        model.placement = SharedExperts(AXIS, ep.size, ep.index, ep.group, in_data=True, number=number)
 
 
 class BufferSize:
@@ -93,6 +95,20 @@ class BufferSize:
     def _check(self, _experts: nn.Module, inputs: tuple) -> None:
         rows = inputs[0].shape[2]  # (ep, experts of this rank, rows, D)
         assert self._rows in (0, rows), f"DeepSpeed exchanges {rows} rows for an expert, not the agreed {self._rows}"
+
+
+def with_groups_of_experts(groups_of_all: list[dict]) -> list[dict]:
+    """The optimizer's groups, each followed by one of its experts, which DeepSpeed wants marked and called by the ranks
+    with copies of them."""
+    split = []
+    for group in groups_of_all:
+        names = [expert_group(p) for p in group["params"]]
+        for name in dict.fromkeys([None, *names]):
+            params = [p for p, own in zip(group["params"], names) if own == name]
+            if params:
+                marks = {} if name is None else {"name": name, "moe": True}
+                split.append({**group, **marks, "params": params})
+    return split
 
 
 def expert_group(parameter: torch.Tensor) -> str | None:

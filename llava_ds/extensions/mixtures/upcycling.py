@@ -22,9 +22,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from llava_ds.config.arguments import Arguments, ModelArguments
 from llava_ds.config.properties import Feature, clashes, features
 from llava_ds.constants import ConfigError
-from llava_ds.model.families.language import UPCYCLED, is_mixture, is_upcycled
-from llava_ds.model.families.upcycled import GATE, NAMES, OF_UPCYCLED, Mixture, expert_of
+from llava_ds.extensions.mixtures.flags import Flags
+from llava_ds.extensions.mixtures.kinds import UPCYCLED, is_mixture, is_upcycled
+from llava_ds.extensions.mixtures.upcycled import GATE, NAMES, Mixture, expert_of
 from llava_ds.model.open.weights import Sources, Weights
+
+OF_UPCYCLED = frozenset({"capacity_factor", "min_capacity", "train_modules"})  # flags that need such experts
+BROKEN = ("dense_mlps", "routerless_mlps")  # of PROPERTIES, by an upcycled model
+
+
+def own(args: ModelArguments) -> Flags:
+    """The flags of mixtures, which a run may not have."""
+    return args.own.get("mixtures", Flags())
 
 
 def upcycle(
@@ -60,13 +69,13 @@ def upcycled_config(config: PreTrainedConfig, args: ModelArguments) -> PreTraine
             f"{where} is a {config.model_type}, whose layers have no MLP of their own: take another model"
         )
     config = copy.deepcopy(config)
-    setattr(config, UPCYCLED, _written(args, _chosen(args, len(names))))
+    setattr(config, UPCYCLED, _written(own(args), _chosen(own(args), len(names))))
     return config
 
 
-def _chosen(args: ModelArguments, num_layers: int) -> list[int]:
+def _chosen(flags: Flags, num_layers: int) -> list[int]:
     """The layers that get experts. Source: MoE-LLaVA's initialize_moe_modules."""
-    if args.moe_layers_idx is None:
+    if flags.moe_layers_idx is None:
         half = num_layers // 2
         chosen = {
             "first_half": range(half),
@@ -74,8 +83,8 @@ def _chosen(args: ModelArguments, num_layers: int) -> list[int]:
             "sparse": range(0, num_layers, 2),
             "dense": range(num_layers),
         }
-        return list(chosen[args.moe_mode])
-    words = args.moe_layers_idx.split(",")
+        return list(chosen[flags.moe_mode])
+    words = flags.moe_layers_idx.split(",")
     wrong = [word for word in words if not word.isdecimal() or int(word) >= num_layers]
     if wrong or len(set(words)) < len(words):
         found = wrong[0] if wrong else "a layer twice"
@@ -83,20 +92,20 @@ def _chosen(args: ModelArguments, num_layers: int) -> list[int]:
     return sorted(map(int, words))
 
 
-def _written(args: ModelArguments, layers: list[int]) -> dict[str, object]:
+def _written(flags: Flags, layers: list[int]) -> dict[str, object]:
     """The field moe. MoE-LLaVA's own loader asks for all of these; its eval drops tokens above a capacity, which this
     one is never reached at."""
     return {
         "moe_enable": True,
-        "moe_mode": args.moe_mode if args.moe_layers_idx is None else "custom",
+        "moe_mode": flags.moe_mode if flags.moe_layers_idx is None else "custom",
         "moe_layers_idx": layers,
-        "num_experts": [args.num_experts] * len(layers),
-        "top_k_experts": args.top_k_experts,
-        "use_residual": args.use_residual,
+        "num_experts": [flags.num_experts] * len(layers),
+        "top_k_experts": flags.top_k_experts,
+        "use_residual": flags.use_residual,
         "ep_size": 1,
-        "capacity_factor": args.capacity_factor or args.num_experts / args.top_k_experts,
-        "eval_capacity_factor": args.num_experts / args.top_k_experts,
-        "min_capacity": args.min_capacity,
+        "capacity_factor": flags.capacity_factor or flags.num_experts / flags.top_k_experts,
+        "eval_capacity_factor": flags.num_experts / flags.top_k_experts,
+        "min_capacity": flags.min_capacity,
         "router_aux_loss_coef": 0.0,
         "train_modules": [],
     }
@@ -116,12 +125,12 @@ def _layers(language_model: nn.Module) -> dict[str, nn.Module]:
 
 def add_experts(language_model: nn.Module, config: PreTrainedConfig, args: ModelArguments) -> None:
     """Replace the MLPs of an upcycled model's layers, with weights as they come: the model is filled afterwards."""
-    from llava_ds.model.expert_layer import ExpertLayer  # with DeepSpeed, which takes seconds
+    from llava_ds.extensions.mixtures.expert_layer import ExpertLayer  # with DeepSpeed, which takes seconds
 
-    mixture, layers = Mixture.of(config), list(_layers(language_model).values())
+    flags, mixture, layers = own(args), Mixture.of(config), list(_layers(language_model).values())
     for number in mixture.layers:
         layer = layers[number]
-        layer.mlp = ExpertLayer(layer.mlp, config.hidden_size, mixture, args.capacity_factor, args.min_capacity)
+        layer.mlp = ExpertLayer(layer.mlp, config.hidden_size, mixture, flags.capacity_factor, flags.min_capacity)
 
 
 class Upcycled:
@@ -171,15 +180,15 @@ def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def trained_of(names: list[str], args: ModelArguments) -> set[str]:
+def trained_of(names: list[str], train_modules: str | None) -> set[str]:
     """Those of a language model's parameters that --train_modules names, by whole words between dots.
 
     Raises ConfigError for a word that names none, or if no expert is among them.
     """
-    if args.train_modules is None:
+    if train_modules is None:
         return set(names)
     found: set[str] = set()
-    for word in args.train_modules.split(","):
+    for word in train_modules.split(","):
         named = {name for name in names if f".{word}." in f".{name}."}
         if not named:
             parts = sorted({part for name in names for part in name.split(".") if not part.isdecimal()})
@@ -187,50 +196,46 @@ def trained_of(names: list[str], args: ModelArguments) -> set[str]:
         found |= named
     if not any(expert_of(name) for name in found):
         raise ConfigError(
-            f"--train_modules {args.train_modules} leaves all experts frozen, which DeepSpeed's optimizers don't take: "
+            f"--train_modules {train_modules} leaves all experts frozen, which DeepSpeed's optimizers don't take: "
             "name a matrix of the experts, too"
         )
     return found
 
 
-def check_upcycled(args: Arguments, config: PreTrainedConfig) -> None:
-    """Raise ConfigError, with every reason, for what does not go with an upcycled model; for others, for its flags."""
-    model, training = args.model, args.training
+def upcycled_problems(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
+    """A line for everything that does not go with an upcycled model; for others, for flags that need one."""
+    flags = own(args.model)
     if not is_upcycled(config):
-        needing = sorted(args.given & OF_UPCYCLED)
-        if needing or training.ep_size > 1:
-            raise ConfigError(
-                f"--{needing[0] if needing else 'ep_size'} is for experts out of --moe_enable True, which --model_name_"
-                f"or_path {model.model_name_or_path} has none of: give that, or leave it out"
+        needing = sorted(args.given & OF_UPCYCLED) or (["ep_size"] if flags.ep_size > 1 else [])
+        if needing and not flags.moe_enable:
+            yield (
+                f"--{needing[0]} is for experts out of --moe_enable True, which --model_name_or_path "
+                f"{args.model.model_name_or_path} has none of: give that, or leave it out"
             )
         return
-    found = [
-        f"{flag}: {why}"
-        for flag, is_set, why in (
-            ("--tune_mm_mlp_adapter True", model.tune_mm_mlp_adapter, "it writes a projector and no model"),
+    if args.model.tune_mm_mlp_adapter:
+        yield (
+            "--tune_mm_mlp_adapter True: it writes a projector and no model: leave it out, for the language model is "
+            "upcycled"
         )
-        if is_set
-    ]
-    lines, experts = [f"{line}: leave it out, for the language model is upcycled" for line in found], Mixture.of(config)
-    upcycled = Feature("an upcycled language model", breaks=("dense_mlps", "routerless_mlps"))
-    lines += clashes([*features(args), upcycled])
-    if experts.num_experts % training.ep_size:
-        sizes = [n for n in range(1, experts.num_experts + 1) if experts.num_experts % n == 0]
-        lines.append(
-            f"--ep_size {training.ep_size} does not divide the {experts.num_experts} experts of a layer: give one of "
+    yield from clashes([*features(args), Feature("an upcycled language model", breaks=BROKEN)])
+    num_experts = Mixture.of(config).num_experts
+    if num_experts % flags.ep_size:
+        sizes = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+        yield (
+            f"--ep_size {flags.ep_size} does not divide the {num_experts} experts of a layer: give one of "
             f"{', '.join(map(str, sizes))}"
         )
-    if lines:
-        raise ConfigError("\n".join(lines))
 
 
 def capacity_note(args: ModelArguments) -> str | None:
     """A warning where tokens are dropped."""
-    if args.capacity_factor is None:
+    factor = own(args).capacity_factor
+    if factor is None:
         return None
     return (
-        f"--capacity_factor {args.capacity_factor:g}: an expert takes so many times its even share of a micro-batch's "
-        "tokens and drops the rest, so the result depends on which samples lie together, and on the number of ranks"
+        f"--capacity_factor {factor:g}: an expert takes so many times its even share of a micro-batch's tokens and "
+        "drops the rest, so the result depends on which samples lie together, and on the number of ranks"
     )
 
 

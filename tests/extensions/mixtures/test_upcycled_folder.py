@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from llava_ds.constants import ConfigError
 from llava_ds.export.export_plan import hf_kind
 from llava_ds.extensions.infer.load import load_model
-from llava_ds.model.families.upcycled import expert_layers
+from llava_ds.extensions.mixtures.upcycled import expert_layers
 
 MOE = {"moe_enable": True, "num_experts": 4, "top_k_experts": 2}
 # Name: family, flags, form, model_type of what is written.

@@ -9,11 +9,10 @@ import toys
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llava_ds.config.arguments import ModelArguments
-from llava_ds.config.training_flags import TrainingArguments
-from llava_ds.constants import ConfigError
 from llava_ds.engine.activation_checkpointing import checkpoint_layers
+from llava_ds.extensions.mixtures.flags import Flags
+from llava_ds.extensions.mixtures.mixture import WAYS, Routers, balance_of, choose_experts, mixture_problems
 from llava_ds.model import attention
-from llava_ds.model.mixture import WAYS, Routers, balance_of, check_mixture_flags, choose_experts
 from llava_ds.model.open.loading import load_weights
 from llava_ds.model.open.model_plan import open_part, plan_model
 from llava_ds.runtime.ranks import Ranks
@@ -142,7 +141,7 @@ def test_where_torch_has_no_grouped_product_the_line_says_so():
 
 @pytest.mark.parametrize("flag", [{"router_aux_loss_coef": 0.01}, {"experts_implementation": "eager"}])
 def test_flags_of_mixtures_are_refused_for_other_models(flag):
-    check_mixture_flags(TrainingArguments(**flag), toys.language_model_config("mixtral"), "m")
-    check_mixture_flags(TrainingArguments(), toys.language_model_config("llama"), "m")
-    with pytest.raises(ConfigError, match=f"--{next(iter(flag))} is for mixtures of experts, but .* m is a llama"):
-        check_mixture_flags(TrainingArguments(**flag), toys.language_model_config("llama"), "m")
+    assert not list(mixture_problems(Flags(**flag), toys.language_model_config("mixtral"), "m"))
+    assert not list(mixture_problems(Flags(), toys.language_model_config("llama"), "m"))
+    (line,) = mixture_problems(Flags(**flag), toys.language_model_config("llama"), "m")
+    assert line.startswith(f"--{next(iter(flag))} is for mixtures of experts, but ") and " m is a llama" in line

@@ -5,7 +5,7 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from llava_ds.model.families.upcycled import Mixture
+from llava_ds.extensions.mixtures.upcycled import Mixture
 
 
 class ExpertLayer(MoE):
