@@ -256,8 +256,8 @@ def image_options(model: ModelArguments, data: DataArguments, spec: ImageSpec) -
         raise ConfigError(f"{', '.join(given)}: this model's images have one size, so leave it out")
     if spec.class_token and model.mm_patch_merge_type != "flat":
         raise ConfigError(
-            "--mm_vision_select_feature cls_patch gives every tile a feature that has no place in a grid: give "
-            f"--mm_patch_merge_type flat, which is {model.mm_patch_merge_type}"
+            "--mm_vision_select_feature cls_patch gives every tile a feature outside its grid: give "
+            f"--mm_patch_merge_type flat, not {model.mm_patch_merge_type}"
         )
     if not 1 <= stride <= size // patch_size:
         raise ConfigError(
@@ -363,8 +363,8 @@ def coordinate_frame(size: Size, num_media: int, options: ImageOptions) -> Coord
         corner, whole = (-left, -top), (side, side)
     elif not (options.is_anyres or options.stretch or (size[0] == size[1] and options.scaled_side == options.size)):
         raise DataError(
-            f"has a box on an image of {size[0]} x {size[1]} pixels, which --image_aspect_ratio "
-            f"{options.aspect_ratio} crops to its centre: give --image_aspect_ratio pad"
+            f"has a box on an image of {size[0]} x {size[1]} pixels, but --image_aspect_ratio {options.aspect_ratio} "
+            "crops it to its centre: give --image_aspect_ratio pad"
         )
     return CoordinateFrame(corner, whole, coordinate_units(options.boxes.bbox_type, resized), options.boxes.decimals)
 
@@ -432,7 +432,7 @@ def media_layout(
         if class_token and stride > 1:
             raise ConfigError(
                 "--mm_vision_select_feature cls_patch gives every frame a feature that can't be pooled: give "
-                f"--mm_spatial_pool_stride 1, which is {stride}"
+                f"--mm_spatial_pool_stride 1, not {stride}"
             )
         by_stride, by_max = options.pool_mode != "bilinear", options.pool_mode == "max"
         short = side // stride if by_stride else math.ceil(side / stride)
@@ -475,8 +475,8 @@ def tiled_cut(kind: str, sizes: tuple[Size, ...], options: ImageOptions) -> Cut:
         raise DataError(f"videos of {options.no_video_reason}: take the record out, or give its frames as images")
     if other := next((size for size in sizes if size != sizes[0]), None):
         raise DataError(
-            f"a video has frames of {sizes[0][0]} x {sizes[0][1]} and of {other[0]} x {other[1]} pixels, which this "
-            "model can't read: give it frames of one size"
+            f"a video has frames of {sizes[0][0]} x {sizes[0][1]} and of {other[0]} x {other[1]} pixels, but this "
+            "model needs one size: give it frames of one size"
         )
     return options.video.cut(sizes[0], len(sizes))
 

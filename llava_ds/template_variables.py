@@ -122,11 +122,11 @@ def is_reserved(name: str, tokenizer: "PreTrainedTokenizerBase") -> bool:
 def variables_problem(variables: dict[str, object], source: str, tokenizer: "PreTrainedTokenizerBase") -> str | None:
     """Explain, as a predicate, why a template can't take these variables; None if it can."""
     if taken := [name for name in variables if is_reserved(name, tokenizer)]:
-        return f"sets {taken[0]!r}, which is set for every conversation: leave it out"
+        return f"sets {taken[0]!r}, but that is set for every conversation: leave it out"
     known = read_variables(source, tokenizer)
     if unknown := [name for name in variables if name not in known]:
         reads = f"the variables that it reads are {', '.join(sorted(known))}" if known else "it reads no variables"
-        return f"sets {', '.join(map(repr, unknown))}, which the chat template does not read: {reads}"
+        return f"sets {', '.join(map(repr, unknown))}, but the chat template does not read it: {reads}"
     return None
 
 
@@ -161,7 +161,7 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, versio
     is_jinja = version in ("chat_template", "processor")
     if variables and not is_jinja:
         raise ConfigError(
-            f"--{FLAG} {text}: --version {version} is one of LLaVA's own templates, which have no variables: leave it "
+            f"--{FLAG} {text}: --version {version} is one of LLaVA's own templates and has no variables: leave it "
             "out, or give --version chat_template for the tokenizer's own template"
         )
     source = tokenizer.chat_template
@@ -180,7 +180,7 @@ def set_variables(tokenizer: "PreTrainedTokenizerBase", text: str | None, versio
     lines = []
     for name, value in split_defaults(tokenizer.chat_template)[0].items():
         was = kept.get(name, value)
-        instead = f" (--{FLAG}), in place of {was}, which the model's own chat template says" if was != value else ""
+        instead = f" (--{FLAG}), instead of {was} in the model's own chat template" if was != value else ""
         lines.append(f"chat template: {name} = {value}{instead}")
     return lines
 
@@ -234,7 +234,7 @@ def _as_condition(match: re.Match) -> str:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"it says {name}, which is no JSON number")
+    raise ValueError(f"it says {name}, not a JSON number")
 
 
 def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:

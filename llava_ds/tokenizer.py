@@ -41,8 +41,8 @@ def open_tokenizer(path: str) -> PreTrainedTokenizerBase:
         if any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             raise
         raise ConfigError(
-            f"{where}: the tokenizer can't be opened: there is no tokenizer.json or tokenizer.model beside "
-            "config.json: put the tokenizer's files there"
+            f"{where}: the tokenizer can't be opened: no tokenizer.json or tokenizer.model found next to config.json: "
+            "put the tokenizer's files there"
         ) from error
     if not tokenizer.is_fast:
         raise ConfigError(f"{where}: the tokenizer is a slow one, without character offsets: add its tokenizer.json")
@@ -213,7 +213,7 @@ def tokens_without_rows(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     named = ", ".join(f"{token!r:.80} (id {i})" for i, token in list(beyond.items())[:MAX_NAMED])
     rest = f" and {len(beyond) - MAX_NAMED:,} more" if len(beyond) > MAX_NAMED else ""
     return [
-        f"tokens of the tokenizer without a row in the model's embedding, which has {rows:,}: {named}{rest}: a text "
+        f"tokens of the tokenizer without one of the {rows:,} rows of the model's embedding: {named}{rest}: a text "
         "that spells one is refused; training with --resize_token_embeddings True adds rows"
     ]
 

@@ -52,9 +52,9 @@ class Clip:
         final = last if self.end is None else min(math.floor(min(self.end, length) * footage.rate), last)
         if first >= final:
             raise DataError(
-                f"asks for a video from {self.start or 0:g} s to "
+                f"names a video from {self.start or 0:g} s to "
                 f"{length if self.end is None else self.end:g} s, of one that lasts {length:g} s ({footage.num_frames} "
-                f"frames, {footage.rate:g} a second): there are no two frames between"
+                f"frames, {footage.rate:g} a second): that includes fewer than two frames"
             )
         return first, final
 
@@ -77,7 +77,7 @@ class Clip:
             count = math.floor(count / factor) * factor
         if not factor <= count <= total:
             raise DataError(
-                f"asks for {count} frames of a video that has {total}"
+                f"names {count} frames of a video that has {total}"
                 + (f", expected a multiple of {factor} up to that" if factor > 1 else "")
             )
         return _rounded_spread(first, last, count)

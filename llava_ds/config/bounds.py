@@ -70,7 +70,7 @@ def range_of_values(text: object) -> tuple[float, float] | None:
         low = high = math.nan
     if not (low < high and math.isfinite(low) and math.isfinite(high - low)):
         raise ConfigError(
-            f"{in_short(repr(text))} is no range of values: give the ones that become black and white, the lower one "
+            f"{in_short(repr(text))} is not a range of values: give two that become black and white, the lower one "
             f"first, like 0,4095, or {OWN_RANGE} for each image's own"
         )
     return low, high
@@ -143,9 +143,7 @@ def seconds_of(text: str) -> int:
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
         total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
     if total == 0:
-        raise ConfigError(
-            f"{in_short(repr(text))} is no length of time: write it like 3h50m, 45m, 90s or 5400 (seconds)"
-        )
+        raise ConfigError(f"{in_short(repr(text))} is not a duration: write it like 3h50m, 45m, 90s or 5400 (seconds)")
     return total
 
 
@@ -169,7 +167,7 @@ def _each_once(pairs: list[tuple[str, object]]) -> dict:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"{in_short(text)} is no finite number")
+        raise ValueError(f"{in_short(text)} is not a finite number")
     return value
 
 

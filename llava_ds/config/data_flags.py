@@ -31,8 +31,8 @@ class DataArguments:
     data_path: str | None = _data_free(
         None,
         "Records (docs/data.md has their layouts): JSON, JSONL, CSV, parquet, WebDataset shards, a pattern of such "
-        "files like shard-*.tar, a folder of them, a saved datasets folder, a folder of images with metadata.jsonl, or "
-        "a YAML mixture of these. Absent: generated scenes of coloured shapes.",
+        "files like shard-*.tar, a folder of such files, a saved datasets folder, a folder of images with "
+        "metadata.jsonl, or a YAML mixture of these. Absent: generated scenes of coloured shapes.",
         path="pattern",
         remote=True,
     )
@@ -44,7 +44,7 @@ class DataArguments:
     )
     data_columns: str | None = _data(
         None,
-        "Other names of a record's fields, like conversations=dialog,image=picture (known: id, conversations, "
+        "Other names of a record's fields, like conversations=dialog,image=photo (known: id, conversations, "
         "messages, image, video, text, system, texts, history, prompt, query, question, instruction, input, "
         "completion, response, answer, output, chosen, rejected, margin).",
     )
@@ -60,9 +60,9 @@ class DataArguments:
     image_aspect_ratio: str = _images(
         "square",
         "square: resize the short side and crop the centre; pad: first pad to a square with the mean colour; "
-        "original: as the tower's own processor does, which is square for CLIP; anyres: tiles on the best grid of "
-        "--image_grid_pinpoints, and an overview; anyres_max_N: the same, with features scaled down to those of N "
-        "tiles (LLaVA-OneVision).",
+        "original: as the tower's own processor does (square for CLIP); anyres: tiles on the best grid of "
+        "--image_grid_pinpoints, and an overview; anyres_max_N: the same, with features scaled down to N tiles' worth "
+        "(LLaVA-OneVision).",
     )
     image_grid_pinpoints: str | None = _images(
         None,
@@ -75,7 +75,7 @@ class DataArguments:
         "Absent: as the model's image processor says.",
     )
     max_pixels: Count | None = _images(
-        None, "The same: scale an image down to at most so many pixels, which bounds its number of tokens."
+        None, "The same: scale an image down to at most so many pixels, to bound its number of tokens."
     )
     video_min_pixels: Count | None = _images(
         None,
@@ -100,8 +100,8 @@ class DataArguments:
     video_fps: Count = _images(1, "Frames taken from each second of a video file.")
     frames_upbound: NotNegative = _images(
         32,
-        "Largest number of frames of a video; from a longer one they are taken evenly. 0 is no limit, LLaVA-NeXT's own "
-        "default, with which a long video may take any amount of memory.",
+        "Largest number of frames of a video; from a longer one they are taken evenly. 0 means no limit, "
+        "LLaVA-NeXT's own default, with which a long video may take any amount of memory.",
     )
     force_sample: bool = _images(
         False, "Take --frames_upbound evenly spaced frames of every video file, also where --video_fps gives fewer."
@@ -123,7 +123,7 @@ class DataArguments:
     )
     eval_data_path: str | None = _eval_free(
         None,
-        "Samples to compute the eval loss on, which are not trained on, in any format of --data_path.",
+        "Samples for the eval loss, excluded from training, in any format of --data_path.",
         path="pattern",
         remote=True,
     )
@@ -136,13 +136,13 @@ class DataArguments:
         "prepend",
         "Treatment of a record with images and no <image> mark in its text. prepend: insert the images before its "
         "first question; refuse: count it as a bad sample; text: train on its text alone, as LLaVA does. text also "
-        "accepts a record with marks and no image, which is a bad sample for the other two.",
+        "accepts a record with marks and no image: a bad sample under the other two.",
     )
     bbox_type: BboxType = _data(
         "real",
         "Coordinates of boxes and points under objects of a record (docs/grounding.md) that don't say it themselves: "
         "real, in pixels of the image; norm1, from 0 to 1 of its width and height; norm1000, from 0 to 1000. They are "
-        "rescaled to what the model's family expects.",
+        "rescaled for the model's family.",
     )
     on_bad_sample: Literal["skip", "stop"] = _data_free(
         "skip", "Treatment of records and images that can't be used: skip them, or end the run at the first."

@@ -36,16 +36,16 @@ class ModelArguments:
     )
     vision_tower: str | None = _tower_free(
         None,
-        "Folder of the vision tower: CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3, AIMv2 or InternViT; or two of "
-        "them with a comma between, whose features are laid beside each other. Not needed for a LLaVA that brings its "
-        "own tower, whose weights are used in any case.",
+        "Folder of the vision tower: CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3, AIMv2 or InternViT; or two separated by "
+        "a comma, with concatenated features. Not needed for a LLaVA with its own tower: that tower's weights are "
+        "used in any case.",
         path="model",
     )
     mm_projector_type: str = _model(
         "mlp2x_gelu",
         "Projector from tower features to the language model's width: linear, mlpNx_gelu, mlpNx_resMx_gelu, "
-        "pooler (one feature of each 2 x 2) or identity. The mlps take _psK behind their name: a pixel shuffle lays "
-        "each K x K patches beside each other first, as one feature (mlp2x_gelu_ps2: a quarter of the tokens), and "
+        "pooler (one feature of each 2 x 2) or identity. The mlps take _psK after their name: a pixel shuffle first "
+        "concatenates each K x K patches to one feature (mlp2x_gelu_ps2: a quarter of the tokens), and "
         "_avgK takes their mean.",
     )
     mm_vision_select_layer: Whole = _tower(
@@ -62,16 +62,14 @@ class ModelArguments:
         "image processor has for one. False: as a square.",
     )
     s2: bool = _tower(False, "Run the tower on every image at several scales, and concatenate their features.")
-    s2_scales: str = _tower(
-        "336,672,1008", "Scales of --s2 in pixels: multiples of the tower's size, which comes first."
-    )
+    s2_scales: str = _tower("336,672,1008", "Scales of --s2 in pixels: multiples of the tower's size, that size first.")
     pretrain_mm_mlp_adapter: str | None = _model_free(
         None, "Projector of stage 1 to start from (mm_projector.bin or .safetensors).", path="file", only_to_train=True
     )
     tune_mm_mlp_adapter: bool = _trainable(False, "Stage 1: train the projector only, and write mm_projector.bin.")
     freeze_mm_mlp_adapter: bool = _trainable(False, "Freeze the projector.")
     freeze_backbone: bool = _trainable(False, "Freeze the language model, but not its output layer (as in LLaVA).")
-    unfreeze_mm_vision_tower: bool = _trainable(False, "Train the vision tower, too.")
+    unfreeze_mm_vision_tower: bool = _trainable(False, "Also train the vision tower.")
     mm_tunable_parts: str | None = _trainable(
         None,
         "Parts that train, in place of the four flags before: any of mm_vision_tower, mm_mlp_adapter and "
@@ -88,7 +86,7 @@ class ModelArguments:
     unfreeze_topk_vision: NotNegative = _trainable(0, "The same of the vision tower: of its layers that are computed.")
     version: str = _model(
         "v1",
-        "Conversation template, which a ready model brings itself: plain (stage 1), v1 (Vicuna), llava_v0, llama_2, "
+        "Conversation template (ready models bring their own): plain (stage 1), v1 (Vicuna), llava_v0, llama_2, "
         "mistral_instruct, mpt, chatml (Qwen), llama_3, gemma, phi, or chat_template for the tokenizer's own. LLaVA's "
         "names for them are known too.",
     )
@@ -101,7 +99,7 @@ class ModelArguments:
     mm_use_im_start_end: bool = _model(
         False,
         "Put <im_start> and <im_end> around every image. Adds them to a tokenizer without them, with rows that "
-        "start as the mean of the others. With --tune_mm_mlp_adapter the input embeddings train, too (as in LLaVA).",
+        "start as the mean of the others. With --tune_mm_mlp_adapter the input embeddings also train (as in LLaVA).",
     )
     split_special_tokens: bool = _model(
         False,
@@ -109,7 +107,7 @@ class ModelArguments:
         "text. False: as the token, as in LLaVA. The templates' own markers are tokens in any case.",
     )
     mm_use_im_patch_token: bool = _model(
-        False, "Add <im_patch> to the tokenizer, too, which occurs in no text (as in LLaVA)."
+        False, "Also add <im_patch> to the tokenizer; it occurs in no text (as in LLaVA)."
     )
     resize_token_embeddings: bool = _model(
         False,

@@ -24,7 +24,7 @@ CHECKPOINTING = {
 # Flags of LLaVA's and LLaVA-NeXT's scripts that change nothing: the allowed values (None: any), and the reason why no
 # code reads them. Those given are printed at the start of a run.
 WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "mm_resampler_type": (("None", "none", ""), "there is no resampler between tower and projector"),
+    "mm_resampler_type": (("None", "none", ""), "no resampler exists between tower and projector"),
     "image_crop_resolution": (None, "it belongs to ways of cropping images that are not supported"),
     "image_split_resolution": (None, "it belongs to ways of cropping images that are not supported"),
     "lazy_preprocess": (None, "images are always decoded when they are needed, and text is encoded once"),
@@ -33,7 +33,7 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "add_time_instruction": (NO, "writing a video's times before its question is not supported yet"),
     "dataloader_drop_last": (None, "no sample is dropped, the last step of an epoch may be smaller"),
     "attn_implementation": (None, "the fastest attention that this machine has is chosen"),
-    "per_device_eval_batch_size": (None, "eval samples are laid out as those of training"),
+    "per_device_eval_batch_size": (None, "eval samples are laid out like training samples"),
 }
 
 
@@ -118,7 +118,7 @@ NOT_HERE = by_name(
         "the template of --version ends every answer": "--add_eot_token",
         "every loss is logged": "--print_loss",
         "the eval loss is of all eval samples": "--eval_iters",
-        "language models have the dropout of their config.json, which is usually none": "--disable_dropout --dropout",
+        "language models use the dropout of their config.json, usually none": "--disable_dropout --dropout",
     }
 )
 
@@ -148,7 +148,7 @@ def unknown_flags(unknown: list[str], known: Mapping[str, argparse.Action | None
         flag, has_value, value = token.partition("=")
         if not flag.startswith("-") or (after_flag and _is_number(flag)):
             if not after_flag:
-                yield f"unexpected argument {flag!r}: every value belongs behind a --flag"
+                yield f"unexpected argument {flag!r}: every value belongs after a --flag"
             continue
         after_flag = "=" not in token
         if flag in not_here:

@@ -81,7 +81,7 @@ class _Parser(HfArgumentParser):
         """
         if topic not in (None, "all", *EXTENSIONS):
             known = f"give all, or an extension: {', '.join(EXTENSIONS)}"
-            raise ConfigError(f"--help {topic}: there is no such extension: {did_you_mean(topic, EXTENSIONS, known)}")
+            raise ConfigError(f"--help {topic}: unknown extension: {did_you_mean(topic, EXTENSIONS, known)}")
         formatter = _HelpFormatter(self.prog)
         formatter.add_usage(f"{self.prog} [--recipe FILE] [--name value ...]", [], [])
         formatter.add_text(self.description)
@@ -102,7 +102,7 @@ class _Parser(HfArgumentParser):
             formatter.add_arguments(members)
             formatter.end_section()
         if topic is None:
-            formatter.start_section("extensions, whose flags --help NAME shows, and --help all with all others")
+            formatter.start_section("extensions (--help NAME shows one's flags, --help all shows all)")
             formatter.add_arguments(
                 [argparse.Action([], name, help=each.title, metavar=name) for name, each in EXTENSIONS.items()]
             )
@@ -177,7 +177,7 @@ def build_parser(extensions: Iterable[str] = EXTENSIONS) -> HfArgumentParser:
         epilog="SIGTERM, SIGINT, SIGUSR1 and a closed terminal (SIGHUP, without nohup) save at the next step and "
         "exit; a second of the first two exits at once. "
         f"Exit codes: 0 finished, {EXIT_BAD_INPUT} the input can't be used, {EXIT_STOPPED} stopped on request: the "
-        f"same command resumes, {EXIT_NOT_RESUMABLE} stopped on request, and what was saved can't be resumed from "
+        f"same command resumes, {EXIT_NOT_RESUMABLE} stopped on request, and the saved files can't be resumed from "
         "(--save_only_model, --save_strategy no) (docs/checkpoints.md).",
         allow_abbrev=False,
         add_help=False,
@@ -339,7 +339,7 @@ def _converted(args: Arguments) -> tuple[Arguments, list[str]]:
         try:
             values["tokens_per_micro_batch"] = int(tokens)
         except ValueError:
-            problems.append(f"--tokens_per_micro_batch {tokens} is no whole number: give one, auto or none")
+            problems.append(f"--tokens_per_micro_batch {tokens} is not a whole number: give one, auto or none")
             values["tokens_per_micro_batch"] = None
     if (optim := OPTIMS.get(args.training.optim)) is None:
         problems.append(

@@ -34,7 +34,7 @@ def read_recipe(path: str | Path) -> dict[str, object]:
         raise ConfigError(f"--recipe {problem}")
     file = Path(os.path.expanduser(found(str(path), RECIPES, ".yaml")))
     if not os.path.isfile(file):  # opening a FIFO would wait for a writer
-        problem = "that is no file" if os.path.exists(file) else "there is no such file"
+        problem = "that is not a file" if os.path.exists(file) else "no such file"
         raise ConfigError(f"--recipe {in_short(path)} can't be read: {problem}")
     try:
         if file.stat().st_size > MAX_RECIPE_BYTES:
@@ -50,9 +50,9 @@ def read_recipe(path: str | Path) -> dict[str, object]:
         raise ConfigError(f"--recipe {path} must be {FLAT}")
     for name, value in recipe.items():
         if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
-            raise ConfigError(f"--recipe {path}: {in_short(repr(name))} is no flag's name, like learning_rate")
+            raise ConfigError(f"--recipe {path}: {in_short(repr(name))} is not a flag's name, like learning_rate")
         if name in NOT_IN_RECIPES:
-            raise ConfigError(f"--recipe {path} names {name}, which goes on the command line: leave it out")
+            raise ConfigError(f"--recipe {path} names {name}, allowed on the command line only: leave it out")
         if isinstance(value, int) and value.bit_length() > 64:
-            raise ConfigError(f"--recipe {path}: {name} is {in_short(value)}, which no flag takes")
+            raise ConfigError(f"--recipe {path}: {name} is {in_short(value)}, and no flag takes that")
     return recipe

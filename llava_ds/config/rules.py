@@ -133,15 +133,15 @@ def missing_path(name: str, value: str, kind: str, remote: bool = False) -> str 
         value = local_path(value)
     if name == "vision_tower" and len(folders := tower_folders(value)) > 1:
         missing = [folder for folder in folders if not os.path.isdir(folder)]
-        return f": there is no folder {missing[0]}" if missing else None
+        return f": {missing[0]} is not a folder" if missing else None
     if kind in ("folder", "model") and not os.path.isdir(value):
-        return f": there is no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
+        return f": no such folder{_HUB_HINT if kind == 'model' and _HUB_NAME.fullmatch(value) else ''}"
     if kind == "pattern" and not os.path.exists(value):
         is_pattern = any(mark in value for mark in "*?[{")
-        return None if is_pattern else ": there is no such file or folder"
+        return None if is_pattern else ": no such file or folder"
     chosen = name == "deepspeed_config" and value == CHOOSE_DS_CONFIG
     if kind == "file" and not chosen and not os.path.isfile(value):
-        return ": that is a folder: name a file in it" if os.path.isdir(value) else ": there is no such file"
+        return ": that is a folder: name a file in it" if os.path.isdir(value) else ": no such file"
     if kind == "output" and not can_be_made(value):
         return " can't be written to: name another folder"
     return None
@@ -157,7 +157,7 @@ def urls(args: Arguments) -> Iterator[str]:
 def data_splits(args: Arguments) -> Iterator[str]:
     data = args.data
     if data.data_split is not None and data.data_path is None:
-        yield f"--data_split {data.data_split} needs --data_path: give it, too"
+        yield f"--data_split {data.data_split} needs --data_path: give that as well"
 
 
 def image_shape(args: Arguments) -> Iterator[str]:
@@ -169,7 +169,7 @@ def image_shape(args: Arguments) -> Iterator[str]:
         )
     if data.image_grid_pinpoints is not None and not data.image_aspect_ratio.startswith("anyres"):
         yield (
-            f"--image_grid_pinpoints {data.image_grid_pinpoints} needs --image_aspect_ratio anyres, which is "
+            f"--image_grid_pinpoints {data.image_grid_pinpoints} needs --image_aspect_ratio anyres, not "
             f"{data.image_aspect_ratio}"
         )
     if data.image_value_range is not None:
@@ -178,7 +178,7 @@ def image_shape(args: Arguments) -> Iterator[str]:
         except ConfigError as error:
             yield f"--image_value_range {error}"
     if data.force_sample and data.frames_upbound == 0:
-        yield "--force_sample takes --frames_upbound frames of every video, which is 0: give a number of frames"
+        yield "--force_sample takes --frames_upbound frames of every video, not 0: give a number of frames"
 
 
 def sample_order(args: Arguments) -> Iterator[str]:
@@ -192,13 +192,13 @@ def sample_order(args: Arguments) -> Iterator[str]:
 def needed_flags(args: Arguments) -> Iterator[str]:
     model = args.model
     if args.training.output_dir is None:
-        yield "--output_dir is missing: name the folder for what the run leaves"
+        yield "--output_dir is missing: name the folder for the run's files"
     if args.training.deepspeed_config is None:
         yield (
             "--deepspeed_config is missing: give zero3 or another of ds_configs/, the path of a DeepSpeed JSON, or auto"
         )
     if model.model_name_or_path is None and model.vision_tower is not None:
-        yield "--vision_tower goes with --model_name_or_path: give both, or neither for the tiny model"
+        yield "--vision_tower goes with --model_name_or_path: give both, or none for the tiny model"
     if args.data.data_path is None:
         for name in (name for name in OF_RECORDS if name in args.given):
             yield (
@@ -216,8 +216,8 @@ def precision_and_memory(args: Arguments) -> Iterator[str]:
     budget = training.activation_memory_gb
     if budget is not None and "auto" not in (training.gradient_checkpointing, training.tokens_per_micro_batch):
         yield (
-            f"--activation_memory_gb {budget} is what --gradient_checkpointing auto and --tokens_per_micro_batch auto "
-            "may use: give one of them, or leave it out"
+            f"--activation_memory_gb {budget} limits --gradient_checkpointing auto and --tokens_per_micro_batch auto: "
+            "give one of these, or leave it out"
         )
 
 
@@ -256,15 +256,15 @@ def evaluations(args: Arguments) -> Iterator[str]:
     if training.eval_strategy in ("steps", "epoch") and training.eval_steps == 0 and "eval_steps" in args.given:
         yield (
             f"--eval_steps 0 and --eval_strategy {training.eval_strategy}: the one computes the eval loss at the end "
-            "only, the other before, too: give one of them"
+            "only, the other also before: give only one"
         )
-    remedy = "computes the loss on eval samples: give --eval_data_path or --eval_fraction, too"
+    remedy = "computes the loss on eval samples: also give --eval_data_path or --eval_fraction"
     if training.eval_steps and not args.evaluates and training.eval_strategy is None:
         yield f"--eval_steps {training.eval_steps:g} {remedy}"
     if training.eval_strategy not in (None, "no") and not args.evaluates:
         yield f"--eval_strategy {training.eval_strategy} {remedy}"
     if data.eval_data_split is not None and data.eval_data_path is None:
-        yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give it, too"
+        yield f"--eval_data_split {data.eval_data_split} needs --eval_data_path: give that as well"
 
 
 def checkpoints(args: Arguments) -> Iterator[str]:
@@ -272,7 +272,7 @@ def checkpoints(args: Arguments) -> Iterator[str]:
     if training.save_only_model and training.save_strategy == "no":
         yield (
             "--save_only_model True and --save_strategy no: the one says how checkpoints are saved, the other that "
-            "none is, give one of them"
+            "none is, give only one"
         )
     if training.save_only_model and training.async_save:
         yield (
@@ -290,15 +290,15 @@ def trainable_parts(args: Arguments) -> Iterator[str]:
     if model.mm_tunable_parts is not None:
         for name in (name.strip() for name in model.mm_tunable_parts.split(",")):
             if name not in TUNABLE_PARTS:
-                yield f"--mm_tunable_parts names {name!r}, which is no part: give some of {', '.join(TUNABLE_PARTS)}"
+                yield f"--mm_tunable_parts names {name!r}, not a part: give some of {', '.join(TUNABLE_PARTS)}"
         for name in four:
             if getattr(model, name):
-                yield f"--{name} True and --mm_tunable_parts both say what trains: give one of them"
+                yield f"--{name} True and --mm_tunable_parts both choose the trained parts: give only one"
     elif model.tune_mm_mlp_adapter and model.freeze_mm_mlp_adapter:
         yield "--tune_mm_mlp_adapter True trains the projector only, --freeze_mm_mlp_adapter True does not: choose one"
     for name, part in (("mm_projector_lr", "projector"), ("mm_vision_tower_lr", "vision_tower")):
         if getattr(args.training, name) is not None and parts and part not in parts | adapted_parts(model):
-            yield f"--{name} is a rate for the {part.replace('_', ' ')}, which does not train: leave it out"
+            yield f"--{name} is a rate for the {part.replace('_', ' ')}, but that does not train: leave it out"
 
 
 def tuning_flags(args: Arguments) -> Iterator[str]:
@@ -307,7 +307,7 @@ def tuning_flags(args: Arguments) -> Iterator[str]:
     tuned = [name for name in TUNING_FLAGS if getattr(model, name) is not None]
     others = [name for name in PART_FLAGS if getattr(model, name)]
     if tuned and others:
-        yield f"--{tuned[0]} and --{others[0]} both say what trains: give one of them"
+        yield f"--{tuned[0]} and --{others[0]} both choose the trained parts: give only one"
     if tuned and not trained_parts(model) | adapted_parts(model):
         yield f"--{tuned[0]} False leaves nothing to train: give one of {', '.join(TUNING_FLAGS)} as True"
 
@@ -351,7 +351,7 @@ def objectives(args: Arguments) -> Iterator[str]:
     if args.traits.one_answer and training.loss_reduction != "token":
         yield f"--loss_reduction micro_batch is for --objective sft, which is {objective}: leave it out"
     if args.traits.one_answer and args.model.version == "plain":
-        yield "--version plain is for captions, which have one answer: name the template of the model's conversations"
+        yield "--version plain is for captions, with one answer each: name the template of the model's conversations"
 
 
 def misplaced(args: Arguments) -> Iterator[str]:

@@ -68,19 +68,19 @@ class TrainingArguments:
     tokens_per_micro_batch: Count | str | None = _steps(
         None,
         "Distribute the samples of an optimizer step over ranks and micro-batches of at most this many tokens, "
-        "balanced, in place of by count. auto: as many as memory has room for and a step needs; none: by count. It "
-        "changes the layout only: loss and gradient remain those of the step.",
+        "balanced, instead of by count. auto: as many as memory has room for and a step needs; none: by count. It "
+        "changes the layout only: the step's loss and gradient stay the same.",
         resume="layout",
     )
     steps_across_epochs: bool | None = _steps(
         None,
         "Where the samples don't divide into steps, as LLaVA's trainer does: let a step continue into the next epoch "
         "in place of ending the epoch with a smaller step, fill ranks up from the epoch's first samples, and drop the "
-        "rest at the end. Absent: only with --loss_reduction micro_batch, which also reproduces LLaVA's curves.",
+        "rest at the end. Absent: only with --loss_reduction micro_batch, as for LLaVA's curves.",
     )
     optim: str = _optimizer(
         "adamw_torch",
-        "adamw_torch: torch's AdamW; adamw_8bit (adamw_bnb_8bit): bitsandbytes' AdamW, whose states have 8 bits; "
+        "adamw_torch: torch's AdamW; adamw_8bit (adamw_bnb_8bit): bitsandbytes' AdamW with 8-bit states; "
         "paged_adamw_8bit: the same with states that leave the GPU when memory runs out. Others are named by the "
         "DeepSpeed JSON (docs/optimizers.md).",
     )
@@ -136,7 +136,7 @@ class TrainingArguments:
     gradient_checkpointing: str = _speed_free(
         "off",
         "Activation checkpointing: layers of the language model (and of a tower that trains) whose activations are "
-        "recomputed in backward in place of stored. off (False); all (True); auto: as few layers as memory allows, "
+        "recomputed in backward instead of stored. off (False); all (True); auto: as few layers as memory allows, "
         "measured with the largest micro-batch before the first step.",
         argparse={"nargs": "?", "const": "all"},
     )
@@ -152,8 +152,8 @@ class TrainingArguments:
     data_seed: Seed | None = _order(None, "Seed of the sample order. Absent: --seed.")
     watchdog_start_s: Seconds = _failures_free(
         1800.0,
-        "Seconds without progress on any rank, before the first step, after which the run is ended and the rank that "
-        "is behind is named (0: never).",
+        "Seconds without progress on any rank, before the first step, after which the run is ended and the slowest "
+        "rank is named (0: never).",
     )
     watchdog_step_s: Seconds = _failures_free(
         480.0,
@@ -164,9 +164,9 @@ class TrainingArguments:
     watchdog_save_s: Seconds = _failures_free(1800.0, "The same for a save, and for the export at the end.")
     eval_strategy: Literal["no", "steps", "epoch"] | None = _eval_free(
         None,
-        "When to compute the eval loss (of --eval_data_path or --eval_fraction), beside the end of the run. steps: "
-        "every --eval_steps; epoch: after every epoch; no: only at the end. Absent: steps if --eval_steps is given, "
-        "else no.",
+        "When to compute the eval loss (of --eval_data_path or --eval_fraction), in addition to the end of the run. "
+        "steps: every --eval_steps; epoch: after every epoch; no: only at the end. Absent: steps if --eval_steps is "
+        "given, else no.",
         aliases=("--evaluation_strategy",),
     )
     eval_steps: Rate | None = _eval_free(
@@ -177,7 +177,7 @@ class TrainingArguments:
     logging_steps: Count = _logging(1, "Steps between readings of the loss.", resume="rewind")
     report_to: str | None = _logging_free(
         None,
-        "Trackers that get the curves beside metrics.jsonl, metrics.csv and loss.png, which are always written: any of "
+        "Trackers for the curves, in addition to metrics.jsonl, metrics.csv and loss.png (always written): any of "
         "tensorboard, wandb and trackio (each needs the extra of its name), all that are installed, or none. Absent: "
         "tensorboard, if it is installed.",
         argparse={"nargs": "*"},
@@ -211,13 +211,13 @@ class TrainingArguments:
     )
     max_skipped_steps: Count = _failures_free(
         20,
-        "Consecutive steps with a loss or gradients that are not finite, which change no weights, after which the run "
-        "stops. --fp16 searches its loss scale by such steps.",
+        "Consecutive steps with a loss or gradients that are not finite, and thus without an update, after which the "
+        "run stops. --fp16 searches its loss scale by such steps.",
     )
     max_run_time: str | None = _run_free(
         None,
         "Save and exit with code 75 before this much time has passed since the start, like 3h50m, 90s or 5400 "
-        "(seconds). Absent: no limit. The same command resumes, unless what is saved can't be resumed from "
+        "(seconds). Absent: no limit. The same command resumes, unless the saved files can't be resumed from "
         "(--save_only_model, --save_strategy no): exit code 79.",
     )
     resume: str = _run_free(
@@ -239,7 +239,7 @@ class TrainingArguments:
     check_export: Literal["full", "sample", "off"] = _checkpoints_free(
         "full",
         "Check of the finished model: the library that it is for opens its folder and computes one of the run's "
-        "samples, whose logits have to be training's, and every tensor is read again. full: at all positions; sample: "
+        "samples (the logits must equal training's), and every tensor is read again. full: at all positions; sample: "
         "at the first 64 (all weights count for each, so it finds the same mistakes in less time where a large model "
         "is computed on a CPU); off: not at all.",
     )

@@ -13,8 +13,8 @@ from llava_ds.data.special_tokens import PART_END
 from llava_ds.data.templates import Span
 
 UNSTABLE = (
-    "the tokenizer's chat template writes something else around an answer when its text is another, so what is "
-    "learned can't be told: mark answers in it by {% generation %}, or, for a model in LLaVA's layout, give --version "
+    "the tokenizer's chat template writes other text around an answer when the answer's text changes, so its learned "
+    "part can't be found: mark answers in it by {% generation %}, or, for a model in LLaVA's layout, give --version "
     "one of LLaVA's templates"
 )
 LEFT_OUT = (
@@ -22,7 +22,7 @@ LEFT_OUT = (
     "LLaVA's layout, give --version one of LLaVA's templates"
 )
 UNWRITTEN_CALLS = (
-    "the tokenizer's chat template leaves tool calls or the text beside them out, or writes something else between them"
+    "the tokenizer's chat template leaves out tool calls or the text next to them, or writes other text between them"
 )
 MARKER = re.compile("\ue000([0-9]+)([a-z][0-9]*)\ue001")
 
@@ -141,7 +141,7 @@ def _length_behind(
     rest, here = alone_around[-1].rstrip(), around[last + 1]
     if not here.startswith(rest):
         raise DataError(
-            "the tokenizer's chat template ends an answer with tool calls otherwise where something follows it, so "
-            "what is learned can't be told"
+            "the tokenizer's chat template ends an answer with tool calls differently when something follows it, so "
+            "its learned part can't be found"
         )
     return len(rest)

@@ -234,9 +234,7 @@ def _answers(
     except DataError as error:
         if chat.is_plain or chat.form.thought or not any(holds_thought(each) for each in chat.answers.values()):
             raise
-        raise DataError(
-            f"an answer has a thought in its text, which the chat template drops or changes: {error}"
-        ) from None
+        raise DataError(f"the chat template drops or changes a thought in an answer's text: {error}") from None
 
 
 def _behind_header(
@@ -357,7 +355,7 @@ def _as_parts(
     """Build turns whose content is a list of parts: images at their marks, and the texts between them without outer
     spaces, as the vendors' own trainers split it."""
     if not any(message.role == "human" for message in conversation.messages):
-        raise DataError("there is no question in the conversation")
+        raise DataError("the conversation has no question")
     conversation, form, is_plain = _with_form(conversation, tokenizer, source, as_parts=True)
     contents, left = [], iter(kinds)
     for i, message in enumerate(conversation.messages):

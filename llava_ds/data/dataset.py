@@ -665,7 +665,7 @@ def check_same_data(fingerprint: str, ranks: Ranks) -> None:
     if others:
         raise DataError(
             f"ranks {', '.join(others)} of {ranks.world_size} found other data than rank 0: give every node the same "
-            "files, and one --cache_dir that all share, or remove what an earlier run left in theirs"
+            "files and a shared --cache_dir, or empty theirs of an earlier run's files"
         )
 
 
@@ -712,7 +712,7 @@ def _refuse_weights(dataset: EncodedDataset, objective: str) -> None:
     weight = next(each for each in row["weights"] if each != 1)
     raise DataError(
         f"{printable(place_of(row))}: record {row['index']} ({printable(row['id'])}) gives its answer the weight "
-        f"{weight:g}, which --objective {objective} does not take: leave the weights out ({number:,} of "
+        f"{weight:g}, but --objective {objective} takes no weights: leave them out ({number:,} of "
         f"{len(dataset):,} records {'has' if number == 1 else 'have'} one)"
     )
 

@@ -182,7 +182,7 @@ class Encoder:
         token = self.tokenizer.convert_ids_to_tokens(id) if added is None else added.content
         return DataError(
             f"the text spells the token {token!r:.80} (id {id}), and the model's embedding has {self.num_rows:,} "
-            "rows: train with --resize_token_embeddings True, which adds one for it, or take it out"
+            "rows: train with --resize_token_embeddings True to add one for it, or take it out"
         )
 
     def refuse_without_rows(self, texts: Sequence[str]) -> None:
@@ -207,8 +207,8 @@ class Encoder:
                 return joined.cut(limit)
         total = sum(len(piece.text) for piece in pieces)
         return DataError(
-            f"its text has {total:,} characters, and the first {num_chars:,} of them, which are more than "
-            f"{limit:,} tokens spell, are fewer: take out what the tokenizer passes over, such as spaces in a row"
+            f"its text has {total:,} characters, and the first {num_chars:,} characters give fewer than {limit:,} "
+            "tokens: take out text that the tokenizer ignores, such as repeated spaces"
         )
 
     def prompt_ids(
@@ -267,7 +267,7 @@ class Encoder:
             raise DataError(f"sets template variables under 'chat_template_kwargs', and --version {template} has none")
         if conversation.tools or any([message.role == "tool" or message.tool_calls for message in messages]):
             what = "offers tools" if conversation.tools else "has tool calls or their results"
-            raise DataError(f"{what}, which --version {template} has no place for")
+            raise DataError(f"{what}, but --version {template} does not support them")
         return [message if message.thought is None else _with_thought_in_text(message) for message in messages]
 
     def _guarded(self, conversation: Transcript) -> Transcript:
@@ -462,5 +462,5 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, options: EncodingOptions, ima
     if (own := images.encoder()) is not None:
         return own(tokenizer, options, images)
     if options.template == "processor":
-        raise ConfigError("--version processor is for ready models, whose processors write conversations: leave it out")
+        raise ConfigError("--version processor is only for ready models with their own processor: leave it out")
     return Encoder(tokenizer, options)

@@ -28,7 +28,7 @@ def check_tokenizer(template: str, tokenizer: PreTrainedTokenizerBase) -> list[s
     for token in dict.fromkeys([*markers, *rules.learned]):
         if _single_id(tokenizer, token) is None:
             problems.append(
-                f"--version {template} needs {token!r}, which is not one token of this tokenizer (its end marker is "
+                f"--version {template} needs {token!r} as one token, but this tokenizer has none (its end marker is "
                 f"{tokenizer.eos_token!r}), so the model would never learn to stop: give the --version that the "
                 "language model was trained with, or chat_template"
             )
@@ -73,8 +73,8 @@ def endless(template: str, tokenizer: PreTrainedTokenizerBase, variables: str = 
     if end is None or end.token is not None:
         return ""
     return (
-        f"of an answer 'y', its chat template lets {end.learned!r} be learned, and writes {end.behind!r} behind it: no "
-        f"token of the tokenizer's own ends it, such as {tokenizer.eos_token!r}, so the model would never learn to stop"
+        f"for an answer 'y', its chat template has {end.learned!r} learned, followed by {end.behind!r}: no special "
+        f"token ends it, such as {tokenizer.eos_token!r}, so the model would never learn to stop"
     )
 
 

@@ -89,7 +89,7 @@ class BoundedFile(io.RawIOBase):
         if self.max_bytes is not None:
             self.max_bytes -= found
             if self.max_bytes < 0:
-                raise OSError("it goes on for much longer than such a file needs to")
+                raise OSError("it is much longer than such a file needs to be")
         return found
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def opened_file(ref: FileRef, max_bytes: int | None = None) -> io.BufferedReader
     file = io.FileIO(ref.path, opener=open_without_waiting)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise DataError(f"{ref.path} is no regular file: replace it or leave it out")
+        raise DataError(f"{ref.path} is not a regular file: replace it or leave it out")
     return io.BufferedReader(
         BoundedFile(file if ref.num_bytes < 0 else _Slice(file, ref.offset, ref.num_bytes), max_bytes)
     )

@@ -46,7 +46,7 @@ def _clip(kind: str, asked: dict[str, float], options: ImageOptions) -> Clip:
             raise _refused("fps", f"a list of frames of which 'sample_fps' says that {rates[1]:g} are a second")
         return Clip(rate=rates[0] if rates else None)
     if "sample_fps" in asked:
-        raise _refused("sample_fps", "a video file, which says its rate itself: 'fps' chooses frames of a second")
+        raise _refused("sample_fps", "a video file, because it has its own rate: 'fps' chooses frames of a second")
     if "fps" in asked and "nframes" in asked:
         raise _refused("nframes", "a video with 'fps': each says how many frames to use, so leave one out")
     start, end = asked.get("video_start"), asked.get("video_end")

@@ -139,7 +139,7 @@ class PromptCheck:
             return ""
         thinks = has_thought(answer)
         has = "a thought" if thinks else "no thought"
-        text = f"its last answer has {has}, and would be learned behind another text than is asked: "
+        text = f"its last answer has {has}, but the prompt for it differs from the text before it in training: "
         if transcript.template_kwargs:
             return text + difference.clause()
         if thinks not in self._remedies:
@@ -167,8 +167,8 @@ class PromptCheck:
         place = asked.index(_QUESTION) + len(_QUESTION)
         written = learned[place : learned.index(ANSWERS[0])]
         return (
-            f"earlier answers of a conversation are learned behind {written!r}, as the chat template writes them, and "
-            f"would be asked for behind {asked[place:]!r}: --supervise_last_turn_only True learns the last ones alone"
+            f"earlier answers of a conversation are learned after {written!r}, as the chat template writes them, but "
+            f"generated after {asked[place:]!r}: --supervise_last_turn_only True learns the last ones alone"
         )
 
     def _may_join(self, transcript: Transcript) -> bool:
@@ -237,9 +237,9 @@ def _why(prompt: list[int], whole: Encoded, texts: tuple[str, str]) -> str | Non
         return "they begin differently"
     behind = whole.labels[len(prompt) :] != IGNORE_INDEX
     if not behind.any():
-        return "no token behind what is asked is learned"
+        return "no token after the prompt is learned"
     last = int(np.flatnonzero(behind)[-1])
-    return None if behind[:last].all() else "not all that comes behind what is asked is learned"
+    return None if behind[:last].all() else "not every token after the prompt is learned"
 
 
 def with_asked_prompt(encoder: Encoder, conversation: Transcript, marks: Marks, coded: Encoded) -> Encoded:
@@ -294,9 +294,9 @@ def refuse_unasked(check: PromptCheck, sources: Sequence[Source]) -> None:
     kinds = {frozenset({False}): "no thought", frozenset({True}): "a thought"}
     have = kinds.get(frozenset(with_thoughts), "a thought or none")
     raise ConfigError(
-        f"the answers of the first {len(found)} records have {have}, and would be learned behind another text than the "
-        f"model is asked for them with. Behind a question, the chat template writes\n{differences[0].lines()}\n"
-        f"What is asked has to be the beginning of what is learned: {_remedy(check, with_thoughts)}"
+        f"the answers of the first {len(found)} records have {have}, but the prompt for them differs from the text "
+        f"before them in training. After a question, the chat template writes\n{differences[0].lines()}\n"
+        f"The prompt must be the beginning of the training text: {_remedy(check, with_thoughts)}"
     )
 
 

@@ -90,9 +90,9 @@ class Box:
 # Outcomes of --on_unmarked_image for images without marks and marks without images, with their texts.
 IMAGE_PREPENDED, IMAGE_LEFT_OUT, MARK_AS_TEXT = "image prepended", "image left out", "mark as text"
 UNMARKED_TEXTS = {
-    IMAGE_PREPENDED: "have images without a mark, which are shown before the first question (--on_unmarked_image)",
-    IMAGE_LEFT_OUT: "have images without a mark, which are left out (--on_unmarked_image text)",
-    MARK_AS_TEXT: "have marks without an image, which are read as text (--on_unmarked_image text)",
+    IMAGE_PREPENDED: "have images without a mark, shown before the first question (--on_unmarked_image)",
+    IMAGE_LEFT_OUT: "have images without a mark, left out (--on_unmarked_image text)",
+    MARK_AS_TEXT: "have marks without an image, read as text (--on_unmarked_image text)",
 }
 
 

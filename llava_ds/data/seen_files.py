@@ -229,7 +229,7 @@ def changes_since(table: RowTable, run_dir: Path) -> str:
         return f"{len(now):,} image files were read, {len(paths):,} before{named}"
     changed = dict.fromkeys(path for path, was, is_now in zip(now, contents, found) if was != is_now)
     if not changed:
-        return "every image file holds what it held: the records, the tokenizer or how they are encoded changed"
+        return "no image file has changed: the records, the tokenizer or the encoding changed"
     return f"{len(changed):,} of {len(set(now)):,} image files hold something else: {_some(changed)}"
 
 

@@ -278,7 +278,7 @@ class _Helpers:
         if any(process.exitcode for process in self._processes):
             raise DataError(
                 "a process that checks and encodes records was killed: this machine may lack memory: give a smaller "
-                "--preprocessing_num_workers; what is encoded stays"
+                "--preprocessing_num_workers; encoded records are kept"
             )
         if self._processes or state is None or self._most < 2:
             return
@@ -316,8 +316,8 @@ class EncodingBeside:
             raise self._errors.get()
         if self._process.exitcode:
             raise DataError(
-                "the process that checks and encodes records beside training was killed: this machine may lack memory: "
-                "give a smaller --preprocessing_num_workers; what is encoded stays"
+                "the process that checks and encodes records during training was killed: this machine may lack memory: "
+                "give a smaller --preprocessing_num_workers; encoded records are kept"
             )
 
     def _run(self, encode: Callable[[], None], parent: int) -> None:
@@ -408,7 +408,7 @@ def _read_shards(work: _Work, sources: tuple[Source, ...]) -> Iterator[int]:
                 scratch.unlink()
         yield shard
     if not total:
-        raise DataError(f"{', '.join(source.path for source in sources)}: there is no record in it")
+        raise DataError(f"{', '.join(source.path for source in sources)}: it has no records")
     spooled = {f"{source.spool}/{IMAGES}" for source in sources}
     facts: _Read = {"records": total, "elsewhere": sorted(filter(os.path.exists, spooled))}
     write_whole(work.path / READ, json.dumps(facts), shared=True)

@@ -73,7 +73,7 @@ class TemplateProcess:
             return {"too_much": f"it takes longer than {CPU_SECONDS} seconds"}
         if code >= 0:
             return {"too_much": f"its process ended with exit code {code}"}
-        raise ConfigError(f"{ending} was ended by {signal.Signals(-code).name}; where there is no memory left: {BUSY}")
+        raise ConfigError(f"{ending} was ended by {signal.Signals(-code).name}; if memory ran out: {BUSY}")
 
 
 _of_process: dict[int, TemplateProcess] = {}

@@ -111,10 +111,10 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
             raise DataError(f"the system message holds an {IMAGE_TOKEN} mark")
     if rules.drops_opening_answer and template != "plain" and messages and messages[0].role == "gpt":
         if IMAGE_TOKEN in messages[0].text:
-            raise DataError(f"the first turn is an answer, which is left out, but it holds an {IMAGE_TOKEN} mark")
+            raise DataError(f"the first turn is an answer and is left out, but it holds an {IMAGE_TOKEN} mark")
         messages = messages[1:]
     if not any(message.role == "human" for message in messages):
-        raise DataError("there is no question in the conversation")
+        raise DataError("the conversation has no question")
     for i, message in enumerate(messages):
         expected = (("human", "gpt")[i % 2],) if rules.alternates else ("human", "gpt")
         if message.role == "tool" and rules.write is None:
@@ -216,7 +216,7 @@ def _llama_2(separator: str) -> Writer:
 
     def write(messages: Sequence[Message], system: str) -> list[Segment]:
         if not messages[0].text:
-            raise DataError("the first question has no text, which this template can't write")
+            raise DataError("the first question has no text: this template can't write it")
         segments = []
         for i, message in enumerate(messages):
             if not message.text:

@@ -194,7 +194,7 @@ def with_thought_apart(message: Message, form: TurnForm) -> Message:
         if begin in head:
             first, _, head = head.partition(begin)
             if first.strip():
-                raise DataError(f"an answer has a text before its thought, {begin}, which the chat template would drop")
+                raise DataError(f"an answer has a text before its thought, {begin}: the chat template would drop it")
         if any(tag in head or tag in text for tag in (begin, end)):
             raise DataError(f"an answer has several thoughts between {begin} and {end}, expected one, at its beginning")
         if message.thought is not None:
@@ -210,14 +210,14 @@ def refuse_unwritten(messages: Sequence[Message], tools: str, form: TurnForm) ->
     """Raise DataError for content that the template does not write."""
     for i, message in enumerate(messages):
         if message.thought is not None and not form.thought:
-            raise DataError(f"message {i} has a thought, which the chat template does not write: {_BRING}")
+            raise DataError(f"message {i} has a thought, but the chat template does not write it: {_BRING}")
         if message.thought and form.beside_calls and not message.tool_calls:
             raise DataError(
-                f"message {i} has a thought, which the chat template writes in answers that call a tool alone: {_BRING}"
+                f"message {i} has a thought, but the chat template writes it only in answers that call a tool: {_BRING}"
             )
         if message.tool_calls and not form.calls:
-            raise DataError(f"message {i} has tool calls, which the chat template does not write: {_BRING}")
+            raise DataError(f"message {i} has tool calls, but the chat template does not write them: {_BRING}")
         if message.role == "tool" and not form.results:
-            raise DataError(f"message {i} is the result of a tool, which the chat template does not write: {_BRING}")
+            raise DataError(f"message {i} is the result of a tool, but the chat template does not write it: {_BRING}")
     if tools and not form.tools:
-        raise DataError(f"offers tools, which the chat template does not write: {_BRING}")
+        raise DataError(f"offers tools, but the chat template does not write them: {_BRING}")

@@ -58,7 +58,8 @@ class MetricsLog(RowLog):
         if lacking := sorted(set(range(1, resume_step + 1)) - {row["step"] for row in rows}):
             print(
                 f"WARNING: {path} lacks {len(lacking):,} of the {resume_step:,} steps up to the checkpoint "
-                f"({lacking[0]} to {lacking[-1]}): it was cut or lost; the run goes on, its curves and sums lack them",
+                f"({lacking[0]} to {lacking[-1]}): it was truncated or lost; the run continues, its curves and sums "
+                "lack them",
                 flush=True,
             )
 

@@ -24,8 +24,8 @@ MAX_NESTING = 64  # depth of objects and lists; published files have 10
 SHOWN = 60  # characters shown of a wrong value
 
 OWN_CODE = (
-    "it brings Python code of its own (auto_map in its JSON files), which is never run here: bring a model whose "
-    "classes transformers has"
+    "it brings its own Python code (auto_map in its JSON files); this is never run here: bring a model whose classes "
+    "transformers has"
 )
 # Files of a folder that transformers and this package read, besides weights and their indices.
 JSON_FILES = (
@@ -79,9 +79,9 @@ def own_file(file: Path) -> Path:
         raise DataError(f"{file} is a link that leads to itself: copy the file there") from None
     rooms = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if not any(real.is_relative_to(room) for room in rooms):
-        raise DataError(f"{file} leads to {real}, which is outside of its folder: copy the file there")
+        raise DataError(f"{file} leads to {real}, outside its folder: copy the file there")
     if not stat.S_ISREG(real.stat().st_mode):
-        raise DataError(f"{file} is no regular file: copy the folder again")
+        raise DataError(f"{file} is not a regular file: copy the folder again")
     return real
 
 
@@ -99,7 +99,7 @@ def _object(file: Path) -> dict:
     try:
         real = own_file(file)
     except FileNotFoundError:
-        raise DataError(f"there is no {file.name}: copy the folder again") from None
+        raise DataError(f"no {file.name} found: copy the folder again") from None
     try:
         text = read_bytes(real, MAX_BYTES)
         found = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
@@ -195,7 +195,7 @@ def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
             own_file(file)
             stamps.append((name, stamp_of(file)))
         elif file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
-            raise DataError(f"{file} is no regular file: copy the folder again")
+            raise DataError(f"{file} is not a regular file: copy the folder again")
         elif not file.is_dir() and name in (*JSON_FILES, *OTHER_FILES):
             raise DataError(f"{file} is a link that leads nowhere: copy the file there")
     return tuple(stamps)
@@ -261,7 +261,7 @@ def shown(value: object) -> str:
 
 def _refuse_constant(name: str) -> float:
     if name == "NaN":
-        raise ValueError("it says NaN, which is no number")
+        raise ValueError("it says NaN, not a number")
     return float(name)
 
 
@@ -299,7 +299,7 @@ def _check_says(content: dict, file: Path) -> None:
             for name in value if isinstance(value, list) else [value]:
                 if name is not None and not _is_beside(name, key, file):
                     raise DataError(
-                        f"{file.name} says {key} {shown(name)}, which is no file beside it: take it out, or copy the "
+                        f"{file.name} says {key} {shown(name)}, not a file in its folder: take it out, or copy the "
                         "folder again"
                     )
     if file.name.startswith("config.") and (problem := size_problem(content)):

@@ -123,7 +123,7 @@ def inside(root: str, name: str) -> str | None:
     if "://" in name or "::" in name or name.startswith("/"):
         return None
     if any(ord(letter) < 32 for letter in name) or name.endswith("/"):
-        raise ValueError("it is no key of an object")
+        raise ValueError("it is not a valid key of an object")
     parts = [part for part in name.replace("\\", "/").split("/") if part not in ("", ".")]
     if ".." in parts:
         return None

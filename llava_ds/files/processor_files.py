@@ -49,12 +49,12 @@ def image_settings(folder: str | Path, where: str) -> tuple[dict, str]:
     found = _seen(folder, where)
     nested = found.get(PROCESSOR_NAME, {}).get("image_processor")
     if nested is None and IMAGE_PROCESSOR_NAME not in found:
-        raise ConfigError(f"{where}: there is no {IMAGE_PROCESSOR_NAME}: copy the folder again")
+        raise ConfigError(f"{where}: no {IMAGE_PROCESSOR_NAME} found: copy the folder again")
     with library_errors(where):
         settings, _ = ImageProcessingMixin.get_image_processor_dict(folder, **_HERE)
     file = PROCESSOR_NAME if settings == nested else IMAGE_PROCESSOR_NAME
     if not isinstance(settings, dict):
-        raise ConfigError(f"{where}: {file} can't be used: image_processor is no object: copy it again")
+        raise ConfigError(f"{where}: {file} can't be used: image_processor is not an object: copy it again")
     if missing := [name for name in _COLOURS if name not in settings]:
         with library_errors(where, f"{file} says no {' and no '.join(missing)}, and its class can't be opened"):
             kind = _image_processor(folder)
@@ -73,7 +73,7 @@ def video_settings(folder: str | Path, where: str) -> tuple[dict, str]:
         settings, _ = BaseVideoProcessor.get_video_processor_dict(folder, **_HERE)
     file = PROCESSOR_NAME if settings == nested else next(name for name, own in found.items() if own == settings)
     if not isinstance(settings, dict):
-        raise ConfigError(f"{where}: {file} can't be used: video_processor is no object: copy it again")
+        raise ConfigError(f"{where}: {file} can't be used: video_processor is not an object: copy it again")
     return settings, file
 
 
@@ -87,7 +87,7 @@ def whole_settings(folder: str | Path, where: str) -> dict:
     found = _seen(folder, where)
     if is_there(folder / "audio_tokenizer_config.json") or "audio_tokenizer" in found.get(PROCESSOR_NAME, {}):
         raise ConfigError(
-            f"{where}: its processor brings a model for sounds (audio_tokenizer), which is not opened here: take it out"
+            f"{where}: its processor brings a model for sounds (audio_tokenizer), not supported here: take it out"
         )
     _old_template(folder, where)
     with library_errors(where, "its processor's files can't be read"):
@@ -133,7 +133,7 @@ def _default_of(template: object, file: str, where: str) -> str | None:
     if isinstance(template, dict) and template and "default" not in template:
         names = ", ".join(map(shown, template))
         raise ConfigError(
-            f"{where}: {file} has the chat templates {names}, and none named 'default', which is taken: name one so"
+            f"{where}: {file} has the chat templates {names}, and none named 'default': give one that name"
         )
     found = template.get("default") if isinstance(template, dict) else template
     if not isinstance(found, (str, type(None))):

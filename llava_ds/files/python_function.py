@@ -19,7 +19,7 @@ def function_of_file(
     path, _, function_name = name.rpartition(":")
     file = Path(path).expanduser()
     if file.suffix != ".py" or not file.is_file():
-        raise ConfigError(f"{flag} {name}: there is no Python file {path}")
+        raise ConfigError(f"{flag} {name}: no Python file {path} found")
     spec = importlib.util.spec_from_file_location(f"functions_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     try:

@@ -80,14 +80,14 @@ def path_problem(text: str) -> str | None:
     if not text:
         return "is empty: name a path, or leave it out"
     if text.startswith("~") and os.path.expanduser(text) == text:
-        return f"{in_short(text)}: there is no such user"
+        return f"{in_short(text)}: no such user"
     try:
         os.lstat(os.path.expanduser(text))
     except FileNotFoundError:
         too_long = any(len(os.fsencode(part)) > NAME_MAX for part in Path(text).parts)
         return f"{in_short(text)}: a name in it has more than {NAME_MAX} bytes" if too_long else None
     except UnicodeEncodeError:
-        return f"{in_short(text)}: a name in it has half of a character, which no file's name can have"
+        return f"{in_short(text)}: a name in it has half of a character, not possible in names of files"
     except (OSError, ValueError) as error:  # ValueError: a null character
         if isinstance(error, PermissionError | NotADirectoryError):
             return None  # the flag's own check reports it
@@ -100,7 +100,7 @@ def utf8_problem(text: str) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        why = "a name in it is no UTF-8, which safetensors, tokenizers and pyarrow don't open: rename it"
+        why = "a name in it is not UTF-8, so safetensors, tokenizers and pyarrow can't open it: rename it"
         return f"{in_short(text)}: {why}"
     return None
 

@@ -131,7 +131,7 @@ def test_a_flag_is_never_completed_from_its_beginning():
 
 
 def test_a_value_without_a_flag_is_named():
-    assert "unexpected argument 'oops': every value belongs behind a --flag" in refused(*NEEDED, "oops")
+    assert "unexpected argument 'oops': every value belongs after a --flag" in refused(*NEEDED, "oops")
 
 
 def test_llavas_pretrain_script_parses_and_names_what_has_no_effect(tmp_path):
@@ -261,9 +261,9 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
             "max_skipped_steps",
         )),
         ("eval_fraction", 1, "give a value from 0 to below 1"),
-        ("eval_steps", 5, "give --eval_data_path or --eval_fraction, too"),
-        ("eval_strategy", "epoch", "give --eval_data_path or --eval_fraction, too"),
-        ("eval_strategy", "steps", "give --eval_data_path or --eval_fraction, too"),
+        ("eval_steps", 5, "also give --eval_data_path or --eval_fraction"),
+        ("eval_strategy", "epoch", "also give --eval_data_path or --eval_fraction"),
+        ("eval_strategy", "steps", "also give --eval_data_path or --eval_fraction"),
         ("eval_steps", 1.5, "give a whole number of steps, or a part of all steps below 1"),
         ("max_run_time", "3 hours", "write it like 3h50m"),
         ("model_max_length", 1, "give 2 or more"),
@@ -280,13 +280,13 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("num_train_epochs", 0, "give a value above 0"),
         ("num_train_epochs", "inf", "give a value above 0"),
         ("num_train_epochs", "nan", "give a value above 0"),
-        *((name, "missing", "there is no such file") for name in (
+        *((name, "missing", "no such file") for name in (
             "deepspeed_config", "data_path", "pretrain_mm_mlp_adapter",
         )),
-        *((name, "missing", "there is no such folder") for name in (
+        *((name, "missing", "no such folder") for name in (
             "model_name_or_path", "vision_tower", "image_folder",
         )),
-        ("video_folder", "missing", "there is no such folder"),
+        ("video_folder", "missing", "no such folder"),
         ("video_fps", 0, "give 1 or more"),
         ("frames_upbound", -1, "give 0 or more"),
         ("max_image_pixels", 178_956_971, "give 178,956,970 or less"),
@@ -294,7 +294,7 @@ def test_a_wish_that_can_not_be_met_is_refused(flag, value, instead):
         ("preprocessing_num_workers", 0, "give 1 or more"),
         ("max_bad_fraction", 1.5, "give a value from 0 to 1"),
         ("image_aspect_ratio", "anyres_max_0", "give square, pad, original, anyres or anyres_max_N"),
-        ("image_grid_pinpoints", "[(24,48)]", "needs --image_aspect_ratio anyres, which is square"),
+        ("image_grid_pinpoints", "[(24,48)]", "needs --image_aspect_ratio anyres, not square"),
         ("on_bad_sample", "guess", "invalid choice: 'guess'"),
         ("tokens_per_micro_batch", "many", "give one, auto or none"),
         ("gradient_checkpointing", "some", "give off, all or auto"),
@@ -335,22 +335,25 @@ def test_a_flag_out_of_bounds_is_said_once():
         ),
         (
             ["--tune_mm_mlp_adapter", "--mm_tunable_parts", "mm_mlp_adapter"],
-            "True and --mm_tunable_parts both say what",
+            "True and --mm_tunable_parts both choose",
         ),
         (
             ["--tune_mm_llm", "True", "--mm_tunable_parts", "mm_mlp_adapter"],
-            "--tune_mm_llm and --mm_tunable_parts both say what trains",
+            "--tune_mm_llm and --mm_tunable_parts both choose the trained parts",
         ),
         (["--tune_mm_llm", "False"], "--tune_mm_llm False leaves nothing to train"),
-        (["--mm_tunable_parts", "mm_adapter"], "names 'mm_adapter', which is no part: give some of mm_vision_tower,"),
-        (["--freeze_mm_mlp_adapter", "--mm_projector_lr", "1e-3"], "rate for the projector, which does not train"),
-        (["--mm_vision_tower_lr", "1e-3"], "--mm_vision_tower_lr is a rate for the vision tower, which does not train"),
+        (["--mm_tunable_parts", "mm_adapter"], "names 'mm_adapter', not a part: give some of mm_vision_tower,"),
+        (["--freeze_mm_mlp_adapter", "--mm_projector_lr", "1e-3"], "rate for the projector, but that does not train"),
+        (
+            ["--mm_vision_tower_lr", "1e-3"],
+            "--mm_vision_tower_lr is a rate for the vision tower, but that does not train",
+        ),
         (
             ["--group_by_length", "True", "--group_by_modality_length", "True"],
             "--group_by_modality_length and --group_by_length are orders that exclude each other: choose one",
         ),
         (["--shuffle", "False", "--group_by_length_bucket", "True"], "--group_by_length_bucket makes another"),
-        (["--activation_memory_gb", "4"], "give one of them, or leave it out"),
+        (["--activation_memory_gb", "4"], "give one of these, or leave it out"),
         (["--activation_memory_gb", "-1", "--gradient_checkpointing", "auto"], "is -1.0: give a value above 0"),
         (
             ["--loss_reduction", "micro_batch", "--tokens_per_micro_batch", "auto"],
@@ -408,7 +411,7 @@ def test_missing_output_dir_and_config_are_named():
         "--deepspeed_config is missing: give zero3 or another of ds_configs/, the path of a DeepSpeed JSON, or auto"
     )
     assert parse_arguments(["--output_dir", "out", "--deepspeed_config", "zero3"])[0].training.deepspeed_config
-    assert refused("--deepspeed", ZERO2) == "--output_dir is missing: name the folder for what the run leaves"
+    assert refused("--deepspeed", ZERO2) == "--output_dir is missing: name the folder for the run's files"
 
 
 def test_checkpoints_of_the_model_alone_have_to_be_saved_at_some_time():
@@ -622,10 +625,10 @@ def test_values_that_once_ended_in_a_traceback_or_passed(flags, message):
     [
         ("a: " + "[" * 1500, "is nested too deeply"),
         ("seed: 2024-13-45", "can't be read"),
-        ("1: 2", "1 is no flag's name"),
-        ("recipe: other.yaml", "names recipe, which goes on the command line"),
-        ("help: true", "names help, which goes on the command line"),
-        ("seed: 0x" + "f" * 5000, "seed is a number with thousands of digits, which no flag takes"),
+        ("1: 2", "1 is not a flag's name"),
+        ("recipe: other.yaml", "names recipe, allowed on the command line only"),
+        ("help: true", "names help, allowed on the command line only"),
+        ("seed: 0x" + "f" * 5000, "seed is a number with thousands of digits, and no flag takes that"),
         ("# " + "x" * 1_000_000, "has more than 1,000,000 bytes"),
     ],
 )
@@ -635,7 +638,7 @@ def test_a_recipe_that_is_none_is_refused(tmp_path, text, message):
 
 def test_a_recipe_that_would_be_waited_for_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    assert "that is no file" in refused(*NEEDED, "--recipe", tmp_path / "fifo")
+    assert "that is not a file" in refused(*NEEDED, "--recipe", tmp_path / "fifo")
 
 
 def test_of_two_recipes_the_last_counts(tmp_path):
@@ -691,7 +694,7 @@ def test_help_shows_an_extension_in_a_line_and_its_flags_when_asked(name, capsys
 
 
 def test_help_about_nothing_that_there_is_names_what_there_is():
-    assert "--help learning_rate: there is no such extension: give all, or" in refused("--help", "learning_rate")
+    assert "--help learning_rate: unknown extension: give all, or" in refused("--help", "learning_rate")
 
 
 def test_deepspeed_as_a_switch_goes_with_its_configuration(tmp_path):

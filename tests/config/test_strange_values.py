@@ -28,13 +28,13 @@ def refusal(*flags: str) -> str:
     [
         (DEEP, "it is nested too deeply"),
         (DEEPER, "it is nested too deeply"),
-        ('{"a": NaN}', "NaN is no finite number"),
-        ('{"a": -Infinity}', "-Infinity is no finite number"),
-        ('{"a": 1e999}', "1e999 is no finite number"),
+        ('{"a": NaN}', "NaN is not a finite number"),
+        ('{"a": -Infinity}', "-Infinity is not a finite number"),
+        ('{"a": 1e999}', "1e999 is not a finite number"),
         (f'{{"a": {NUMBER}}}', "Exceeds the limit"),
         ('{"a": 1, "a": 2}', "a stands there twice"),
         ("[1]", "expected an object"),
-        ("NaN", "NaN is no finite number"),
+        ("NaN", "NaN is not a finite number"),
     ],
 )
 def test_json_of_a_flag_is_an_object_of_finite_numbers(text, problem):
@@ -47,11 +47,11 @@ def test_json_of_a_flag_is_an_object_of_finite_numbers(text, problem):
 
 
 def test_a_time_of_thousands_of_digits_is_no_time():
-    assert "(5,002 characters) is no length of time" in refusal("--max_run_time", NUMBER)
+    assert "(5,002 characters) is not a duration" in refusal("--max_run_time", NUMBER)
 
 
 BYTES = os.fsdecode(b"/nowhere/caf\xe9")
-NO_UTF8 = "a name in it is no UTF-8, which safetensors, tokenizers and pyarrow don't open: rename it"
+NO_UTF8 = "a name in it is not UTF-8, so safetensors, tokenizers and pyarrow can't open it: rename it"
 
 
 @pytest.mark.parametrize("name", ["output_dir", "cache_dir", "model_name_or_path", "vision_tower"])
@@ -71,7 +71,7 @@ def test_other_commands_refuse_them_too(tmp_path):
 
 @pytest.mark.parametrize("text", ["x\ud800y", "\udfff", "a/\ud83d"])
 def test_half_of_a_character_is_in_no_name(text):
-    assert path_problem(text) == f"{text}: a name in it has half of a character, which no file's name can have"
+    assert path_problem(text) == f"{text}: a name in it has half of a character, not possible in names of files"
 
 
 def test_data_may_have_any_name(tmp_path):

@@ -34,7 +34,7 @@ def test_a_zero_against_a_strategy_is_refused(strategy):
         parse_arguments(words)
     assert str(caught.value) == (
         f"--eval_steps 0 and --eval_strategy {strategy}: the one computes the eval loss at the end only, the other "
-        "before, too: give one of them"
+        "also before: give only one"
     )
 
 

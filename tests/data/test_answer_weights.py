@@ -148,8 +148,8 @@ def test_objectives_that_draw_answers_refuse_them(inspect_data, tmp_path, toy_ba
     records[1]["conversations"][-1]["weight"] = 0.5
     path.write_text(json.dumps(records))
     reason = (
-        rf"data\.json: record 1 \(s1\) gives its answer the weight 0\.5, which --objective {objective} does not take: "
-        r"leave the weights out \(1 of 2 records has one\)"
+        rf"data\.json: record 1 \(s1\) gives its answer the weight 0\.5, but --objective {objective} takes no weights: "
+        r"leave them out \(1 of 2 records has one\)"
     )
     with pytest.raises(DataError, match=reason):
         inspected(inspect_data, tmp_path, {**toy_base, **data}, "--objective", objective, "--reward_funcs", "accuracy")

@@ -124,7 +124,7 @@ def test_answers_without_an_end_that_is_learned_are_refused(tokenizer, source, l
     own = copy.deepcopy(tokenizer)
     own.chat_template = source
     [problem] = check_tokenizer("chat_template", own)
-    assert f"lets {learned!r} be learned, and writes '{behind}' behind it" in problem
+    assert f"has {learned!r} learned, followed by '{behind}'" in problem
     assert "never learn to stop" in problem and "give --version one of LLaVA's templates" in problem
     assert end_markers("chat_template", own) == [own.eos_token_id]
 
@@ -177,9 +177,9 @@ def test_variables_of_a_record_are_handed_to_the_template(own):
 @pytest.mark.parametrize(
     ("variables", "why"),
     [
-        ('{"enable_thinking": false}', "'enable_thinking', which the chat template does not read"),
-        ('{"messages": []}', "'messages', which is set for every conversation"),
-        ('{"eos_token": "x"}', "'eos_token', which is set for every conversation"),
+        ('{"enable_thinking": false}', "'enable_thinking', but the chat template does not read"),
+        ('{"messages": []}', "'messages', but that is set for every conversation"),
+        ('{"eos_token": "x"}', "'eos_token', but that is set for every conversation"),
     ],
 )
 def test_variables_that_a_template_does_not_read_are_refused(own, variables, why):
@@ -193,4 +193,4 @@ def test_templates_of_llava_have_no_tools_and_no_variables(tokenizer):
     given = [{"template_kwargs": '{"brief": true}'}, {"tools": '[{"name": "zoom"}]'}]
     found = encoder.encode_batch([(Transcript(tuple(TALK[:2]), **each), [4]) for each in given])
     assert "under 'chat_template_kwargs', and --version v1 has none" in str(found[0])
-    assert "offers tools, which --version v1 has no place for" in str(found[1])
+    assert "offers tools, but --version v1 does not support them" in str(found[1])

@@ -130,7 +130,7 @@ def test_floats_that_are_no_numbers_are_refused_by_name(value, tmp_path):
     array[3, 4] = value
     Image.fromarray(array).save(tmp_path / "a.tif")
     for act in (load_image, notes_of):
-        with pytest.raises(DataError, match=r"a\.tif .* no finite numbers, NaN or infinity"):
+        with pytest.raises(DataError, match=r"a\.tif .* not finite \(NaN or infinity\)"):
             act(tmp_path / "a.tif")
 
 
@@ -163,7 +163,7 @@ def test_colours_of_16_bits_that_pillow_reads_with_8_are_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "0", "5,5", "9,1", "0,nan", "-inf,3", "a,b", "0,1,2", "own"])
 def test_what_is_no_range_is_refused(text):
-    with pytest.raises(ConfigError, match=r"is no range of values: give the ones that become black and white"):
+    with pytest.raises(ConfigError, match=r"is not a range of values: give two that become black and white"):
         range_of_values(text)
     with pytest.raises(ConfigError, match="--image_value_range"):
         parse_arguments([f"--image_value_range={text}"], to_train=False)
@@ -182,7 +182,7 @@ def test_the_fingerprint_is_another_one_with_a_range_and_the_old_one_without():
 
 def test_the_line_counts_and_names_the_first():
     line = deep_images_line(1200, ["a.tif, floats", "b.tif, floats"])
-    assert line.startswith("1,200 images use less than 1/16 of their range, or lie outside of it: a.tif, floats; b.tif")
+    assert line.startswith("1,200 images use less than 1/16 of their range, or exceed it: a.tif, floats; b.tif")
     assert "and 1,198 more: --image_value_range scales" in line
     assert deep_images_line(1, ["a.tif, floats"]).startswith("1 image uses less")
 
@@ -202,7 +202,7 @@ def test_a_data_set_says_so_at_every_start(tmp_path, tokenizer):
     for _ in range(2):  # the second one is from the cache
         dataset = toys.encoded(**data, **options)
         [line] = [line for line in dataset.summary() if "of their range" in line]
-        assert line.startswith("2 images use less than 1/16 of their range, or lie outside of it: ")
+        assert line.startswith("2 images use less than 1/16 of their range, or exceed it: ")
         assert records[0]["image"] in line and records[2]["image"] in line and "--image_value_range" in line
     rest, held_out = dataset.without_part(0.5, 0)
     counts = [part.index.facts["deep"]["number"] for part in (rest, held_out)]

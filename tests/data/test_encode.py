@@ -247,7 +247,7 @@ def test_a_long_text_of_few_tokens_is_not_cut(tokenizer, monkeypatch):
     monkeypatch.setattr(encode, "FIRST_CHARS_PER_TOKEN", 1)
     monkeypatch.setattr(encode, "TOKENS_BEHIND", 10_000)
     [refused] = encoder.encode_batch([(talk, [])])
-    assert "characters, and the first 1,000 of them, which are more than 300 tokens spell, are fewer" in str(refused)
+    assert "characters, and the first 1,000 characters give fewer than 300 tokens" in str(refused)
 
 
 def _watched(lengths: list[int], tokenize):
@@ -307,7 +307,7 @@ def test_a_token_without_a_row_is_refused_with_its_number(tokenizer):
     )
     note_rows(taught, first + 1)
     assert tokens_without_rows(taught) == [
-        f"tokens of the tokenizer without a row in the model's embedding, which has {first + 1}: '<stop>' "
+        f"tokens of the tokenizer without one of the {first + 1} rows of the model's embedding: '<stop>' "
         f"(id {first + 1}): a text that spells one is refused; training with --resize_token_embeddings True adds rows"
     ]
     encoder = pickle.loads(pickle.dumps(Encoder(taught, EncodingOptions("v1", 500))))  # as worker processes get it
@@ -315,7 +315,7 @@ def test_a_token_without_a_row_is_refused_with_its_number(tokenizer):
     assert first in good.input_ids and other.num_targets
     assert isinstance(refused, DataError) and str(refused) == (
         f"the text spells the token '<stop>' (id {first + 1}), and the model's embedding has {first + 1} rows: train "
-        "with --resize_token_embeddings True, which adds one for it, or take it out"
+        "with --resize_token_embeddings True to add one for it, or take it out"
     )
     with pytest.raises(DataError, match="the text spells the token '<stop>'"):
         encoder.prompt_ids([question, Message("gpt", "On."), Message("human", "And <stop>?")], [])

@@ -163,7 +163,7 @@ def test_a_system_message_may_name_the_word(folder):
     ):
         sample = sample_of(folder, record)
         assert shown_text(sample.messages[0].text) == "Never write <image>." and not sample.media
-        with pytest.raises(DataError, match=r"in its system message, which shows no images \(\\<image> is the word\)"):
+        with pytest.raises(DataError, match=r"in its system message, where images can't be \(\\<image> is the word\)"):
             sample_of(folder, json.loads(json.dumps(record).replace("\\\\<", "<")))
 
 

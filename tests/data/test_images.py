@@ -364,7 +364,8 @@ def test_the_name_of_a_file_does_not_matter_but_its_format_does(tmp_path):
     noise(30, 20).save(tmp_path / "c.png", format="ICO")
     for name in ("b.png", "c.png"):
         with pytest.raises(
-            DataError, match=r"its header is none of JPEG, PNG, .*, or of a kind .*: replace it or leave it out"
+            DataError,
+            match=r"its format is not JPEG, PNG, .*, or is an unsupported variant, .*: replace it or leave it out",
         ):
             probe(media_of(tmp_path / name), SQUARE)
 
@@ -542,11 +543,11 @@ def test_a_header_in_a_huge_file_is_not_read_to_its_end(tmp_path, suffix, monkey
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(ENDLESS[suffix])
     os.truncate(path, 1 << 32)
-    with pytest.raises(DataError, match="goes on for much longer"):
+    with pytest.raises(DataError, match="is much longer than"):
         probe(Media("image", (FileRef(str(path)),)), dataclasses.replace(SQUARE, max_pixels=10**6))
 
 
 def test_a_pipe_in_an_images_place_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         load_image(tmp_path / "a.png")

@@ -305,7 +305,7 @@ def test_a_record_of_texts_that_has_none_says_why(data):
         ({"url": "a", "n": 3}, "no key of them is known (keys found: 'url', 'n')"),
         (
             {"Image": "0.png", "Question": "Who?", "Answer": "Me."},
-            "names that are not read: give --data_columns image=Image,question=Question,answer=Answer, if that is",
+            "names that are not read: give --data_columns image=Image,question=Question,answer=Answer, if they hold",
         ),
         ({"conversation": [ASKED, SAID], "n": [1]}, "give --data_columns conversations=conversation, if"),
         ({"image": "0.png", "dialog": json.dumps([ASKED, SAID])}, "give --data_columns conversations=dialog, if"),
@@ -322,7 +322,7 @@ def test_names_of_a_table_that_are_nearly_known_are_suggested(data):
     """Whose cells are not read yet."""
     talk = {"images": [{"bytes": png(4), "path": None}], "conversation": [ASKED, SAID]}
     message = refused(lambda: data.parquet(talk))
-    assert "give --data_columns conversations=conversation, if that is what they are" in message
+    assert "give --data_columns conversations=conversation, if they hold those fields" in message
     assert said(data.parquet(talk, columns="conversations=conversation")) == TALK
     assert "give --data_columns image=Image,text=Caption, if" in refused(
         lambda: data.parquet({"Image": "", "Caption": ""})
@@ -399,10 +399,10 @@ def test_answers_that_are_numbers_of_choices_are_refused(data, key):
     rows = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in (1, 0)]
     message = refused(lambda: data.json(*rows))
     assert (
-        f"its answers under 'answer', such as 1, are numbers or letters of {key!r}, which are not part of the question"
-        in message
+        f"its answers under 'answer', such as 1, are numbers or letters of {key!r}, and the question does not "
+        "show these" in message
     )
-    assert f"of {key!r}, which" in refused(lambda: data.parquet(*rows))
+    assert f"of {key!r}, and" in refused(lambda: data.parquet(*rows))
     letters = [{"question": "Which?", key: ["a", "b"], "answer": answer} for answer in ("B", "(A)")]
     assert "its answers under 'answer', such as 'B', are" in refused(lambda: data.json(*letters))
     assert [sample.messages[1].text for sample in samples(data.json(*rows, columns="answer=answer"))] == ["1", "0"]
@@ -482,7 +482,7 @@ def test_answers_are_choices_whatever_stands_beside_them(data):
 def test_answers_that_are_marked_as_bad_ones_are_not_learned(data, record, key, kind):
     """Data for KTO have good and bad answers."""
     source = getattr(data, kind)({**record, key: True}, {**record, key: False})
-    assert f"has False under {key!r}, which says that its answer is not a good one" in rejected(source, 1)
+    assert f"has False under {key!r}, so its answer is a bad one" in rejected(source, 1)
     text, *_ = source.read()
     assert to_sample(text.text, source, 0).messages[1].text == "A boat."
     assert "has 'False' under" in rejected(getattr(data, kind)({**record, key: "False"}))  # as CSV has it
@@ -510,7 +510,7 @@ def test_images_under_names_that_are_not_read_are_asked_about(data):
         assert len(samples(data.json({**row, key: value, "image": "0.png"}))) == 1
     text = base64.b64encode(png(9)).decode()
     assert "like one under 'encoded': name it" in refused(lambda: data.json({**row, "encoded": text}))
-    assert "looks like base64, which needs data:image/png" in rejected(data.json({**row, "image": text * 3}))
+    assert "looks like base64: put data:image/png" in rejected(data.json({**row, "image": text * 3}))
     assert len(samples(data.json({**row, "photo": "0.png"}, on_unmarked_image="text"))) == 1
 
 
@@ -584,7 +584,7 @@ def test_csv_without_usable_names_is_refused(data):
     (data.folder / "u.csv").write_bytes("image,question,answer\n".encode("utf-16"))
     with pytest.raises(DataError, match=r"u\.csv can't be read as CSV: it is UTF-16, save it as UTF-8"):
         data.open(data.folder / "u.csv")
-    assert "there is no file" in rejected(data.csv("image,question,answer\nx.png,a,b\n"))
+    assert "no file exists at" in rejected(data.csv("image,question,answer\nx.png,a,b\n"))
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])

@@ -107,7 +107,7 @@ def _dump(value: object, indent: int | None) -> str:
         ('[{"a": 1},\n\n', 3, 1, "Expecting value"),
         ('[{"a": 1},\n{"a": "x', 2, 7, "Unterminated string"),
         ('[{"a": 1}', 1, 10, "the file ends where , or ] was expected"),
-        ('[{"a": 1}]\n]', 2, 1, "there is something behind the list"),
+        ('[{"a": 1}]\n]', 2, 1, "there is something after the list"),
         ('[{"a": 1},]', 1, 11, "Expecting value"),
         ('[{"a": 1}, {"a": \u20ac}]', 1, 18, "Expecting value"),
         ("[" * 5000, 1, 2, "the file ends inside a record"),
@@ -122,7 +122,7 @@ def test_where_a_list_stops_being_json_is_named(tmp_path, text, line, column, wh
         good.extend(read_json_list(str(path), window))
     message = str(caught.value)
     assert message.startswith(f"{path}, line {line}, column {column}: can't be read as JSON: {what}")
-    assert message.endswith("nothing behind it can be read")
+    assert message.endswith("nothing after it can be read")
 
 
 def test_records_before_the_error_are_read(tmp_path, opened):
@@ -324,7 +324,7 @@ def test_paths_in_tables_are_checked_like_all_paths(tmp_path, opened):
     (tmp_path / "secret.png").write_bytes(RED)
     pyarrow.parquet.write_table(table(image={"bytes": None, "path": "../secret.png"}), tmp_path / "a.parquet")
     source = opened(tmp_path / "a.parquet", image_folder=str(tmp_path / "images"))
-    with pytest.raises(DataError, match=r"'\.\./secret.png', which lies outside"):
+    with pytest.raises(DataError, match=r"'\.\./secret.png', outside"):
         to_sample(next(source.read()).text, source, 0)
 
 
@@ -346,7 +346,7 @@ def test_a_damaged_table_is_refused_and_leaves_no_spool(tmp_path, opened):
     source = opened(path)
     data[4:200] = b"\xff" * 196
     path.write_bytes(data)
-    with pytest.raises(DataError, match="can't be read behind row 0"):
+    with pytest.raises(DataError, match="can't be read after row 0"):
         list(source.read())
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.name != "pictures"]
 
@@ -411,7 +411,7 @@ def test_data_uris_are_spooled(tmp_path, opened):
             to_sample(records[number].text, source, number)
         reasons.append(str(caught.value))
     assert "as its image, expected a path" in reasons[0] and "can't be read as JSON" in reasons[1]
-    assert "lies outside the image folder" in reasons[2] and "names 0 images" in reasons[3]
+    assert "outside the image folder" in reasons[2] and "names 0 images" in reasons[3]
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_a_folder_of_images_with_captions(tmp_path, opened, suffix, inner):
     samples = [to_sample(record.text, source, record.index) for record in good]
     assert [bytes_of(sample) for sample in samples] == [[RED], [BLUE]]
     assert samples[0].messages == (Message("human", "<image>"), Message("gpt", 'A "red", one.'))
-    with pytest.raises(DataError, match=r"out\.png', which lies outside the image folder"):
+    with pytest.raises(DataError, match=r"out\.png', outside the image folder"):
         to_sample(bad.text, source, 2)
 
 
@@ -582,7 +582,7 @@ def test_damaged_shards_are_refused_with_the_place(tmp_path, opened):
     for data, expected in (
         (whole[: second + 520], f"the tar ends at byte {second + 520}, inside the member at byte {second}"),
         (whole[:second], f"the tar ends at byte {second} without its end mark: it is not whole"),
-        (whole[:second] + b"\xff" * 2000, f"there is no tar header at byte {second}"),
+        (whole[:second] + b"\xff" * 2000, f"no tar header at byte {second}"),
         (whole[: second + 2] + b"x" + whole[second + 3 :], f"at byte {second}: its checksum is wrong"),
         (b"\x1f\x8b" + whole, "is compressed: unpack it to a plain .tar"),
         (b"", "without its end mark"),
@@ -628,7 +628,7 @@ def test_a_saved_folder_with_offsets_that_lead_outside_is_refused(opened, tmp_pa
     at = data.index(offsets)
     data[at + 4 : at + 8] = b"\xff\xff\xff\x7f"
     path.write_bytes(data)
-    with pytest.raises(DataError, match="can't be read behind row 0"):
+    with pytest.raises(DataError, match="can't be read after row 0"):
         list(opened(tmp_path / "saved").read())
 
 

@@ -175,11 +175,11 @@ def test_another_process_takes_the_same_records(tmp_path):
         ({"path": "a.json", "json_path": "a.json"}, "names both path and json_path"),
         ({"weight": 1}, "has no path"),
         ({"path": 3}, "path is 3, expected a text"),
-        ({"path": "none.json"}, "none.json: there is no such file or folder; expected a .json, .jsonl"),
+        ({"path": "none.json"}, "none.json: no such file or folder; expected a .json, .jsonl"),
         ({"path": "mix.yaml"}, "is a mixture itself: list its entries here"),
         ({"path": "a.json", "format": "lava"}, "unknown format 'lava': did you mean llava?"),
-        ({"path": "a.json", "image_folder": "nowhere"}, "nowhere: there is no such folder"),
-        ({"path": "a.json", "columns": "picture=x"}, "there is no field 'picture'"),
+        ({"path": "a.json", "image_folder": "nowhere"}, "nowhere: no such folder"),
+        ({"path": "a.json", "columns": "picture=x"}, "unknown field 'picture'"),
         ({"path": "a.json", "columns": ["x"]}, "columns is ['x'], expected field=column pairs"),
         ({"path": "a.json", "seed": "x"}, "seed is 'x', expected an integer"),
         ({"path": "a.json", "weight": 0}, "weight is 0, expected a number above 0 and up to 1000"),
@@ -201,15 +201,15 @@ def test_every_mistake_in_a_mixture_is_named_at_once(tmp_path, entry, expected):
         open_sources(path, options(tmp_path))
     lines = str(caught.value).splitlines()
     assert lines[0].startswith(f"{path}, entry 1: ") and expected in lines[0]
-    assert lines[-1].startswith(f"{path}, entry 2: ") and "gone.json: there is no such file" in lines[-1]
+    assert lines[-1].startswith(f"{path}, entry 2: ") and "gone.json: no such file" in lines[-1]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("datasets: [", "can't be read as a YAML mixture"),
-        ("datasets: []", "is no mixture: expected 'datasets:' with a list"),
-        ("3", "is no mixture"),
+        ("datasets: []", "is not a mixture: expected 'datasets:' with a list"),
+        ("3", "is not a mixture"),
         ("dataset:\n- path: a.json", "unknown key 'dataset': did you mean datasets?"),
         ("- path: a.json\n  x: !!python/object/apply:os.getpid []", "can't be read as a YAML mixture"),
         ("\x00", "can't be read as a YAML mixture"),
@@ -255,12 +255,12 @@ def test_a_data_path_that_can_not_be_read_says_what_can(tmp_path):
 
     write(tmp_path / "a.json", "a", 1)
     write(tmp_path / "b.jsonl", "b", 1)
-    assert "none.json: there is no such file or folder" in refused(tmp_path / "none.json")
-    assert "z.json: there is no such file" in refused(f"{tmp_path}/{{a,z}}.json")
-    assert "z*.json: there is no such file" in refused(tmp_path / "z*.json")
+    assert "none.json: no such file or folder" in refused(tmp_path / "none.json")
+    assert "z.json: no such file" in refused(f"{tmp_path}/{{a,z}}.json")
+    assert "z*.json: no such file" in refused(tmp_path / "z*.json")
     assert "several kinds: a JSON list (a.json), JSONL (b.jsonl)" in refused(tmp_path / "*.json*")
     assert "several kinds: a JSON list (a.json), JSONL (b.jsonl)" in refused(tmp_path)
-    assert "is no regular file" in refused("/dev/null")
+    assert "is not a regular file" in refused("/dev/null")
     (tmp_path / "empty").mkdir()
     assert "holds nothing to read (it is empty)" in refused(tmp_path / "empty")
     for name in ("train-0.parquet", "test-0.parquet"):
@@ -284,17 +284,17 @@ def test_columns_are_parsed_or_every_mistake_named():
     with pytest.raises(ConfigError) as caught:
         parse_columns("imge=x,image,id=a,id=b,system=,question=q,answer=q")
     assert str(caught.value).removeprefix("--data_columns: ").split("; ") == [
-        "there is no field 'imge': did you mean image?",
-        "'image' is no field=column, like image=picture",
+        "unknown field 'imge': did you mean image?",
+        "'image' is not field=column, like image=photo",
         "the field 'id' is named twice",
-        "'system=' is no field=column, like image=picture",
+        "'system=' is not field=column, like image=photo",
         "the name 'q' is given for two fields",
     ]
 
 
 def test_a_mixture_that_never_ends_is_refused(tmp_path):
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         open_sources(str(tmp_path / "zero.yaml"), SourceOptions())
 
 

@@ -158,7 +158,7 @@ def test_a_split_may_be_named_by_its_keyword_or_a_pattern(tmp_path):
     assert read(opened(tmp_path / "d", "dev")) == read(opened(tmp_path / "d", "validation")) == ["dev.jsonl"]
     assert read(opened(f"{tmp_path}/d/dev*.jsonl")) == ["dev.jsonl"]
     assert len(read(opened(f"{tmp_path}/d/*.jsonl"))) == 2  # what one writes is what one gets
-    assert "dev.jsonl is no folder that has splits: leave the split 'test' out" in refused(
+    assert "dev.jsonl is not a folder with splits: leave the split 'test' out" in refused(
         tmp_path / "d/dev.jsonl", "test"
     )
 
@@ -239,7 +239,7 @@ def test_one_of_several_configs_has_to_be_named(tmp_path):
     readme.write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
     for split in (None, "train"):
         message = refused(tmp_path / "d", split)
-        assert "README.md has the configs 'ai2d', 'chart', 'docs', and none of them is the default one" in message
+        assert "README.md has the configs 'ai2d', 'chart', 'docs', and none is the default" in message
         pattern = f"{tmp_path}/d/ai2d/train-*.parquet"
         assert f"like {pattern} for 'ai2d'" in message
     assert read(opened(pattern)) == ["train-0.parquet", "train-1.parquet"]

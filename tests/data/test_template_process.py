@@ -67,7 +67,7 @@ def test_no_signal_to_the_group_of_a_run_reaches_it(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ("os.kill(os.getpid(), 9)", r"was ended by SIGKILL; where there is no memory left: free memory"),
+        ("os.kill(os.getpid(), 9)", r"was ended by SIGKILL; if memory ran out: free memory"),
         ("time.sleep(60)", "gave no answer for 1 seconds"),
         ("os._exit(3)", "ended with exit code 3"),
     ],

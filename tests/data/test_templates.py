@@ -162,8 +162,8 @@ def test_a_prompt_is_the_beginning_of_what_training_saw(template):
 @pytest.mark.parametrize(
     ("messages", "template", "expected"),
     [
-        ([], "v1", "there is no question in the conversation"),
-        ([gpt("Hello.")], "v1", "there is no question in the conversation"),
+        ([], "v1", "the conversation has no question"),
+        ([gpt("Hello.")], "v1", "the conversation has no question"),
         ([human("a"), human("b")], "v1", "turn 1 is from 'human', expected 'gpt': questions and answers alternate"),
         ([human("a"), gpt("b")], "plain", "the plain template takes one question with one <image> and one answer"),
         ([human("<image>")], "plain", "the plain template takes one question with one <image> and one answer"),

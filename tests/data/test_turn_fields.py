@@ -131,7 +131,7 @@ def test_answers_are_switched_off(tmp_path, key, off):
 def test_a_records_list_may_have_its_plural(tmp_path, key):
     for values in ([0, 0, 0, 1], [False, True], "[0, 1]"):
         assert [m.weight for m in answers(tmp_path, chat("No.", "Yes.", **{key: values}))] == [0, 1]
-    assert "which contradict each other" in refused(tmp_path, chat("a", weight=[0], **{key: [1]}))
+    assert "they contradict each other" in refused(tmp_path, chat("a", weight=[0], **{key: [1]}))
     assert f"has 3 values under {key!r} for 4 turns with 2 answers" in refused(
         tmp_path, chat("a", "b", **{key: [1] * 3})
     )
@@ -146,7 +146,7 @@ def test_fractions_weigh(tmp_path):
 def test_a_record_may_be_switched_off(tmp_path):
     assert [m.weight for m in answers(tmp_path, chat("a", "b", train=False))] == [0, 0]
     assert [m.weight for m in answers(tmp_path, chat("a", "b", loss_mask=0, trainable=False))] == [0, 0]
-    assert "which contradict each other" in refused(tmp_path, chat("a", train=False, trainable=1))
+    assert "they contradict each other" in refused(tmp_path, chat("a", train=False, trainable=1))
 
 
 def test_a_records_number_that_may_be_anything_is_named_as_not_read(tmp_path):
@@ -170,20 +170,20 @@ def with_turn(**fields) -> dict:
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        (chat({"weight": 0, "loss": True}), "turn 1 has the weights 0 and 1, which contradict each other"),
-        (chat({"loss": 1}, loss_mask=[0]), "turn 1 has the weights 1 and 0, which contradict each other"),
+        (chat({"weight": 0, "loss": True}), "turn 1 has the weights 0 and 1: they contradict each other"),
+        (chat({"loss": 1}, loss_mask=[0]), "turn 1 has the weights 1 and 0: they contradict each other"),
         (chat("a", "b", loss_mask=[1, 0, 1]), "has 3 values under 'loss_mask' for 4 turns with 2 answers"),
         (chat({"weight": -1}), "turn 1 has -1 under 'weight', expected true, false or a weight from 0"),
         (chat({"train": "no"}), "turn 1 has 'no' under 'train'"),
         (chat({"weight": float("nan")}), "under 'weight'"),
         (chat({"weight": 1e39}), "turn 1 has 1e+39 under 'weight', expected true, false or a weight from 0 to 1,000"),
         (chat("a", weight=["x", "y"]), "has 'x' under 'weight'"),
-        (with_turn(train=True), "turn 0 is no answer and has the weight 1, but only answers are learned"),
-        (chat("a", loss_mask=[1, 1]), "turn 0 is no answer and has the weight 1"),
+        (with_turn(train=True), "turn 0 is not an answer and has the weight 1, but only answers are learned"),
+        (chat("a", loss_mask=[1, 1]), "turn 0 is not an answer and has the weight 1"),
         (chat({"reasoning": "a", "thinking": "b"}), "turn 1 has two thoughts, 'a' and 'b'"),
         (
             chat({"content": [{"type": "thinking", "thinking": "a", "train": False}, {"type": "text", "text": "b"}]}),
-            "turn 1 has a part of type 'thinking' with the key 'train', which is not read",
+            "turn 1 has a part of type 'thinking' with the key 'train': it is not read",
         ),
         (chat({"reasoning": {"effort": "low"}}), "turn 1 has {'effort': 'low'} for a thought, expected a text"),
         (
@@ -191,21 +191,21 @@ def with_turn(**fields) -> dict:
             "turn 1 has thoughts between its parts, expected one, before the answer",
         ),
         (chat({"content": [{"type": "reasoning", "summary": []}]}), "expected a text under 'reasoning'"),
-        (with_turn(thinking="b"), "turn 0 has a thought, which belong to answers, but is from 'user'"),
-        (with_turn(tool_calls=[CALL]), "turn 0 has tool calls, which belong to answers, but is from 'user'"),
+        (with_turn(thinking="b"), "turn 0 has a thought, allowed in answers only, but is from 'user'"),
+        (with_turn(tool_calls=[CALL]), "turn 0 has tool calls, allowed in answers only, but is from 'user'"),
         (chat({"tool_calls": [{"name": "zoom", "input": {"x": 3}}]}), "turn 1 has the tool call {'input': {'x': 3}, "),
         (chat({"tool_calls": [{"function": {"name": "zoom", "arguments": [3]}}]}), "has the arguments [3] in a tool"),
-        (chat({"tool_calls": [{"function": {"name": "zoom", "arguments": "x=3"}}]}), "which is no JSON"),
-        (chat({"tool_calls": "zoom(3)"}), "turn 1 has 'zoom(3)' for its tool calls, which is no JSON"),
+        (chat({"tool_calls": [{"function": {"name": "zoom", "arguments": "x=3"}}]}), "not valid JSON"),
+        (chat({"tool_calls": "zoom(3)"}), "turn 1 has 'zoom(3)' for its tool calls, not valid JSON"),
         (chat("a", tools={"name": "zoom"}), "under 'tools', expected a list of"),
         (chat("a", tools=[{"description": "z"}]), "has {'description': 'z'} under 'tools', expected a list of"),
-        (chat("a", tools="zoom"), "has 'zoom' under 'tools', which is no JSON"),
+        (chat("a", tools="zoom"), "has 'zoom' under 'tools', not valid JSON"),
         (chat("a", chat_template_kwargs=[1]), "has [1] under 'chat_template_kwargs', expected an object"),
-        (chat({"thoughts": "a"}), "turn 1 has the key 'thoughts', which is not read: "),
-        (chat({"wieght": 0}), "turn 1 has the key 'wieght', which is not read: did you mean weight?"),
-        (with_turn(images=["a.png"]), "turn 0 has the key 'images', which is not read"),
+        (chat({"thoughts": "a"}), "turn 1 has the key 'thoughts': it is not read, "),
+        (chat({"wieght": 0}), "turn 1 has the key 'wieght': it is not read, did you mean weight?"),
+        (with_turn(images=["a.png"]), "turn 0 has the key 'images': it is not read"),
         (with_turn(name=3), "turn 0 has 3 under 'name', expected a text"),
-        (with_turn(**{"from": "gpt"}, value="Question 0"), "which gives its role or its text twice, and not alike"),
+        (with_turn(**{"from": "gpt"}, value="Question 0"), "it gives its role or its text twice, with"),
     ],
 )  # fmt: skip
 def test_fields_that_can_not_be_honoured_are_refused(tmp_path, record, why):

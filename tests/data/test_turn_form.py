@@ -140,7 +140,9 @@ def test_thoughts_that_are_written_beside_calls_alone_are_learned_there(own, as_
 @pytest.mark.parametrize("plain", [answer("Yes.", THOUGHT), answer(f"<|channel>thought\n{THOUGHT}\n<channel|>Yes.")])
 def test_a_record_with_a_thought_elsewhere_is_refused_by_name(own, plain):
     talk = (ASKED, answer("", THOUGHT, CALL), Message("tool", "It grew."), plain)
-    with pytest.raises(DataError, match="message 3 has a thought, which the chat template writes in answers that call"):
+    with pytest.raises(
+        DataError, match="message 3 has a thought, but the chat template writes it only in answers that call"
+    ):
         render_own(talk, own(GEMMA4_CALLS))
 
 
@@ -202,7 +204,7 @@ DUMPS = (
 
 
 def test_parts_that_a_template_writes_as_json_are_no_form(own):
-    with pytest.raises(DataError, match="message 1 has a thought, which the chat template does not write"):
+    with pytest.raises(DataError, match="message 1 has a thought, but the chat template does not write"):
         render_own((ASKED, answer("A triangle.", THOUGHT)), own(DUMPS))
     results = QWEN3.replace(
         "{%- set content = words(m['content']) -%}",
@@ -229,12 +231,12 @@ def test_a_template_that_writes_texts_as_they_are_teaches_thoughts_in_them(own):
 @pytest.mark.parametrize(
     ("source", "talk", "why"),
     [
-        (PLAIN, (ASKED, answer("A triangle.", THOUGHT)), "message 1 has a thought, which the chat template does not"),
-        (PLAIN, (ASKED, answer("", None, CALL)), "message 1 has tool calls, which the chat template does not write"),
+        (PLAIN, (ASKED, answer("A triangle.", THOUGHT)), "message 1 has a thought, but the chat template does not"),
+        (PLAIN, (ASKED, answer("", None, CALL)), "message 1 has tool calls, but the chat template does not write"),
         (
             DEEPSEEK,
             (ASKED, answer(f"<think>{THOUGHT}</think>A.")),
-            "thought in its text, which the chat template drops",
+            "chat template drops or changes a thought in an answer's text",
         ),
         (QWEN3, (ASKED, answer("See: <think>a</think>b")), "has a text before its thought, <think>"),
         (QWEN3, (ASKED, answer("<think>a</think>b<think>c</think>d")), "has several thoughts between <think>"),
@@ -248,7 +250,7 @@ def test_what_a_template_can_not_write_is_refused(own, source, talk, why):
 
 def test_offered_tools_that_a_template_does_not_write_are_refused(own):
     conversation = Transcript((ASKED, answer()), tools=json.dumps(TOOLS))
-    with pytest.raises(DataError, match="offers tools, which the chat template does not write"):
+    with pytest.raises(DataError, match="offers tools, but the chat template does not write"):
         render_own(conversation, own(PLAIN))
     assert "zoom" in render_own_prompt(Transcript((ASKED,), tools=json.dumps(TOOLS)), own(QWEN3))
 
@@ -257,7 +259,7 @@ def test_results_that_a_template_does_not_write_are_refused(own):
     quiet = PLAIN.replace("{{ '<|im_start|>'", "{%- if m['role'] != 'tool' -%}{{ '<|im_start|>'", 1)
     quiet = quiet.replace("{%- endfor -%}{%- if add", "{%- endif -%}{%- endfor -%}{%- if add", 1)
     talk = (ASKED, answer(), Message("tool", "3"), answer())
-    with pytest.raises(DataError, match="message 2 is the result of a tool, which the chat template does not write"):
+    with pytest.raises(DataError, match="message 2 is the result of a tool, but the chat template does not write"):
         render_own(talk, own(quiet))
 
 
@@ -283,4 +285,4 @@ def test_thoughts_are_written_into_the_text_of_llavas_own_templates(tokenizer):
     one, other = encoder.encode_batch([((ASKED, answer("A triangle.", THOUGHT)), []), ((ASKED, spelled), [])])
     assert one.input_ids.tolist() == other.input_ids.tolist() and one.labels.tolist() == other.labels.tolist()
     [refused] = encoder.encode_batch([((ASKED, answer("", None, CALL)), [])])
-    assert "has tool calls or their results, which --version v1 has no place for" in str(refused)
+    assert "has tool calls or their results, but --version v1 does not support them" in str(refused)

@@ -71,7 +71,7 @@ def run_all(folder: Path, names: list[str]) -> dict[str, subprocess.CompletedPro
 
 MESSAGES = {
     "unknown_flag": ["unknown flag --learning_rat: did you mean --learning_rate?"],
-    "no_image_folder": ["--image_folder", "nowhere: there is no such folder"],
+    "no_image_folder": ["--image_folder", "nowhere: no such folder"],
     "not_llava": ["coco.json holds one object, expected a JSON list of records"],  # on two ranks, by the launcher
     "conflict": [
         "gradient_clipping is 1.0 in the DeepSpeed JSON but --max_grad_norm is 0.5",

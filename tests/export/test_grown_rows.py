@@ -91,7 +91,7 @@ def test_what_is_asked_of_a_model_without_the_rows_is_refused(tmp_path):
     for path, token in ((folder, "<lift>"), (later, "<drop>"), (ready, "<lift>")):
         loaded = load_model(path)
         [note] = loaded.notes
-        assert "without a row in the model's embedding" in note and f"{token!r} (id " in note and "<image>" not in note
+        assert "rows of the model's embedding" in note and f"{token!r} (id " in note and "<image>" not in note
         assert prompt_ids(loaded, Prompt((Message("human", "Now what?"),), ()))
         with pytest.raises(DataError, match=rf"the text spells the token '{token}' \(id "):
             prompt_ids(loaded, Prompt((Message("human", f"Now {token} it."),), ()))

@@ -48,7 +48,7 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path):
     ("text", "problem"),
     [
         ("", "is empty"),
-        ("~nobody-here/x", "there is no such user"),
+        ("~nobody-here/x", "no such user"),
         ("x" * 300, "a name in it has more than 255 bytes|File name too long"),
         ("../" * 2000, "File name too long"),
         ("a\0b", "null"),

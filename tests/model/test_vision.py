@@ -288,5 +288,5 @@ def test_a_class_token_has_no_place_in_a_grid(tmp_path):
     toys.write_tower(tmp_path, "clip")
     model = ModelArguments(mm_vision_select_feature="cls_patch", mm_patch_merge_type="spatial")
     args = Arguments(model, DataArguments(), TrainingArguments(), frozenset())
-    with pytest.raises(ConfigError, match="give --mm_patch_merge_type flat, which is spatial"):
+    with pytest.raises(ConfigError, match="give --mm_patch_merge_type flat, not spatial"):
         read_tower(tmp_path, model).image_options(args)

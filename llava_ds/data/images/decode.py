@@ -162,7 +162,7 @@ def _frames(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Ite
         if frame.size != sizes[0]:
             raise DataError(
                 f"{media.refs[0].path} has frames of {sizes[0][0]} x {sizes[0][1]} and of {frame.width} x "
-                f"{frame.height} pixels, which this model can't read: replace it or leave it out"
+                f"{frame.height} pixels, but this model needs one size: replace it or leave it out"
             )
         yield frame
 
@@ -238,8 +238,8 @@ def _opened(ref: FileRef, max_pixels: int) -> Iterator[tuple[Image.Image, int, S
     except UnidentifiedImageError as error:
         known = ", ".join(_known_formats())
         raise DataError(
-            f"{ref.path} can't be read as an image (its header is none of {known}, or of a kind of "
-            "these that is not read, as of 5 channels or of colours in floats): replace it or leave it out"
+            f"{ref.path} can't be read as an image (its format is not {known}, or is an unsupported "
+            "variant, such as 5 channels or float colours): replace it or leave it out"
         ) from error
     except Exception as error:  # Pillow's decoders raise almost any type on broken files
         raise DataError(

@@ -75,14 +75,14 @@ def deep_images_line(number: int, first: list[str]) -> str:
     """Summarize images that `described` reports. first: some of their descriptions."""
     more = f" and {number - len(first):,} more" if number > len(first) else ""
     have = "image uses" if number == 1 else "images use"
-    return f"{number:,} {have} less than 1/16 of their range, or lie outside of it: {'; '.join(first)}{more}: {_HINT}"
+    return f"{number:,} {have} less than 1/16 of their range, or exceed it: {'; '.join(first)}{more}: {_HINT}"
 
 
 def _values(image: Image.Image, as_stored: bool) -> np.ndarray:
     """Pixel values (h, w). as_stored: restore unsigned 32-bit integers that Pillow reads as signed."""
     values = np.asarray(image)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise ValueError("it holds values that are no finite numbers, NaN or infinity")
+        raise ValueError("it holds values that are not finite (NaN or infinity)")
     tags = getattr(image, "tag_v2", {})
     if as_stored and image.mode == "I" and tags.get(258) == (32,) and tags.get(339, (1,)) == (1,):
         return values.view(np.uint32)

@@ -66,7 +66,9 @@ def frames(ref: FileRef, sizes: tuple[Size, ...], options: ImageOptions) -> Iter
                     due = next(left, None)
             if due is None:
                 return
-    raise DataError(f"{ref.path} ends before its frame {due}, which its header promises: replace it or leave it out")
+    raise DataError(
+        f"{ref.path} ends before its frame {due}, although its header announces it: replace it or leave it out"
+    )
 
 
 def _indices(ref: FileRef, options: ImageOptions) -> list[int]:
@@ -126,7 +128,7 @@ def _opened(ref: FileRef) -> Iterator[tuple]:
         import av
     except ImportError as error:
         raise ConfigError(
-            f"{ref.path} is a video file, which needs PyAV: install the extra llava_ds[video], or give videos as lists "
+            f"{ref.path} is a video file and needs PyAV: install the extra llava_ds[video], or give videos as lists "
             "of images"
         ) from error
     try:

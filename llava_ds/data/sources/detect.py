@@ -152,7 +152,7 @@ def _wrong_with(record: dict, keys: list[str], columns: Columns) -> str | None:
         return f"has {half} under {name!r} and no {other}: name it with --data_columns {other}={example}{caption}"
     named = _likely_columns(record, keys, columns)
     if named:
-        return f"has names that are not read: give --data_columns {','.join(named)}, if that is what they are"
+        return f"has names that are not read: give --data_columns {','.join(named)}, if they hold those fields"
     texts = present(record, columns, ("text",))
     if texts and isinstance(record[texts[0][1]], str):
         return f"has a text under {texts[0][1]!r} and no image under {either(columns.image)}, as a caption has"
@@ -230,8 +230,8 @@ def _refuse_choices(first: FirstRecords, columns: Columns, path: str) -> None:
         if all(map(_is_choice, values)):
             raise ConfigError(
                 f"{path}: its answers under {name!r}, such as {short(values[0])}, are numbers or letters of "
-                f"{choices!r}, which are not part of the question: write questions and answers as texts, or name the "
-                "answers with --data_columns answer=… to learn them as they are"
+                f"{choices!r}, and the question does not show these: write questions and answers as texts, or name the "
+                "answers with --data_columns answer=… to learn them unchanged"
             )
 
 

@@ -68,7 +68,7 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
     if root is not None and is_remote(root):
         return _find_object(name, root, what, folder_name)
     if name.startswith(("http://", "https://", "ftp://")):
-        raise DataError(f"names the {what} {short(name)}, a remote URL, which is never fetched: download it first")
+        raise DataError(f"names the {what} {short(name)}, a remote URL: these are never fetched, download it first")
     if name.startswith("data:"):
         raise DataError(f"has {short(name)} as its {what}, expected a path (data:image/…;base64 is read as an image)")
     if name.startswith("file://"):
@@ -76,7 +76,7 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
     if root is None:
         raise DataError(f"names the {what} {short(name)}: give {flag}")
     looks = len(name) > MAX_NAME and name.startswith(BASE64_BEGINNINGS)
-    base64 = ", and looks like base64, which needs data:image/png;base64, before it" if looks else ""
+    base64 = ", and looks like base64: put data:image/png;base64, before it" if looks else ""
     try:
         if not name or len(name.encode()) > MAX_PATH_BYTES:
             raise ValueError(f"it is longer than {MAX_PATH_BYTES} bytes{base64}" if name else "it is empty")
@@ -91,16 +91,16 @@ def find_file(name: str, root: str | None, what: str = "image", flag: str = "--i
             path = path if _folder_inside(os.path.dirname(path), root) is not None else None
             mode = None if path is None else os.stat(path).st_mode
     except ValueError as error:
-        raise DataError(f"names the {what} {short(name)}, which no file can be called: {error}") from error
+        raise DataError(f"names the {what} {short(name)}, not a possible name of a file: {error}") from error
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}") from error
-        raise FileProblem(f"names the {what} {short(name)}, which can't be read: {error.strerror}{base64}") from error
+            raise FileProblem(f"names the {what} {short(name)}, but no file exists at {short(path)}") from error
+        raise FileProblem(f"names the {what} {short(name)}, but it can't be read: {error.strerror}{base64}") from error
     if path is None:
-        raise FileProblem(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
+        raise FileProblem(f"names the {what} {short(name)}, outside the {folder_name} {root}")
     if not stat.S_ISREG(mode):
         found = KINDS.get(stat.S_IFMT(mode), "no file")
-        raise FileProblem(f"names the {what} {short(name)}, but there is no file {short(path)}: it is {found}")
+        raise FileProblem(f"names the {what} {short(name)}, but no file exists at {short(path)}: it is {found}")
     return path
 
 
@@ -111,9 +111,9 @@ def _find_object(name: str, root: str, what: str, folder_name: str) -> str:
             raise ValueError("it is empty" if not name else f"it is longer than {MAX_PATH_BYTES} bytes")
         url = inside(root, name)
     except ValueError as error:
-        raise DataError(f"names the {what} {short(name)}, which no file can be called: {error}") from error
+        raise DataError(f"names the {what} {short(name)}, not a possible name of a file: {error}") from error
     if url is None:
-        raise FileProblem(f"names the {what} {short(name)}, which lies outside the {folder_name} {root}")
+        raise FileProblem(f"names the {what} {short(name)}, outside the {folder_name} {root}")
     return url
 
 
@@ -132,7 +132,7 @@ def _slice(value: dict, source: Source) -> FileRef:
         try:
             size = size_of(path)
         except OSError as error:
-            raise DataError(f"has an image inside {path}, which can't be read: {error.strerror}") from None
+            raise DataError(f"has an image inside {path}, but that can't be read: {error.strerror}") from None
         if num_bytes == 0 and 0 <= offset <= size:
             raise DataError("has an image without bytes")
         if 0 <= offset < size and 0 < num_bytes <= size - offset:
@@ -200,7 +200,7 @@ def json_of(value: object, name: str) -> str:
     if not isinstance(found, dict):
         raise DataError(f"has {short(value)} under {name!r}, expected an object, or an object as JSON text")
     text = json.dumps(found, ensure_ascii=False)
-    return checked_text(text, lambda: f"has {short(value)} under {name!r}, which is not valid Unicode")
+    return checked_text(text, lambda: f"has {short(value)} under {name!r}, not valid Unicode")
 
 
 def from_json(value: object, what: str) -> object:
@@ -210,7 +210,7 @@ def from_json(value: object, what: str) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{what}, which is no JSON: {error}") from None
+        raise DataError(f"{what}, not valid JSON: {error}") from None
 
 
 def checked_text(value: object, problem: Callable[[], str]) -> str:

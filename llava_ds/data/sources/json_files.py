@@ -70,7 +70,7 @@ class _Window:
 
     def error(self, what: str, at: int) -> DataError:
         line, column = self.place(at)
-        return DataError(f"{self.name}, line {line}, column {column}: {what}: nothing behind it can be read")
+        return DataError(f"{self.name}, line {line}, column {column}: {what}: nothing after it can be read")
 
 
 def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tuple[int, str]]:
@@ -99,7 +99,7 @@ def read_json_list(path: str, window_bytes: int = WINDOW_BYTES) -> Iterator[tupl
                     break
                 window.next_char()
         if window.next_char():
-            raise window.error("can't be read as JSON: there is something behind the list", window.at)
+            raise window.error("can't be read as JSON: there is something after the list", window.at)
 
 
 def read_jsonl(path: str) -> Iterator[tuple[int, str]]:

@@ -68,7 +68,7 @@ def locate(data_path: str, split: str | None = None) -> Located:
     if is_folder(path):
         return _folder(path, split)
     if split is not None:
-        raise ConfigError(f"{data_path} is no folder that has splits: leave the split {split!r} out")
+        raise ConfigError(f"{data_path} is not a folder with splits: leave the split {split!r} out")
     return _files(data_path, path)
 
 
@@ -77,7 +77,7 @@ def _files(data_path: str, path: str) -> Located:
     files = (path,) if exists(path) else expand(path)
     irregular = [file for file in files if not is_file(file)]
     if irregular:
-        raise ConfigError(f"{irregular[0]} is no regular file: --data_path takes {_EXPECTED}")
+        raise ConfigError(f"{irregular[0]} is not a regular file: --data_path takes {_EXPECTED}")
     if len(files) == 1 and os.path.basename(files[0]) in METADATA:
         return Located("imagefolder", files)
     return Located(_one_kind(data_path, files), files)
@@ -100,7 +100,7 @@ def expand(pattern: str) -> tuple[str, ...]:
     for each in _without_braces(pattern):
         found = matching(each) if glob.has_magic(each) and not exists(each) else [each]
         if not found or not exists(found[0]):
-            raise ConfigError(f"{each}: there is no such file or folder; expected {_EXPECTED}")
+            raise ConfigError(f"{each}: no such file or folder; expected {_EXPECTED}")
         files += found
     return tuple(files)
 
@@ -117,13 +117,13 @@ def _without_braces(pattern: str) -> list[str]:
         if numbers:
             first, last = int(numbers[1]), int(numbers[2])
             if last - first >= MAX_FILES:
-                raise ConfigError(f"{pattern}: {match[0]} stands for more than {MAX_FILES:,} files")
+                raise ConfigError(f"{pattern}: {match[0]} matches more than {MAX_FILES:,} files")
             width = len(numbers[1]) if numbers[1].startswith("0") else 0
             choices = [f"{number:0{width}d}" for number in range(first, last + 1)]
         else:
             choices = match[1].split(",")
         if len(todo) + len(done) + len(choices) > MAX_FILES:
-            raise ConfigError(f"{pattern} stands for more than {MAX_FILES:,} files")
+            raise ConfigError(f"{pattern} matches more than {MAX_FILES:,} files")
         todo += [each[: match.start()] + choice + each[match.end() :] for choice in reversed(choices)]
     return done
 
@@ -160,7 +160,7 @@ def _folder(path: str, split: str | None) -> Located:
 def _saved(path: str, split: str | None) -> Located:
     """Locate a folder written by `save_to_disk`, or one of its splits."""
     if is_remote(path):
-        raise ConfigError(f"{path} was saved by datasets, which maps files of a disk: copy it, or write parquet")
+        raise ConfigError(f"{path} was saved by datasets, and can only be opened on a disk: copy it, or write parquet")
     splits, note = saved_splits(path), ""
     if split is not None and split not in splits:
         raise ConfigError(f"{path} has no split {split!r}: its splits are {', '.join(map(repr, splits)) or 'none'}")

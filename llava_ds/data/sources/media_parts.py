@@ -88,7 +88,7 @@ def refuse_unknown(part: dict, known: Iterable[str], where: str) -> None:
     for name, value in part.items():
         if name not in known and not is_absent(value):
             raise DataError(
-                f"{where} with the key {short(name)}, which is not read: {nearest(name, tuple(known))}; take it out, "
+                f"{where} with the key {short(name)}: it is not read, {nearest(name, tuple(known))}; take it out, "
                 "or rename it"
             )
 
@@ -118,7 +118,7 @@ def _read(given: dict, kind: str, where: str, beside: tuple[str, ...] = ()) -> t
         )
     if given.get(DETAIL, "auto") != "auto":
         raise DataError(
-            f"{where} with {DETAIL!r} {short(given[DETAIL])}, which says no size that can be honoured: leave it out "
+            f"{where} with {DETAIL!r} {short(given[DETAIL])}: this gives no definite size, leave it out "
             "(where the model takes images of any size, 'min_pixels' and 'max_pixels' bound it)"
         )
     found = [(settings[name], _number(name, value, where)) for name, value in given.items() if name in settings]

@@ -82,8 +82,8 @@ def _images(objects: dict, num_boxes: int, num_images: int) -> list[int]:
     images = _list(objects, "image_id") or [0] * num_boxes
     if num_images > 1 and not objects.get("image_id") and num_boxes:
         raise DataError(
-            f"shows {num_images} images, and does not say which of them its boxes are on: list the image of each, "
-            f"from 0, under 'image_id' of {OBJECTS!r}"
+            f"shows {num_images} images, and does not say which one its boxes are on: list each box's image, from 0, "
+            f"under 'image_id' of {OBJECTS!r}"
         )
     if len(images) != num_boxes or not all(type(image) is int and 0 <= image < num_images for image in images):
         raise DataError(

@@ -185,7 +185,7 @@ def _open_mixture(path: str, options: SourceOptions) -> list[Source]:
 def _entries(path: str) -> list[object]:
     path = local_path(path)
     if exists(path) and not is_file(path):
-        raise ConfigError(f"{path} is no regular file: expected a YAML mixture")
+        raise ConfigError(f"{path} is not a regular file: expected a YAML mixture")
     try:
         with open_data(path) as file:
             mixture = yaml.safe_load(file.read(MAX_MIXTURE_BYTES).decode("utf-8"))
@@ -197,7 +197,9 @@ def _entries(path: str) -> list[object]:
                 raise ConfigError(f"{path}: unknown key {key!r}: {nearest(key, ('datasets',))}")
         mixture = mixture.get("datasets")
     if not isinstance(mixture, list) or not mixture:
-        raise ConfigError(f"{path} is no mixture: expected 'datasets:' with a list of {{path, sampling_strategy, …}}")
+        raise ConfigError(
+            f"{path} is not a mixture: expected 'datasets:' with a list of {{path, sampling_strategy, …}}"
+        )
     return mixture
 
 
@@ -223,7 +225,7 @@ def _open_entry(entry: object, folder: str, options: SourceOptions) -> Source:
         if key in entry:
             changed[key] = join(folder, entry[key])
             if not is_remote(changed[key]) and not os.path.isdir(changed[key]):
-                raise ConfigError(f"{key} {changed[key]}: there is no such folder")
+                raise ConfigError(f"{key} {changed[key]}: no such folder")
     if "image_folder" in entry and "video_folder" not in entry and options.video_folder is None:
         changed["video_folder"] = None  # videos are in the entry's image folder
     if "format" in entry:

@@ -156,9 +156,9 @@ def parse_columns(text: str | None) -> tuple[tuple[str, str], ...]:
         if not part.strip():
             continue
         if not equals or not field or not column:
-            problems.append(f"{part.strip()!r} is no field=column, like image=picture")
+            problems.append(f"{part.strip()!r} is not field=column, like image=photo")
         elif field not in FIELDS:
-            problems.append(f"there is no field {field!r}: {nearest(field, FIELDS)}")
+            problems.append(f"unknown field {field!r}: {nearest(field, FIELDS)}")
         elif field in dict(pairs):
             problems.append(f"the field {field!r} is named twice")
         elif column in dict(map(reversed, pairs)):

@@ -78,8 +78,8 @@ def pair_problem(record: dict, columns: Columns) -> str | None:
     name = names[0] if names else "text"
     instead = f", or name it with --data_columns answer={name} (conversations={name}, if it has the question)"
     return (
-        f"has {short(record[name])} under {name!r}, of a pair of answers, which {_learned_by()}; here it would not be "
-        "learned as an answer: put it at the end of the conversation" + (instead if names else "")
+        f"has {short(record[name])} under {name!r}, part of a pair of answers ({_learned_by()} those); here it would "
+        "not be learned as an answer: put it at the end of the conversation" + (instead if names else "")
     )
 
 

@@ -118,8 +118,8 @@ def _refuse_bad_answer(record: dict, source: Source) -> None:
     for key in GOOD_ANSWER_KEYS:
         if key in record and str(record[key]).lower() == "false" and key not in source.columns.all():
             raise DataError(
-                f"has {short(record[key])} under {key!r}, which says that its answer is not a good one, as in data for "
-                "KTO: leave such records out, or the key if it says something else"
+                f"has {short(record[key])} under {key!r}, so its answer is a bad one, as in data for KTO: leave such "
+                "records out, or the key if it means something else"
             )
 
 
@@ -158,7 +158,7 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
     weigh(said, turns, record)
     for i, message in enumerate(said):
         if message.role == "system" and messages:
-            raise DataError(f"turn {i} is from 'system', which speaks once, at the beginning")
+            raise DataError(f"turn {i} is from 'system': expected that once, at the beginning")
         if message.role == "tool" and not any(message.role == "gpt" for message in messages):
             raise DataError(f"turn {i} is the result of a tool, and no answer is before it that could have called it")
         if message.tool_calls and messages and messages[-1].role == "gpt" and is_call(turns[i]):
@@ -166,17 +166,15 @@ def _conversation(record: dict, source: Source) -> tuple[list[Message], list[Mar
         else:
             messages.append(message)
     if record.get(OBJECTS) and any(MARKS.search(f"{each.thought} {each.tool_calls}") for each in messages):
-        raise DataError(
-            f"has marks for {OBJECTS!r} in a thought or a tool call: they stand for something in texts only"
-        )
+        raise DataError(f"has marks for {OBJECTS!r} in a thought or a tool call: marks are only for texts")
     for key in AUDIO_KEYS:
         if record.get(key) and any(AUDIO_TOKEN in message.text for message in messages):
             raise DataError(
-                f"names sounds under {key!r}, and has {AUDIO_TOKEN} marks for them, which are not supported"
+                f"names sounds under {key!r}, and has {AUDIO_TOKEN} marks for them: sounds are not supported"
             )
     if messages[0].role == "system" and IMAGE_TOKEN in messages[0].text:
         raise DataError(
-            f"has an {IMAGE_TOKEN} mark in its system message, which shows no images (\\{IMAGE_TOKEN} is the word)"
+            f"has an {IMAGE_TOKEN} mark in its system message, where images can't be (\\{IMAGE_TOKEN} is the word)"
         )
     return messages, marks, named
 
@@ -275,7 +273,7 @@ def _in_order(values: list, marks: list[Mark]) -> list:
     if sorted(-1 if index is None else index for index in indices) != list(range(len(marks))):
         raise DataError(
             f"has parts with 'index' {short(indices)} for its {len(marks)} {_SHOWN[marks[0].kind]}, expected each "
-            "number from 0 once, which names the image of the part: mend them, or leave 'index' out for their own order"
+            "number from 0 once: mend them, or leave 'index' out to use the order of the parts"
         )
     return [values[index] for index in indices]
 

@@ -257,9 +257,8 @@ def _which_config(folder: str, names: list[str], found: dict[str, dict[str, list
     part = next(iter(found[first].values()))
     example = join(folder, _pattern_for(part, names) or part[0])
     return (
-        f"{folder}: README.md has the configs {shown}, and none of them is the default one, where load_dataset of "
-        f"datasets asks for one: name the files of one by a pattern, like {example} for {first!r}, or those of several "
-        "by a wider one or in a mixture"
+        f"{folder}: README.md has the configs {shown}, and none is the default (load_dataset would need a name): name "
+        f"the files of one by a pattern, like {example} for {first!r}, or of several by a wider pattern or a mixture"
     )
 
 

@@ -104,7 +104,7 @@ def read_parquet(files: tuple[str, ...], columns: Columns, store: ImageStore) ->
         except ConfigError:  # from the store
             raise
         except Exception as error:  # damaged data can raise anything in Arrow and Python
-            raise DataError(f"{path}: can't be read behind row {line}: {error}") from error
+            raise DataError(f"{path}: can't be read after row {line}: {error}") from error
 
 
 def open_saved(folder: str) -> "datasets.Dataset":
@@ -151,7 +151,7 @@ def read_saved(folder: str, columns: Columns, store: ImageStore) -> Iterator[Row
     except ConfigError:
         raise
     except Exception as error:  # as above
-        raise DataError(f"{folder}: can't be read behind row {line}: {error}") from error
+        raise DataError(f"{folder}: can't be read after row {line}: {error}") from error
 
 
 def read_csv(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
@@ -174,7 +174,7 @@ def read_csv(path: str, columns: Columns) -> Iterator[tuple[int, str]]:
                             record[name] = _listed(record[name])
                     yield line, json.dumps(record)
     except csv.Error as error:
-        raise DataError(f"{path}, behind line {line}: can't be read as CSV: {error}") from error
+        raise DataError(f"{path}, after line {line}: can't be read as CSV: {error}") from error
     finally:
         csv.field_size_limit(limit)
 

@@ -79,7 +79,7 @@ def read_members(file: BinaryIO, path: str) -> Iterator[Member]:
     if len(block) < tarfile.BLOCKSIZE:
         raise DataError(f"{path}: the tar ends at byte {size} without its end mark: it is not whole")
     if any(block):
-        raise DataError(f"{path}: there is no tar header at byte {offset}: {reason}")
+        raise DataError(f"{path}: no tar header at byte {offset}: {reason}")
 
 
 def _check_place(header: tarfile.TarInfo, size: int, path: str) -> None:

@@ -35,7 +35,7 @@ def refuse_unknown_keys(turn: dict, i: int) -> None:
     """Raise DataError for a key that is not read, with the nearest known one."""
     unknown = next((key for key, value in turn.items() if key not in _KNOWN and value not in EMPTY), None)
     if unknown is not None:
-        raise DataError(f"turn {i} has the key {short(unknown)}, which is not read: {nearest(unknown, _READ_KEYS)}")
+        raise DataError(f"turn {i} has the key {short(unknown)}: it is not read, {nearest(unknown, _READ_KEYS)}")
 
 
 def read_fields(role: str, content: str | list, turn: dict, i: int) -> tuple[Message, str | list]:
@@ -46,7 +46,7 @@ def read_fields(role: str, content: str | list, turn: dict, i: int) -> tuple[Mes
     calls = [call for key in CALL_KEYS if turn.get(key) not in EMPTY for call in read_calls(turn[key], i)]
     if role != "gpt" and (thought is not None or calls):
         what = "a thought" if thought is not None else "tool calls"
-        raise DataError(f"turn {i} has {what}, which belong to answers, but is from {short(speaker(turn))}")
+        raise DataError(f"turn {i} has {what}, allowed in answers only, but is from {short(speaker(turn))}")
     name, call_id = (_short_text(turn, key, i) for key in ("name", "tool_call_id"))
     return Message(role, "", _as_words(thought), to_json(calls), name=name, call_id=call_id), content
 
@@ -150,7 +150,8 @@ def weigh(messages: Sequence[Message], turns: Sequence[dict], record: dict) -> N
         weight = _agreed_weight([*given, *([] if own is None else [own])], i)
         if weight and message.role != "gpt":
             raise DataError(
-                f"turn {i} is no answer and has the weight {weight:g}, but only answers are learned: give it 0, or none"
+                f"turn {i} is not an answer and has the weight {weight:g}, but only answers are learned: give it 0, "
+                "or none"
             )
         if weight is not None and message.role == "gpt":
             message.weight = weight
@@ -197,7 +198,7 @@ def _agreed_weight(weights: list[float], i: int) -> float | None:
     """The weight if all fields agree; None without one."""
     if len(set(weights)) > 1:
         raise DataError(
-            f"turn {i} has the weights {' and '.join(f'{each:g}' for each in weights)}, which contradict each other"
+            f"turn {i} has the weights {' and '.join(f'{each:g}' for each in weights)}: they contradict each other"
         )
     return weights[0] if weights else None
 

@@ -91,7 +91,7 @@ def _refuse_two_spellings(turn: dict, i: int) -> None:
     (one, other), texts = both
     roles_differ = None not in (one, other) and ROLES.get(one) != ROLES.get(other)
     if roles_differ or (None not in texts and texts[0] != texts[1]):
-        raise DataError(f"turn {i} is {short(turn)}, which gives its role or its text twice, and not alike")
+        raise DataError(f"turn {i} is {short(turn)}: it gives its role or its text twice, with different values")
 
 
 def marks_videos(named: dict[str, list], source: Source) -> bool:

@@ -99,7 +99,7 @@ def test_the_recipe_of_7b_has_the_values_of_llavas_script(lora_script):
         ("--lora_enable True --lora_r 0", "--lora_r is 0: give 1 or more"),
         ("--lora_enable True --lora_alpha 0", "--lora_alpha is 0: give 1 or more"),
         ("--lora_enable True --lora_dropout 1", "--lora_dropout is 1.0: give a value from 0 to below 1"),
-        ("--lora_enable True --lora_weight_path nowhere", "--lora_weight_path nowhere: there is no such folder"),
+        ("--lora_enable True --lora_weight_path nowhere", "--lora_weight_path nowhere: no such folder"),
         ("--lora_enable True --tune_mm_mlp_adapter True", "which --tune_mm_mlp_adapter leaves alone: choose one"),
         ("--lora_enable True --mm_tunable_parts mm_mlp_adapter", "which --mm_tunable_parts leaves alone: choose one"),
         ("--bits 4", "--bits 4 needs --lora_enable True: packed weights can't train themselves"),

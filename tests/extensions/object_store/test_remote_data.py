@@ -140,7 +140,7 @@ def test_sources_that_can_t_be_read_are_named(given, tmp_path, monkeypatch):
     options = SourceOptions(cache_dir=str(tmp_path / "c"))
     with pytest.raises(ConfigError, match="give --allow_http True"):
         open_sources("https://host/data.json", options)
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="no such file"):
         open_sources(stores.url_of(tmp_path / "nothing.json"), options)
     stores.state("failures").write_text("1000")
     with pytest.raises(

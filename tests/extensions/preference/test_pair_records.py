@@ -92,7 +92,7 @@ def test_pairs_are_not_learned_as_conversations(name, kind, tmp_path, tokenizer)
         options = SourceOptions(image_folder=str(tmp_path), cache_dir=str(tmp_path / "cache"))
         if records[0] is not plain:
             with pytest.raises(
-                ConfigError, match=r"has .* of a pair of answers, which --objective dpo or reward learns"
+                ConfigError, match=r"has .* part of a pair of answers \(--objective dpo or reward learns those"
             ):
                 open_sources(str(path), options)
             continue
@@ -102,7 +102,7 @@ def test_pairs_are_not_learned_as_conversations(name, kind, tmp_path, tokenizer)
         )
         rows = [data.row(i) for i in range(3)]
         assert [bool(row["reason"]) for row in rows] == [False, False, True]
-        assert "of a pair of answers, which --objective dpo or reward learns" in rows[2]["reason"]
+        assert "part of a pair of answers (--objective dpo or reward learns those)" in rows[2]["reason"]
 
 
 def test_the_better_answers_alone_are_learned_where_they_are_named(tmp_path, tokenizer):
@@ -176,7 +176,7 @@ BAD = {
     "a number": ({**GOOD, "chosen": 3}, "expected a text, a message or a list of messages"),
     "no question": ({"image": "a.png", "chosen": YES, "rejected": TWO}, "no question"),
     "two questions": ({**GOOD, "prompt": "What?"}, "both"),
-    "a missing image": ({**GOOD, "image": "b.png"}, "there is no file"),
+    "a missing image": ({**GOOD, "image": "b.png"}, "no file exists at"),
     "two messages": ({**GOOD, "chosen": [QUESTION, {"from": "gpt", "value": YES}]}, "2 messages under 'chosen'"),
     "a margin in words": ({**GOOD, "margin": "much"}, "'much' under 'margin', expected a number"),
     "a mark in an answer": ({**GOOD, "chosen": "<image> yes"}, "<image>"),

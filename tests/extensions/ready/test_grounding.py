@@ -163,7 +163,8 @@ def test_an_image_that_is_cropped_has_no_boxes(tmp_path, tokenizer):
     path = write(tmp_path, [record(bbox=[[1, 2, 30, 40], [5, 5]], ref=["cat"])])
     [reason] = reasons(opened(path, tokenizer, toys.image_options()))
     assert (
-        "40 x 70 pixels, which --image_aspect_ratio square crops to its centre: give --image_aspect_ratio pad" in reason
+        "40 x 70 pixels, but --image_aspect_ratio square crops it to its centre: give --image_aspect_ratio pad"
+        in reason
     )
 
 
@@ -297,15 +298,15 @@ GOOD = [[1, 2, 30, 9], [5, 5]]
 BAD = [
     (
         {"bbox": [[1, 2, 43, 9], [5, 5]]},
-        "[1, 2, 43, 9] (real) on an image of 40 x 70 pixels, which it is not inside of",
+        "[1, 2, 43, 9] (real) on an image of 40 x 70 pixels and exceeds it",
     ),
-    ({"bbox": [[1, -3, 30, 9], [5, 5]]}, "which it is not inside of: is --bbox_type right"),
+    ({"bbox": [[1, -3, 30, 9], [5, 5]]}, "and exceeds it: is --bbox_type right"),
     ({"bbox": [[1, 2, 30, 9], [5, 72]]}, "[5, 72] (real)"),
     ({"bbox": [[30, 2, 1, 9], [5, 5]]}, "expected left, top, right, bottom, with left < right and top < bottom"),
     ({"bbox": [[1, 9, 30, 2], [5, 5]]}, "with left < right and top < bottom"),
     ({"bbox": [[-0.8, 2, -0.1, 9], [5, 5]]}, "with left < right and top < bottom"),
     ({"bbox": [[1, 2, 1, 9], [5, 5]]}, "with left < right and top < bottom"),
-    ({"bbox": [[0.1, 0.2, 0.5, 0.6], [5, 5]]}, "less than a pixel of it: fractions are norm1 (--bbox_type)"),
+    ({"bbox": [[0.1, 0.2, 0.5, 0.6], [5, 5]]}, "smaller than a pixel: fractions are norm1 (--bbox_type)"),
     ({"bbox": GOOD, "bbox_type": "norm1"}, "is --bbox_type right"),
     ({"bbox": [[1, 2, 3], [5, 5]]}, "has the box [1, 2, 3], expected left, top, right and bottom, or x and y"),
     ({"bbox": [["1", 2, 3, 4], [5, 5]]}, "has the box ['1', 2, 3, 4], expected"),
@@ -346,7 +347,7 @@ def test_marks_need_their_field_and_several_images_their_numbers(tmp_path, token
     )
     first, second, third, fourth = reasons(dataset)
     assert first.startswith("has nothing under 'objects' for the marks in its text, expected {") and "has [1]" in second
-    assert "shows 2 images, and does not say which of them its boxes are on" in third
+    assert "shows 2 images, and does not say which one its boxes are on" in third
     assert "one of its 0 images" in fourth
 
 

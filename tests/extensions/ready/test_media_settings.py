@@ -342,7 +342,7 @@ def test_a_data_uri_keeps_its_settings(folder, tmp_path):
             {"type": "image", "image": "0.png", "min_pixels": 9, "max_pixels": 8},
             "at most 8 pixels: it is 9",
         ),
-        ("qwen2_vl", {"type": "video", "video": "a.mp4", "sample_fps": 2}, "a video file, which says its rate itself"),
+        ("qwen2_vl", {"type": "video", "video": "a.mp4", "sample_fps": 2}, "a video file, because it has its own rate"),
         ("qwen2_vl", {"type": "video", "video": "a.mp4", "fps": 2, "nframes": 4}, "a video with 'fps': each says how"),
         (
             "llava",
@@ -369,9 +369,9 @@ def test_a_setting_that_can_not_be_honoured_is_named(family, part, expected, mod
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"nframes": 98}, "asks for 98 frames of a video that has 40, expected a multiple of 2 up to that"),
-        ({"nframes": 1}, "asks for 0 frames of a video that has 40"),
-        ({"video_start": 7}, "asks for a video from 7 s to 4 s, of one that lasts 4 s (40 frames, 10 a second)"),
+        ({"nframes": 98}, "names 98 frames of a video that has 40, expected a multiple of 2 up to that"),
+        ({"nframes": 1}, "names 0 frames of a video that has 40"),
+        ({"video_start": 7}, "names a video from 7 s to 4 s, of one that lasts 4 s (40 frames, 10 a second)"),
     ],
 )
 def test_frames_that_a_video_does_not_have_are_refused(settings, expected, model, folder, tmp_path):
@@ -392,21 +392,21 @@ def test_a_size_that_no_image_can_have_is_refused():
     [
         (
             {"type": "image", "image": "0.png", "max_pixel": 9},
-            "key 'max_pixel', which is not read: did you mean max_pixels",
+            "key 'max_pixel': it is not read, did you mean max_pixels",
         ),
-        ({"type": "video", "video": FRAMES, "frames": 9}, "with the key 'frames', which is not read: did you mean"),
+        ({"type": "video", "video": FRAMES, "frames": 9}, "with the key 'frames': it is not read, did you mean"),
         (
             {"type": "image", "image": "0.png", "text": "A cat"},
-            "of type 'image' with the key 'text', which is not read",
+            "of type 'image' with the key 'text': it is not read",
         ),
-        ({"type": "image", "image": "0.png", "fps": 2}, "with the key 'fps', which is not read"),
-        ({"type": "text", "text": "Hi", "cache": {"a": 1}}, "of type 'text' with the key 'cache', which is not read"),
+        ({"type": "image", "image": "0.png", "fps": 2}, "with the key 'fps': it is not read"),
+        ({"type": "text", "text": "Hi", "cache": {"a": 1}}, "of type 'text' with the key 'cache': it is not read"),
         ({"type": "image", "image": "0.png", "url": "1.png"}, "with 'image' and 'url': it can be one image alone"),
         (
             {"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}},
-            "with 'detail' 'low', which says no size",
+            "with 'detail' 'low': this gives no definite size",
         ),
-        ({"type": "image_url", "image_url": {"url": "0.png", "scale": 2}}, "with the key 'scale', which is not read"),
+        ({"type": "image_url", "image_url": {"url": "0.png", "scale": 2}}, "with the key 'scale': it is not read"),
         ({"type": "image", "image": "0.png", "max_pixels": "many"}, "'max_pixels' 'many', expected a whole number"),
         (
             {"type": "image", "image": "0.png", "max_pixels": 0.5},

@@ -221,7 +221,7 @@ def test_a_template_that_marks_less_than_it_asks_for_does_not_fit(folders):
         "{{ '\n' }}{%- else -%}{{ text + '<|im_end|>\n' }}{%- endif -%}",
     )
     forms = check_of(folders, "qwen3_5", inside).forms()
-    assert forms.plain.why == "not all that comes behind what is asked is learned"
+    assert forms.plain.why == "not every token after the prompt is learned"
     assert forms.plain.learned.startswith(forms.plain.asked)
 
 
@@ -290,12 +290,12 @@ def test_answers_without_the_thought_that_is_asked_for_are_refused_before_they_a
     with pytest.raises(ConfigError) as refused:
         inspected(reasoning, PLAIN)
     assert str(refused.value) == (
-        "the answers of the first 4 records have no thought, and would be learned behind another text than the model "
-        "is asked for them with. Behind a question, the chat template writes\n"
+        "the answers of the first 4 records have no thought, but the prompt for them differs from the "
+        "text before them in training. After a question, the chat template writes\n"
         "  asked:   '<|im_end|>\\n<|im_start|>assistant\\n<think>\\n'\n"
         "  learned: '<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\nA circle.<|im_end|>\\n' "
         "(a thought is asked for, and an empty one learned)\n"
-        "What is asked has to be the beginning of what is learned: give --chat_template_kwargs "
+        "The prompt must be the beginning of the training text: give --chat_template_kwargs "
         "'{\"enable_thinking\": false}', under which it is"
     )
     rows, shown = inspected(reasoning, PLAIN, "--chat_template_kwargs", json.dumps(OFF))
@@ -321,9 +321,9 @@ def test_single_records_are_rejected_by_name_and_may_bring_their_own_variables(i
     rejected = {row["id"]: row["rejected"] for row in rows if "rejected" in row}
     assert list(rejected) == ["plain", "empty", "wrong"]
     for id in ("plain", "empty"):
-        assert rejected[id].startswith("its last answer has no thought, and would be learned behind another text")
+        assert rejected[id].startswith("its last answer has no thought, but the prompt for it differs")
         assert rejected[id].endswith('one learned): give it chat_template_kwargs {"enable_thinking": false}')
-    assert rejected["wrong"].startswith("its last answer has a thought, and would be")
+    assert rejected["wrong"].startswith("its last answer has a thought, but the prompt")
     assert [row["supervised_text"] for row in rows if row["id"] == "own"] == ["A cat.<|im_end|>"]
     assert "7 records: 4 accepted, 3 rejected" in shown
 
@@ -332,7 +332,7 @@ def test_a_record_whose_variables_the_template_does_not_read_is_rejected(inspect
     records = [*THINKING, record("own", "A cat.", thought="Hm.", chat_template_kwargs={"thinking": True})]
     rows, _ = inspected(reasoning, records)
     assert rows[3]["rejected"].startswith(
-        "its chat_template_kwargs sets 'thinking', which the chat template does not read: the variables that it reads"
+        "its chat_template_kwargs sets 'thinking', but the chat template does not read it: the variables that it reads"
     )
 
 
@@ -344,7 +344,7 @@ def test_a_record_whose_variables_leave_the_end_marker_out_is_rejected(inspected
     records = [*PLAIN, *(record(str(on), "A cat.", chat_template_kwargs={"closed": on}) for on in (True, False))]
     rows, _ = inspected(tmp_path / "model", records)
     assert [row["id"] for row in rows if "rejected" in row] == ["False"]
-    assert "no token of the tokenizer's own ends it" in rows[-1]["rejected"]
+    assert "no special token ends it" in rows[-1]["rejected"]
     assert rows[-2]["supervised_text"] == "A cat.<|im_end|>"
 
 
@@ -392,8 +392,8 @@ def test_earlier_answers_are_told_of(inspected, tmp_path):
     turns = PLAIN[0]["messages"]
     twice = {"id": "2", "images": ["0.png"], "messages": [*turns, {"role": "user", "content": "Why?"}, turns[1]]}
     note = (
-        "earlier answers of a conversation are learned behind '<|im_end|>\\n<|im_start|>assistant\\n', as the chat "
-        "template writes them, and would be asked for behind '<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n"
+        "earlier answers of a conversation are learned after '<|im_end|>\\n<|im_start|>assistant\\n', as the chat "
+        "template writes them, but generated after '<|im_end|>\\n<|im_start|>assistant\\n<think>\\n\\n"
         "</think>\\n\\n': --supervise_last_turn_only True learns the last ones alone"
     )
     assert note in inspected(tmp_path / "model", [twice])[1]

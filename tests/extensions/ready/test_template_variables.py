@@ -47,7 +47,7 @@ def tokenizer(ready):
         ('"enable_thinking"', "it is a text"),
         ("null", "it is null"),
         ("{enable_thinking: false}", "Expecting property name enclosed in double quotes"),
-        ('{"a": NaN}', "it says NaN, which is no JSON number"),
+        ('{"a": NaN}', "it says NaN, not a JSON number"),
         ('{"a": 1e999}', "Out of range float values are not JSON compliant"),
         ('{"a": 1, "a": 2}', "it names 'a' twice"),
         ('{"a": "\udcff"}', "it holds half a character"),
@@ -75,12 +75,12 @@ def test_every_command_says_what_is_wrong_with_the_flag():
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "range"])
 def test_a_name_that_the_program_sets_is_refused(name):
     tokenizer = tokenizer_with("{% for m in messages %}{{ m.content + bos_token }}{% endfor %}{{ shown }}")
-    with pytest.raises(ConfigError, match=f"sets '{name}', which is set for every conversation: leave it out"):
+    with pytest.raises(ConfigError, match=f"sets '{name}', but that is set for every conversation: leave it out"):
         set_variables(tokenizer, json.dumps({"shown": 1, name: 1}), "processor")
 
 
 def test_a_name_that_the_template_does_not_read_is_refused_with_those_that_it_reads(tokenizer):
-    with pytest.raises(ConfigError, match="sets 'thinking', which the chat template does not read") as refused:
+    with pytest.raises(ConfigError, match="sets 'thinking', but the chat template does not read it") as refused:
         set_variables(tokenizer, '{"thinking": false}', "processor")
     assert str(refused.value).endswith("the variables that it reads are enable_thinking")
     plain = tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -89,7 +89,7 @@ def test_a_name_that_the_template_does_not_read_is_refused_with_those_that_it_re
 
 
 def test_llavas_own_templates_have_no_variables(tokenizer):
-    with pytest.raises(ConfigError, match="--version v1 is one of LLaVA's own templates, which have no variables"):
+    with pytest.raises(ConfigError, match="--version v1 is one of LLaVA's own templates and has no variables"):
         set_variables(tokenizer, '{"enable_thinking": false}', "v1")
     assert set_variables(tokenizer, None, "v1") == []
 
@@ -174,8 +174,8 @@ def test_another_value_replaces_the_kept_one_and_says_so(tokenizer):
     assert set_variables(tokenizer, None, "processor") == asked  # as of a model that kept it
     [line] = set_variables(tokenizer, '{"enable_thinking": true}', "processor")
     assert line == (
-        "chat template: enable_thinking = true (--chat_template_kwargs), in place of false, which the model's own chat "
-        "template says"
+        "chat template: enable_thinking = true (--chat_template_kwargs), instead of false in the model's own chat "
+        "template"
     )
     assert default_values(tokenizer.chat_template) == {"enable_thinking": True}
 
