@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 174,
-    "imported lines": 27318,
+    "imported lines": 27313,
     "files at the end": 225,
     "lines at the end": 33304,
     "feature words": 62,
     "kernel files": 39,
     "kernel lines": 5618,
-    "all lines": 69799,
+    "all lines": 69794,
 }
 
 # What one reads to understand training.
