@@ -328,7 +328,7 @@ def test_another_image_at_its_place_is_another_question(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [("nowhere", "model.safetensors|its files can't be read"), ("../weights", "outside of its folder")],
+    [("nowhere", "model.safetensors|its files can't be read"), ("../weights", "outside its folder")],
 )
 def test_weights_that_are_no_file_of_their_folder_are_named(target, said, model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "copy")

@@ -394,7 +394,7 @@ def test_the_client_gets_what_chat_says(folder, pictures, tmp_path):
         large = io.BytesIO()
         Image.new("1", (30_000, 20_000)).save(large, "PNG")
         for content, problem in (
-            (images[0][:-30], "can't be read"), (b"x", "its header"), (b"", "its header"), (large.getvalue(), "pixels"),
+            (images[0][:-30], "can't be read"), (b"x", "its format"), (b"", "its format"), (large.getvalue(), "pixels"),
         ):  # fmt: skip
             status, error = refused(address, request(messages=[user("What?", images[0], content)], stream=True))
             assert (

@@ -227,7 +227,7 @@ def test_settings_of_another_type_are_named(tmp_path, inner):
     if inner is None:  # as transformers takes it
         assert image_settings(tmp_path, "--flag")[1] == FIRST
         return
-    with pytest.raises(ConfigError, match=rf"--flag: {WHOLE} can't be used: image_processor is no object"):
+    with pytest.raises(ConfigError, match=rf"--flag: {WHOLE} can't be used: image_processor is not an object"):
         image_settings(tmp_path, "--flag")
 
 
