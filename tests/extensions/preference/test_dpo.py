@@ -90,3 +90,18 @@ def test_the_step_is_the_mean_over_all_pairs():
 def test_sums_by_sample():
     sums, counts = sum_by_sample(torch.arange(6.0, dtype=torch.float64), batch(None, 3))
     assert sums.tolist() == [0.0, 3.0, 12.0] and counts.tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("ahead", "accuracy"), [(0.0, 0.5), (1e-6, 0.5), (-1e-6, 0.5), (1e-3, 1.0), (-1e-3, 0.0)])
+def test_rewards_that_differ_by_rounding_are_a_tie(ahead, accuracy):
+    """As before the first update, when the policy is the reference."""
+    rows = torch.tensor([-3.0 + ahead, -2.0, -2.0], dtype=torch.float64)  # one position chosen, two rejected
+    made = batch(torch.tensor([-3.0, -4.0], dtype=torch.float64), 2)
+    assert DPO(PairLoss(), 1, 1).forward(lambda _, head: rows, made).metrics["rewards/accuracies"].item() == accuracy
+
+
+def test_without_a_reference_every_difference_counts():
+    made = batch(None, 2)
+    rows = torch.tensor([-3.0 + 1e-6, -3.0, -3.0], dtype=torch.float64)
+    found = DPO(PairLoss("simpo"), 1, 1).forward(lambda _, head: rows, made)
+    assert found.metrics["rewards/accuracies"].item() == 1.0

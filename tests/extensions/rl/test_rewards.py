@@ -8,7 +8,10 @@ import torch
 
 from llava_ds.constants import IGNORE_INDEX, ConfigError, DataError
 from llava_ds.data.collate import LoadedSample
-from llava_ds.extensions.rl.rewards import Completion, model_rewards, open_rewards, try_rewards
+from llava_ds.extensions.rl.policy_batches import Group, StepTotals, metrics_of
+from llava_ds.extensions.rl.rewards import Completion, Reward, model_rewards, open_rewards, try_rewards
+from llava_ds.runtime.mesh import Mesh
+from llava_ds.train.evaluating.sampling import Answer
 
 
 def reward(name: str, text: str, reference: str = "", tokens: int = 1) -> float:
@@ -132,3 +135,16 @@ def test_equal_answers_are_judged_once():
 
     answers = [Completion("", "", "", "", 1, 9, samples[i]) for i in (0, 1, 0, 2, 1)]
     assert model_rewards(SimpleNamespace(scores=scores), answers) == [0.0, 1.0, 0.0, 2.0, 1.0] and len(seen) == 3
+
+
+def test_the_mean_of_a_reward_is_over_the_prompts_that_it_applies_to(monkeypatch):
+    monkeypatch.setattr("llava_ds.extensions.rl.policy_batches.sum_over", lambda group, values: values)
+    answer = Answer((1, 2), (-1.0, -1.0), 0.5, True)
+    rows = ([np.nan, np.nan], [1.0, np.nan], [4.0, 2.0])
+    groups = [Group(None, [answer] * 2, np.array([row]), np.nan_to_num(row)) for row in rows]
+    totals, mesh = StepTotals(3, 6, 12, 1.0), Mesh(dp=1, dp_rank=0)
+    for of_user, wanted in ((True, 2.0), (False, 4 / 3)):
+        rewards = [Reward("mine", 1.0, None, of_user)]
+        sums = metrics_of(groups, rewards, totals, mesh, torch.device("cpu"))
+        assert sums["rewards/mine/mean"].item() / totals.prompts == pytest.approx(wanted)
+        assert sums["reward"].item() / totals.prompts == pytest.approx((0 + 0.5 + 3) / 3)

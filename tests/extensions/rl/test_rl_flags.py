@@ -3,6 +3,7 @@
 import pytest
 from extension_there import needs_extension
 
+from llava_ds.config.arguments import rate_note
 from llava_ds.config.parsing import parse_arguments, tiny_defaults
 from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError
@@ -85,3 +86,11 @@ def test_the_tiny_recipes_eval_samples_are_not_blamed_on_a_run_of_rewards(object
 )
 def test_misspelled_flags_and_those_of_other_trainers_lead_to_ours(flag, hint):
     assert f"unknown flag {flag}: {hint}" in refusal(flag, "1")
+
+
+def test_a_default_rate_that_is_too_high_is_named():
+    given = [*NEEDED, "--objective", "grpo", "--reward_funcs", "exact"]
+    [line] = rate_note(parse_arguments(given)[0])
+    assert line.startswith("--learning_rate 2e-05 is the default of tuning on answers") and "about 1e-06" in line
+    assert rate_note(parse_arguments([*given, "--learning_rate", "2e-5"])[0]) == []
+    assert rate_note(parse_arguments(NEEDED)[0]) == []
