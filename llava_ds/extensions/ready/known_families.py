@@ -2,7 +2,7 @@
 
 To add a family: write its file in families/, with a FAMILY as described in family.py, and add it to READY. Its tiles
 are in ready_tilings.py, its videos are a VideoRule (ready_videos.py). Then add its small model to
-tests/extensions/ready/ready_models.py and a row to docs/ready.md.
+tests/helpers/ready_models.py and a row to docs/ready.md.
 """
 
 from importlib import import_module

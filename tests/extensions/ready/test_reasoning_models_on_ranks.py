@@ -103,7 +103,7 @@ def test_plain_answers_are_known_by_heart_with_the_variable_and_refused_without_
     assert runs.score("off") == 1.0
     assert "chat template: enable_thinking = false" in capsys.readouterr().out
     assert runs.score("off", "--chat_template_kwargs", '{"enable_thinking": true}') == 0.0
-    assert "enable_thinking = true (--chat_template_kwargs), in place of false" in capsys.readouterr().out
+    assert "enable_thinking = true (--chat_template_kwargs), instead of false" in capsys.readouterr().out
     refused = launch(1, TRAIN, *command_line(runs.run("refused", **LEARNS)))
     assert refused.returncode == 2 and "Traceback" not in refused.stdout + refused.stderr
     assert (
@@ -143,4 +143,4 @@ def test_an_engine_asks_under_other_values_and_refuses_unknown_names(runs):
     loaded = load_for_inference(runs.folder / "off", other)
     text = loaded.tokenizer.decode([token for token in prompt_ids(loaded, runs.prompt(0)) if token >= 0])
     assert text.endswith("assistant\n<think>\n")
-    assert loaded.notes[-1].startswith("chat template: enable_thinking = true (--chat_template_kwargs), in place of")
+    assert loaded.notes[-1].startswith("chat template: enable_thinking = true (--chat_template_kwargs), instead of")
