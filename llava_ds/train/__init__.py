@@ -1,1 +1,1 @@
-"""A run from its plan to its end: the loop, its hooks, the objectives, and what watches over them."""
+"""A training run: plan, session, loop, hooks, objectives and evaluation."""

@@ -1,6 +1,6 @@
-"""The flags of training, read before anything that takes seconds to import.
+"""Check the training flags before the slow imports.
 
-What a model can't be trained with, whatever further flags say, is told before those flags are asked for.
+If the model can't be trained with the given flags at all, report that before any missing flag.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_flags(argv: list[str]) -> None:
-    """Check the flags. Raises ConfigError: for what the model can't be trained with before flags that are missing."""
+    """Check the flags. Raises ConfigError; flags that the model refuses are reported before missing ones."""
     try:
         read_training_flags(argv)
     except FlagProblems as error:
@@ -23,12 +23,14 @@ def read_flags(argv: list[str]) -> None:
 
 
 def _refuse_impossible(problems: FlagProblems) -> None:
-    """Raise ConfigError where the model refuses some of the flags: with that reason alone, as no further flag helps;
-    where an axis has to go, before the other problems.
+    """Raise ConfigError if the model refuses some of the flags.
 
-    problems: of the command line, without regard to its model.
+    If no further flag would help, only that reason is reported; a parallel axis that the model refuses is reported
+    first, followed by problems.
+
+    problems: of the command line alone, without its model.
     """
-    # Imports that take seconds, once something is wrong.
+    # These imports take seconds, so they run only once something is wrong.
     from llava_ds.engine.ds_config.parallel import check_model
     from llava_ds.files.model_files import is_adapter
     from llava_ds.model.open.folder import read_folder
@@ -40,7 +42,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
     try:
         folder = read_folder(path, args.model.model_base)
     except (DataError, OSError):
-        return  # training says so, once the flags are right
+        return  # training reports it once the flags are right
     if lines := _never(args, folder):
         raise ConfigError("\n".join(lines))
     try:
@@ -50,7 +52,7 @@ def _refuse_impossible(problems: FlagProblems) -> None:
 
 
 def _never(args: "Arguments", folder: "ModelFolder") -> list[str]:
-    """Lines of what the model itself brings, whatever extensions the flags ask for."""
+    """Return the model's own reasons to refuse the flags, without the extensions that the flags select."""
     from llava_ds.extensions.active import active
 
     if folder.architecture is not None:

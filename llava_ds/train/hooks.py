@@ -1,4 +1,4 @@
-"""The work between two optimizer steps: the hooks of every run, and those of its extensions, by their phase."""
+"""The work between two optimizer steps: core hooks and extension hooks, ordered by phase."""
 
 import time
 
@@ -15,16 +15,16 @@ from llava_ds.train.session import Session
 
 
 def steps_behind(args: Arguments, ranks: Ranks) -> int:
-    """The steps by which the log follows the run between saves.
+    """Return by how many steps the log lags the run between saves.
 
-    On a GPU a step is read when the next one is queued, or the GPU would wait at every reading; but not where what is
-    read may take the run back.
+    On a GPU a step's numbers are read when the next step is queued, so that the GPU never waits; but not if they may
+    rewind the run.
     """
     return int(ranks.device.type == "cuda" and not args.rewinds)
 
 
 class Stop(Hook):
-    """Hears that the run is asked to stop, on all ranks at the same step."""
+    """Stops all ranks at the same step after a stop request."""
 
     def after_step(self, end: StepEnd) -> None:
         evaluation = self.session.evaluation
@@ -33,7 +33,7 @@ class Stop(Hook):
 
 
 class Log(Hook):
-    """Writes and shows the numbers of the steps, and leaves the report at the end."""
+    """Logs and prints the numbers of each step, and writes the report at the end."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -54,7 +54,7 @@ class Log(Hook):
         end.read, rows = self.progress.after_step(end.result, flush=saves or evaluates or end.last)
         monitor = self.session.engine.monitor
         if self.session.ranks.is_first and monitor.enabled and rows:
-            # DeepSpeed's own name and axis for the loss, which its engine does not write.
+            # DeepSpeed's own name and axis for the loss: its engine does not write it.
             name, size = "Train/Samples/train_loss", self.session.plan.steps.batch_size
             monitor.write_events([(name, row["loss"], row["step"] * size) for row in rows])
 
@@ -70,7 +70,7 @@ class Log(Hook):
 
 
 class Health(Hook):
-    """Judges what was logged: broken samples and skipped steps. A run may end by it."""
+    """Ends the run after too many broken samples or skipped steps."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -86,19 +86,19 @@ class Health(Hook):
             watch.add(end.read)
             if watch.problem is not None:
                 end.problems.append(watch.problem)
-        # Weights that steps have left as they were are in the last checkpoint.
+        # Skipped steps changed no weights: the last checkpoint already has them.
         end.at_checkpoint = self.skipped_steps.problem is not None
-        # What was saved before steps that change nothing is kept until one changes something.
+        # Keep older checkpoints until a step changes the weights again.
         end.keeps_all = self.skipped_steps.in_a_row > 0
 
     def close(self) -> None:
         if self.session.ranks.is_first:
             for watch in (self.skipped, self.skipped_steps):
-                watch.log.write([])  # what waits for room on the disk
+                watch.log.write([])  # lines held back while the disk was full
 
 
 class Save(Hook):
-    """Saves checkpoints, and ends the run when the disk takes none."""
+    """Saves checkpoints, and ends the run if the disk is full."""
 
     def after_step(self, end: StepEnd) -> None:
         session, started = self.session, time.perf_counter()
@@ -117,7 +117,7 @@ HOOKS = ((Phase.STOP, Stop), (Phase.LOG, Log), (Phase.JUDGE, Health), (Phase.SAV
 
 
 def make_hooks(session: Session) -> list[Hook]:
-    """The hooks of a run in the order of their phases; of one phase those of the core come first."""
+    """Make the hooks of a run, ordered by phase; within a phase, core hooks come first."""
     own = list(HOOKS)
     if session.evaluation is not None:
         from llava_ds.train.evaluating.evals import Evaluate

@@ -18,9 +18,9 @@ from llava_ds.train.state import StepResult, TrainState
 
 
 def train(session: Session, hooks: Sequence[Hook]) -> None:
-    """Train to the last step, or until the run is asked to stop. After every step the hooks act in their order.
+    """Train to the last step or to a stop request. The hooks run in order after every step.
 
-    Raises DataError, on every rank, where the run can't go on.
+    Raises DataError on every rank if the run can't continue.
     """
     plan, state, watchdog = session.plan, session.state, session.watchdog
     num_steps = plan.steps.num_steps
@@ -44,7 +44,7 @@ def train(session: Session, hooks: Sequence[Hook]) -> None:
     with session.memory, session.stop.training(plan.args.training.max_run_time, session.ranks):
         run_steps(session.runner, steps, state, num_steps, session.objective, session.mesh, after_step)
     watchdog.set_phase("export", state.step)
-    for hook in reversed(hooks):  # Log, which leaves the report, comes after those whose files it shows
+    for hook in reversed(hooks):  # Log closes last: its report shows files of the others
         hook.close()
 
 
@@ -57,11 +57,10 @@ def run_steps(
     mesh: Mesh,
     after_step: Callable[[StepResult], float],
 ) -> None:
-    """Run optimizer steps until num_steps, or until the state says that it stops or is over, without ever waiting for
-    the device.
+    """Run optimizer steps until num_steps or until state.stops or state.is_over. Never waits for the device.
 
-    after_step is called after every step on every rank; it returns the seconds that are not the step's. A step's time
-    runs from the end of the one before, so that work still queued on the device is counted once.
+    after_step is called after every step on every rank and returns the seconds that don't belong to the step. A step's
+    time starts at the end of the previous one, so that work still queued on the device is counted once.
     """
     engine = runner.engine
     engine.train()
@@ -69,7 +68,7 @@ def run_steps(
     while state.step < num_steps and not (state.stops or state.is_over):
         window = next(windows)  # this rank's micro-batches of one optimizer step
         lr = [group["lr"] for group in engine.optimizer.param_groups]
-        # An image may break after it was checked: only what the ranks really have is counted.
+        # An image may break after it was checked, so count the samples that the ranks really have.
         counts = sum_over(mesh.data_group, _on_device(window.counts, engine.device))
         with queuing():
             passes = [micro_steps(runner, window, counts, objective) for _ in range(window.passes)]
@@ -93,7 +92,7 @@ def run_steps(
 
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over the micro-batches of one step on this rank: the fields of StepResult with these names."""
+    """Sums over this rank's micro-batches of one step. The fields have StepResult's names and meaning."""
 
     loss: torch.Tensor
     by_source: torch.Tensor
@@ -102,7 +101,7 @@ class StepSums:
 
 
 def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective: Objective) -> StepSums:
-    """Run forward, backward and step of every micro-batch of one optimizer step.
+    """Run forward, backward and engine step for every micro-batch of one optimizer step.
 
     counts: Window.counts summed over the data group, a tensor in the order of Counts.
     """
@@ -112,13 +111,13 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
         return micro.loss_sum * scales[i].float(), micro._replace(loss_sum=None)
 
     done = runner.train(window.batches, objective.forward, loss_of)
-    if not done:  # another rank sees the results
+    if not done:  # another rank has the results
         none = torch.zeros(2, objective.num_sources, dtype=torch.float64, device=runner.engine.device)
         done = [MicroLoss(None, none, {})] * len(scales)
     by_source = runner.agree(torch.stack([micro.by_source for micro in done]))  # (micro-batches, 2, sources)
-    losses, units = by_source.sum(2).unbind(1)  # each loss what the objective's own is, but added up in float64
+    losses, units = by_source.sum(2).unbind(1)  # the objective's losses, summed in float64
     factors = torch.stack(scales)
-    # The log divides by these units of the step again.
+    # The log divides by the step's units again.
     weights = units * factors * objective.num_units(counts) / objective.grad_ranks
     return StepSums(
         loss=losses.dot(factors) / objective.grad_ranks,
@@ -133,7 +132,7 @@ def micro_steps(runner: Runner, window: Window, counts: torch.Tensor, objective:
 
 
 def mean_of(passes: list[StepSums]) -> StepSums:
-    """The mean of several passes over one window."""
+    """Average several passes over one window."""
     number = len(passes)
     return StepSums(
         loss=sum(each.loss for each in passes) / number,
@@ -144,11 +143,11 @@ def mean_of(passes: list[StepSums]) -> StepSums:
 
 
 def _on_device(numbers: tuple, device: torch.device) -> torch.Tensor:
-    """Return numbers (n,) as float64 on the device. From pageable memory a copy would wait for all queued work."""
+    """Return numbers (n,) as float64 on the device. Copying from pageable memory would wait for all queued work."""
     values = torch.tensor(numbers, dtype=torch.float64)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _means(losses: torch.Tensor, window: Window) -> torch.Tensor:
-    """Return the mean loss of each micro-batch, (micro-batches,), from the summed ones."""
+    """Return the mean loss of each micro-batch from its summed loss; both (micro-batches,)."""
     return torch.stack([total / max(1, micro.num_targets) for total, micro in zip(losses, window.micro_batches)])

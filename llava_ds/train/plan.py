@@ -1,4 +1,4 @@
-"""The plan of a run: all that is known, read and checked before a model is built."""
+"""Plan a run: read and check everything before a model is built."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -50,8 +50,8 @@ from llava_ds.train.start import Start
 
 @dataclass(frozen=True)
 class EvalSets:
-    """Data beside the training data. eval_set: the eval loss is measured on it, None where no flag asks for that; own:
-    what extensions take samples of, by their names."""
+    """Data sets that are not trained on. eval_set: measures the eval loss, None without one; own: data sets of
+    extensions, by extension name."""
 
     eval_set: EncodedDataset | None
     own: Mapping[str, EncodedDataset]
@@ -59,8 +59,8 @@ class EvalSets:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a run before a model is built. args: with every "auto" filled in; own: what extensions
-    planned, by their names."""
+    """Everything decided before a model is built. args: with every "auto" filled in; own: the plans of extensions, by
+    extension name."""
 
     args: Arguments
     resolved: ResolvedConfig
@@ -79,7 +79,7 @@ class Plan:
         return active(self.args.own, self.model.text_config)
 
     def completed(self, ranks: Ranks) -> "Plan":
-        """The plan with what extensions open once it is known. All ranks call it together.
+        """Return the plan after extensions have completed their own parts. Collective.
 
         Raises ConfigError and DataError on every rank.
         """
@@ -96,12 +96,12 @@ class Plan:
 
     @property
     def data_sets(self) -> list[EncodedDataset]:
-        """The training data and those that the eval loss is measured on."""
+        """The training data, followed by the eval set if the run has one."""
         return [self.steps.dataset, *([self.evals.eval_set] if self.evals.eval_set else [])]
 
     @property
     def resumed_step(self) -> int:
-        """Optimizer steps that are done."""
+        """Number of optimizer steps already done."""
         return self.resume.point.step
 
     def describe(self) -> list[str]:
@@ -120,9 +120,9 @@ class Plan:
 
 @dataclass
 class PlanDraft:
-    """The plan when extensions add theirs: with a model and its image options, without data and steps.
+    """The plan that extensions extend: with the model and its image options, without data and steps.
 
-    raw_config: the DeepSpeed JSON as it was given; None for one that is still chosen.
+    raw_config: the given DeepSpeed JSON; None if it is still to be chosen.
     """
 
     args: Arguments
@@ -133,9 +133,9 @@ class PlanDraft:
 
 
 def make_plan(start: Start) -> Plan:
-    """Read and check everything: model folder, DeepSpeed JSON, data, and the checkpoint to resume from.
+    """Read and check model folder, DeepSpeed JSON, data, and the checkpoint to resume from. Prints a summary.
 
-    Prints what a person should see first. All ranks call it together. Raises ConfigError and DataError, on every rank.
+    Collective. Raises ConfigError and DataError on every rank.
     """
     ranks, max_shard_bytes = start.ranks, parse_size(start.args.training.max_shard_size)
     with first_rank_first(ranks):
@@ -160,7 +160,7 @@ def make_plan(start: Start) -> Plan:
     )
     flops = model_flops(model.text_config, model.tower, args.model)
     resolved, steps, evals = _plan_steps(start, args, resolve, model, images, flops)
-    # A compiler that only some machines have decides which Adam is filled in.
+    # The Adam filled in depends on whether a machine has a compiler.
     same = {"the resolved optimizer": resolved.config.get("optimizer")}
     check_same(same, ranks, 'write "torch_adam" into optimizer.params, or install the same compilers on every machine')
     resume, lines = _plan_resume(resolved, steps.dataset, ranks)
@@ -174,9 +174,9 @@ def make_plan(start: Start) -> Plan:
 def _plan_model(args: Arguments) -> tuple[ModelPlan, ImageOptions, str]:
     """Plan the model and the format of its export."""
     model = plan_model(args.model, args.data.model_max_length, args.traits.scores)
-    if model.architecture is not None and (shared := model.architecture.sharing_problems(args)):  # in the JSON, too
+    if model.architecture is not None and (shared := model.architecture.sharing_problems(args)):  # also from the JSON
         raise ConfigError("\n".join(shared))
-    if lines := clashes(features(args)):  # of flags that the JSON or the model's folder gives, too
+    if lines := clashes(features(args)):  # includes flags from the JSON and from the model's folder
         raise ConfigError("\n".join(lines))
     check_model(args, model.text_config)
     print_first(*model.notes)
@@ -199,8 +199,8 @@ def _plan_steps(
     images: ImageOptions,
     flops: ModelFlops,
 ) -> tuple[ResolvedConfig, StepPlan, EvalSets]:
-    """Open the data, and lay out the optimizer steps. resolve: fills in the DeepSpeed JSON, by flags and num_steps."""
-    # What the data makes no difference to is refused before it is read.
+    """Open the data and plan the optimizer steps. resolve: fills in the DeepSpeed JSON from flags and num_steps."""
+    # Report problems that don't depend on the data before reading it.
     ranks, dp = start.ranks, start.mesh.dp
     known_steps = args.training.max_steps if args.training.max_steps > 0 else None
     known = on_every_rank(ranks, partial(resolve, args, num_steps=known_steps))
@@ -215,7 +215,7 @@ def _plan_steps(
     packing = Packing.of(known.args, dp, tokens, flops.pair_cost)
     per_epoch = steps_per_epoch(order, packing)
     num_steps = total_steps(known.args.training, per_epoch)
-    # Resolved again from the flags as given: some keys depend on the number of steps and on the tokens chosen.
+    # Resolve again from the given flags: some keys depend on the number of steps and on the chosen tokens.
     filled_in = args.replaced(tokens_per_micro_batch=tokens)
     resolved = on_every_rank(ranks, partial(resolve, filled_in, num_steps=num_steps))
     final = with_steps_of_epochs(known.args.replaced(tokens_per_micro_batch=tokens), per_epoch)
@@ -224,8 +224,8 @@ def _plan_steps(
 
 
 def _plan_resume(resolved: ResolvedConfig, dataset: EncodedDataset, ranks: Ranks) -> tuple[ResumePlan, list[str]]:
-    """Find the checkpoint to resume from, and lines about it. Rank 0 alone reads the weights that the run starts from;
-    the ranks verify the checkpoint together."""
+    """Find the checkpoint to resume from, with lines to print about it. Only rank 0 reads the initial weights; all
+    ranks share the verification of the checkpoint."""
     args = resolved.args
     training, output_dir = args.training, Path(args.training.output_dir)
     identity = broadcast_from_first(

@@ -1,4 +1,4 @@
-"""A run while it trains: its model, its engine, and what watches over them."""
+"""Build, finish and hold a training session: model, engine, saver, log and watchdog."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Session:
-    """All that lives while a run trains. trackers: of --report_to; evaluation: None where nothing is measured; memory:
-    explains running out of it; parts: what the extensions keep."""
+    """The objects of a running training. trackers: from --report_to; evaluation: None if nothing is measured; memory:
+    explains out-of-memory errors; parts: the extensions' session parts."""
 
     plan: Plan
     ranks: Ranks
@@ -68,7 +68,7 @@ class Session:
     parts: Sequence[SessionPart] = ()
 
     def windows(self) -> Iterator[Window]:
-        """This rank's micro-batches of every step that is left."""
+        """Yield this rank's micro-batches of every remaining step."""
         plan, done = self.plan, self.state.step
         workers = plan.args.data.dataloader_num_workers
         found = windows(plan.steps, self.mesh, done=done, num_workers=workers, device=self.ranks.device)
@@ -77,21 +77,21 @@ class Session:
         return found
 
     def saves_at(self, step: int, last: bool) -> bool:
-        """True if a checkpoint is due after a step. last: nothing comes after it."""
+        """True if a checkpoint is due after a step. last: it is the run's last step."""
         training = self.plan.args.training
         return training.save_strategy != "no" and (last or step % training.save_steps == 0)
 
 
 def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Session:
-    """Build model and engine, restore the checkpoint, and try the largest micro-batch. All ranks call it together.
+    """Build model and engine, restore the checkpoint, and try the largest micro-batch. Collective.
 
-    Raises ConfigError where the export can't be written, a group of parameters is not trained as it was meant, or the
+    Raises ConfigError if the export can't be written, a parameter group would not be trained as configured, or the
     largest micro-batch runs out of memory.
     """
     ranks, mesh = started.ranks, started.mesh
     _prepare_output(plan, ranks)
     training, resolved, point = plan.args.training, plan.resolved, plan.resume.point
-    seed_everything(training.seed)  # Python's and numpy's generators too, which a checkpoint holds
+    seed_everything(training.seed)  # also Python's and numpy's generators: checkpoints contain them
     parts = plan.active.parts(plan, started)
     model, engine, checkpointed, asked = _build_engine(plan, started, parts)
     plain = SFT(training.loss_reduction, len(plan.steps.dataset.sources), grad_ranks=mesh.grad_ranks)
@@ -132,7 +132,7 @@ def build(plan: Plan, started: Start, watchdog: Watchdog, stop: Stopping) -> Ses
 def _evaluation(
     plan: Plan, runner: Runner, objective: Objective, asked: list[Measure], trackers: Trackers, started: Start
 ) -> "Evaluation | None":
-    """Make the evaluation of the run. A resumed one may have evaluations after its checkpoint to drop."""
+    """Make the run's evaluation. A resumed run needs it to drop evaluations logged after its checkpoint."""
     measures = plan.args.evaluates or any(phase == Phase.EVALUATE for phase, _ in plan.active.hooks)
     if not measures and plan.resume.point.path is None:
         return None
@@ -142,13 +142,13 @@ def _evaluation(
 
 
 def _runner(engine: deepspeed.DeepSpeedEngine, mesh: Mesh) -> Runner:
-    """Choose what runs micro-batches over this mesh."""
+    """Choose the runner of micro-batches for this mesh."""
     makes = [part.runner for part in mesh.parts if part.runner is not None]
     return makes[0](engine) if makes else Direct(engine)
 
 
 def finish(session: Session, hooks: Sequence[Hook]) -> int:
-    """Export the model, or leave as the run was asked to. Returns the exit code."""
+    """Export the model, or leave early after a stop request. Returns the exit code."""
     plan, ranks, training = session.plan, session.ranks, session.plan.args.training
     if session.state.stops:
         session.trackers.close()
@@ -168,13 +168,13 @@ def finish(session: Session, hooks: Sequence[Hook]) -> int:
 
 
 def _prepare_output(plan: Plan, ranks: Ranks) -> None:
-    """Clear and mend --output_dir, write run.json beside what the run will log, and try the export."""
+    """Clear and repair --output_dir, write run.json, and try the export."""
     output_dir = plan.output_dir
     set_aside(output_dir, plan.resume.point, ranks)
     mend_side_files(output_dir, RUN_FILES, ranks)
 
     def record() -> None:
-        with write_errors(output_dir, "what the run is", "--output_dir"):
+        with write_errors(output_dir, "the record of the run", "--output_dir"):
             write_run_record(
                 output_dir,
                 plan.args,
@@ -197,8 +197,8 @@ def _prepare_output(plan: Plan, ranks: Ranks) -> None:
 def _build_engine(
     plan: Plan, started: Start, parts: Sequence[SessionPart]
 ) -> tuple[LlavaModel, deepspeed.DeepSpeedEngine, dict, list[Measure]]:
-    """Build the model and the engine over it. Returns them, the parts of the model whose layers may be checkpointed,
-    and what extensions measure of it."""
+    """Build the model and its engine. Returns both, the model parts whose layers may be checkpointed, and the measures
+    that extensions add."""
     args, resolved, text_config, ranks = plan.args, plan.resolved, plan.model.text_config, started.ranks
     seed, mesh = args.training.seed, started.mesh
     model_plan, point = plan.model, plan.resume.point.path
@@ -228,7 +228,7 @@ def _build_engine(
 def _warm_up(
     plan: Plan, model: LlavaModel, runner: Runner, probe: Head, checkpointed: dict, memory: MemoryWatch, started: Start
 ) -> None:
-    """Let extensions act on the new engine, compile, and run the largest micro-batch that is left."""
+    """Let extensions act on the new engine, compile, and run the largest remaining micro-batch."""
     config, ranks = plan.resolved.config, started.ranks
     done, moments = plan.resumed_step, num_moments(config) + plan.args.extra_moments
 

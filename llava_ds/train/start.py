@@ -1,4 +1,4 @@
-"""The start of a run: flags, the lock on --output_dir, and the ranks, checked to be the same everywhere."""
+"""Start a run: read the flags, lock --output_dir, and check that all ranks were started alike."""
 
 import contextlib
 import math
@@ -23,11 +23,11 @@ from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, loca
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.runtime.watchdog import Watchdog
 
-GPU_WORKERS = 4  # loader processes for a GPU, which computes while they decode; on a CPU they would take its cores
+GPU_WORKERS = 4  # loader processes decode while a GPU computes; on a CPU they would take its cores
 
 
 class Start(NamedTuple):
-    """The flags, the DeepSpeed JSON as it was given (None: --deepspeed_config auto), the ranks, and their mesh."""
+    """The flags, the given DeepSpeed JSON (None: --deepspeed_config auto), the ranks, and their mesh."""
 
     args: Arguments
     raw_config: dict | None
@@ -36,8 +36,8 @@ class Start(NamedTuple):
 
 
 def name_sources(argv: list[str], message: str) -> str:
-    """A message with a line for every flag in it whose value a recipe or the DeepSpeed JSON gives."""
-    with contextlib.suppress(ConfigError):  # of what the message is about
+    """Add a line to the message for every flag in it whose value comes from a recipe or the DeepSpeed JSON."""
+    with contextlib.suppress(ConfigError):  # the message reports that error already
         args, _ = read_training_flags(argv)
         sources = recipe_values(argv, tiny_defaults(argv, RECIPES))
         path = args.training.deepspeed_config
@@ -50,27 +50,27 @@ def name_sources(argv: list[str], message: str) -> str:
 
 
 def _lay_out(args: Arguments, ranks: Ranks) -> Mesh:
-    """Lay out the ranks, and print a line where those of an axis that belong together lie on several machines."""
+    """Lay out the ranks. Prints a warning if ranks that share layers are on several machines."""
     mesh = Mesh.of(ranks, args.all_axes, active(args.own).mesh_parts)
     together = {f"--{axis.flag}": axis.size for axis in args.all_axes if axis.order > 0 or axis.in_data}
     number = math.prod(together.values())
     if local_ranks() % number:
         print_first(
-            f"the {number} ranks that share layers ({' x '.join(together)}) do not divide the {local_ranks()} of a "
-            "machine: layers send tokens between machines, which is slow"
+            f"the {number} ranks that share layers ({' x '.join(together)}) do not divide the {local_ranks()} ranks "
+            "per machine: layers will send tokens between machines, and training will be slow"
         )
     return mesh
 
 
 def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
-    """Read flags and DeepSpeed JSON, lock --output_dir, and meet the other ranks.
+    """Read flags and DeepSpeed JSON, lock --output_dir, and connect to the other ranks.
 
-    Raises ConfigError for flags that can't be used, and where the ranks were started with different ones.
+    Raises ConfigError for invalid flags, and if the ranks were started with different flags.
     """
     args, notes = read_training_flags(argv)
     quiet_libraries(args.training.verbose)
     args, more_notes = take_from_model(args)
-    parse_size(args.training.max_shard_size)  # refused before ranks meet and --output_dir is made
+    parse_size(args.training.max_shard_size)  # fail before the ranks connect and --output_dir is made
     chosen = args.training.deepspeed_config == CHOOSE_DS_CONFIG
     raw_config = None if chosen else read_ds_config(args.training.deepspeed_config)
     args = axes_from(raw_config or {}, args)

@@ -34,7 +34,7 @@ def test_the_first_token_of_every_answer(monkeypatch, more):
         model = twin_of(model_on(rules))
         numbers = [np.zeros((4, 1))] * len(SAMPLES)
         answers = draw_answers(model, SAMPLES, numbers, rules_of_drawing)
-        assert set(rules.waits) == {"the prompts on their way to the device", "the next token"}
+        assert set(rules.waits) == {"the copy of the prompts to the device", "the next token"}
     assert [len(each) for each in answers] == [4, 4] and answers[0][0] == [(0, 0.0, 0.0)] * 8
 
 

@@ -28,7 +28,7 @@ class Books(Hook):
             # Training wrote lines with a step for those it met; they are replaced.
             broken = [row for row in rows_of(path) if (row["file"], row["index"]) not in rejected]
             RowLog(path, [*rejections, *broken])
-            with write_errors(plan.output_dir, "what the run is", "--output_dir"):
+            with write_errors(plan.output_dir, "the record of the run", "--output_dir"):
                 complete_run_record(plan.output_dir, data_record(plan.args, dataset, held_out))
                 write_data_files(plan.output_dir, whole.table)
 

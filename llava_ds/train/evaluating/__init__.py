@@ -1,1 +1,1 @@
-"""Evaluation while training: the eval loss, what extensions measure, and answers drawn from the weights as they are."""
+"""Evaluation during training: the eval loss, measures of extensions, and answers sampled from the current weights."""

@@ -1,6 +1,6 @@
-"""Evaluation while training: the loss on samples that are not trained on, and what extensions measure.
+"""Evaluation during training: the loss on held-out samples, and measures of extensions.
 
-Nothing here draws random numbers or leaves anything in the engine: the steps after it are those of a run without it.
+Evaluation draws no random numbers and leaves the engine unchanged, so it doesn't change the steps after it.
 """
 
 import dataclasses
@@ -28,10 +28,9 @@ from llava_ds.train.plan import Plan
 def eval_loss(
     runner: Runner, dataset: EncodedDataset, packing: Packing, num_workers: int, objective: Objective, mesh: Mesh
 ) -> EvalLoss:
-    """Measure the objective's loss and metrics over a data set. All ranks call it together.
+    """Measure the objective's loss and metrics over a data set. Collective.
 
-    The data are laid out as one optimizer step that takes all of them: every rank has as many micro-batches, as ZeRO-3
-    needs.
+    The data set is packed like one large optimizer step: ZeRO-3 needs as many micro-batches on every rank.
     """
     dataset.wait_for(range(len(dataset)))
     of_ranks = packing.lay_out_all(dataset.lengths)
@@ -43,7 +42,7 @@ def eval_loss(
     for micro in micro_batches(dataset, of_ranks[mesh.dp_rank], num_workers, engine.device, mesh):
         with queuing():
             loss = runner.forward(engine, micro.batch, objective.forward)
-        if loss is None:  # another rank sees it
+        if loss is None:  # another rank has it
             loss = MicroLoss(None, torch.zeros(2, num_sources, dtype=torch.float64, device=engine.device), {})
         counted = {"samples": micro.counts.samples, "targets": micro.counts.targets}
         found = {**counted, "by_source": loss.by_source, **loss.metrics}
@@ -63,7 +62,7 @@ def eval_loss(
 
 
 def numbers_of(plan: Plan) -> list[str]:
-    """Names of the numbers of a run's evaluations."""
+    """List the names of the numbers that a run's evaluations report."""
     eval_set, known = plan.evals.eval_set, [name for own in plan.own.values() for name in getattr(own, "numbers", ())]
     if eval_set is not None:
         known += ["loss", *plan.args.traits.metrics]
@@ -72,7 +71,7 @@ def numbers_of(plan: Plan) -> list[str]:
 
 
 class Evaluation:
-    """Measures the eval loss (evals.jsonl) and does what extensions add when that is due.
+    """Measures the eval loss and runs the extensions' measures when due.
 
     measures: of extensions; log: evals.jsonl.
     """
@@ -87,7 +86,7 @@ class Evaluation:
         ranks: Ranks,
         mesh: Mesh,
     ) -> None:
-        """asked: what has numbers at every evaluation, beside the eval loss. All ranks call it together."""
+        """asked: measures with numbers at every evaluation, added to the eval loss. Collective."""
         args, training, num_steps = plan.args, plan.args.training, plan.steps.num_steps
         self._eval_steps = steps_between(training.eval_steps, num_steps)
         self._runner, self._ranks, self._mesh, self._packing = runner, ranks, mesh, plan.steps.packing
@@ -100,11 +99,11 @@ class Evaluation:
         self.measures: list[Measure] = [*asked]
 
     def is_due(self, step: int, last: bool) -> bool:
-        """True if there is something to do at a step. last: the run ends with it."""
+        """True if an evaluation is due at a step. last: it is the run's last step."""
         return self._measures(step, last) or any(each.is_due(step, last) for each in self.measures)
 
     def was_missed(self, step: int, last: bool) -> bool:
-        """True if it was due at the step that a run resumes from, whose stop left no time for it. All ranks call it."""
+        """True if an evaluation was due at the resumed step, but not done before the stop. Collective."""
 
         def was_done() -> bool:
             return self.log.has(step) or any(each.was_done(step) for each in self.measures)
@@ -112,12 +111,12 @@ class Evaluation:
         return self.is_due(step, last) and not broadcast_from_first(self._ranks, was_done)
 
     def ahead_s(self, step: int) -> float:
-        """Seconds of an evaluation that comes before the next chance to stop, judged by the last one."""
+        """Seconds of an evaluation due before the next chance to stop, estimated from the last one; 0.0 without one."""
         due = any(self.is_due(at, at == self._num_steps) for at in (step, step + 1))
         return self._last_s if due else 0.0
 
     def is_over(self) -> bool:
-        """True if the evaluations so far end the run. All ranks call it together."""
+        """True if the evaluations so far end the run. Collective."""
         if not self.measures:
             return False
         why = broadcast_from_first(self._ranks, lambda: [each.why_over() for each in self.measures])
@@ -125,8 +124,7 @@ class Evaluation:
         return any(why)
 
     def run(self, step: int, last: bool) -> bool:
-        """Do what is due. Returns whether the run ends with this step, as it does where `last` is true. All ranks call
-        it together."""
+        """Run the measures that are due. Returns True if the run ends with this step (always if last). Collective."""
         began = time.perf_counter()
         if self._measures(step, last):
             self._measure(step)
@@ -138,7 +136,7 @@ class Evaluation:
         return last
 
     def _measure(self, step: int) -> None:
-        """The eval loss, and the numbers beside it."""
+        """Measure and log the eval loss and the extensions' numbers."""
         began, loss, scores = time.perf_counter(), None, {}
         if self._eval_set is not None:
             loss = eval_loss(
@@ -157,15 +155,15 @@ class Evaluation:
 
 
 class Evaluate(Hook):
-    """Measures the eval loss and asks the sample questions when that is due."""
+    """Runs the evaluation when due."""
 
     def begin(self) -> None:
-        """Make the evaluation that the stop before this start left no time for."""
+        """Make up for an evaluation that the previous start had no time for before its stop."""
         state, evaluation = self.session.state, self.session.evaluation
         finished = state.step == self.session.plan.steps.num_steps
         if state.step and evaluation.was_missed(state.step, finished):
             self._run(state.step, finished)
-        elif state.step and not finished:  # the step may be the one with which an earlier start was over
+        elif state.step and not finished:  # an evaluation at this step may have ended the previous start
             state.is_over = evaluation.is_over()
 
     def after_step(self, end: StepEnd) -> None:
@@ -174,7 +172,7 @@ class Evaluate(Hook):
             end.finished = self._run(end.step, end.finished)
 
     def _run(self, step: int, finished: bool) -> bool:
-        """Returns whether the run ends with this step."""
+        """Evaluate. Returns True if the run ends with this step."""
         self.session.watchdog.set_phase("evaluation", step)
         is_last = self.session.evaluation.run(step, finished)
         self.session.state.is_over = is_last and not finished
@@ -182,5 +180,5 @@ class Evaluate(Hook):
 
 
 def is_at(step: int, every: int | None, last: bool) -> bool:
-    """True for every so many steps (None: none before the last), and for the last."""
+    """True at every `every` steps (None: only at the last), and at the last."""
     return last or (every is not None and step % every == 0)

@@ -1,5 +1,5 @@
 # B prompts, G answers to each, L tokens of the longest prompt, D language-model width, V vocabulary, R cached rows
-"""Answers drawn from a model: what is equal so far, the prompt to begin with, is computed once for all of them."""
+"""Sample answers from a model. Answers that are equal so far share their computation, beginning with the prompt."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ from llava_ds.runtime.waiting import waiting
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that was drawn. ids: with the end marker, if it came to one; log_probs: of the ids; entropy: of the
-    model's distributions where they were drawn, in nats, summed. Both are at the temperature, and without top_k and
-    top_p, as in training."""
+    """A sampled answer. ids: with the end marker, if it reached one; log_probs: of the ids; entropy: of the model's
+    distributions at the ids, in nats, summed. log_probs and entropy use the temperature, but not top_k and top_p, as in
+    training."""
 
     ids: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -31,8 +31,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class DrawRules:
-    """Rules of drawing. ends: ids that end an answer; max_length: tokens of a prompt with its answer; the others are
-    transformers' for generation, top_k 0 and top_p 1 for all tokens."""
+    """Rules of sampling. ends: ids that end an answer; max_length: limit of prompt and answer together, in tokens. The
+    others are transformers' options of generation; top_k 0 and top_p 1 allow all tokens."""
 
     num_answers: int
     max_new_tokens: int
@@ -44,14 +44,14 @@ class DrawRules:
     top_p: float = 1.0
 
     def room(self, prompt: LoadedSample) -> int:
-        """Tokens that an answer to the prompt may have."""
+        """Return how many tokens an answer to the prompt may have."""
         return min(self.max_new_tokens, self.max_length - len(prompt.input_ids))
 
 
 def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: int = 0) -> np.ndarray:
-    """The random numbers in [0, 1) by which the answers to a prompt are drawn in a step, (G, max_new_tokens).
+    """Return the random numbers in [0, 1) that draw the answers to a prompt in a step, (G, max_new_tokens).
 
-    They follow from their seeds alone, so that neither ranks nor a resume change them.
+    They depend on the arguments alone: the number of ranks and a resume don't change them.
     """
     return np.random.default_rng([seed, step, sample, attempt]).random((rules.num_answers, rules.max_new_tokens))
 
@@ -60,18 +60,18 @@ def numbers_for(rules: DrawRules, seed: int, step: int, sample: int, attempt: in
 def draw_answers(
     model: LlavaModel, prompts: list[LoadedSample], numbers: list[np.ndarray], rules: DrawRules
 ) -> list[list[Answer]]:
-    """Draw num_answers to every prompt. numbers: numbers_for each prompt.
+    """Draw num_answers answers to every prompt. Returns a list per prompt.
 
-    Returns them by prompt. model: the twin of the one that trains, with whole weights.
+    numbers: numbers_for() of each prompt; model: the trained model's twin, with whole weights.
     """
     device, times = model.language_model.get_input_embeddings().weight.device, rules.num_answers
-    with waiting("the prompts on their way to the device"):
+    with waiting("the copy of the prompts to the device"):
         logits, cache, mask, places = _read_prompts(model, prompts, rules, device)
         uniform = torch.from_numpy(np.concatenate(numbers)).to(device)  # (B * G, max_new_tokens)
         room = torch.tensor([rules.room(prompt) for prompt in prompts], device=device).repeat_interleave(times)
         ends = torch.tensor(rules.ends, device=device)
-    going = torch.arange(len(uniform), device=device)  # answers that have not come to an end
-    rows = going // times  # of the cache: answers that are equal so far share one
+    going = torch.arange(len(uniform), device=device)  # unfinished answers
+    rows = going // times  # cache rows: answers that are equal so far share one
     found: list[list[tuple[int, float, float]]] = [[] for _ in range(len(uniform))]
     for step in range(rules.max_new_tokens):
         tokens, log_probs, entropies = _draw(logits, rows, uniform[going, step], rules)
@@ -101,7 +101,7 @@ def draw_answers(
 
 
 def _select(cache: Cache, rows: torch.Tensor) -> None:
-    """Keep these rows of a cache, in this order; transformers does so for attention's layers alone."""
+    """Keep these rows of a cache, in this order. transformers does so for attention layers only."""
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionLayer):
             for states in (layer.conv_states, layer.recurrent_states):
@@ -112,23 +112,26 @@ def _select(cache: Cache, rows: torch.Tensor) -> None:
 
 
 def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRules, device: torch.device) -> tuple:
-    """The logits (B, V) after each prompt, the cache of all, which of its positions are tokens, (B, L), and the
-    position of what follows each prompt, (B,)."""
+    """Run the model over the prompts.
+
+    Returns the logits (B, V) after each prompt, the cache, the cache's attention mask (B, L), 0 at padding, and the
+    position id of the next token (B,).
+    """
     batch = collate(prompts, rules.images).to(device)
     embeds, deeper = model.embed_deep(batch)
     lengths = [len(prompt.input_ids) for prompt in prompts]
     longest = max(lengths)
     missing = torch.tensor([longest - length for length in lengths], device=device)
-    # Padding is masked, so neither its embedding nor its position matters.
+    # Padding is masked, so its embedding and position don't matter.
     padded, mask = padded_left(embeds[0], prompts)  # (B, L, D), (B, L)
-    axes = batch.position_ids.flatten(0, -2).split(lengths, 1)  # of each prompt (1, its tokens), or (3, its tokens)
+    axes = batch.position_ids.flatten(0, -2).split(lengths, 1)  # per prompt (1, its tokens) or (3, its tokens)
     position_ids = torch.stack([F.pad(row, (longest - row.shape[1], 0)) for row in axes], 1)  # (1 or 3, B, L)
     is_image = torch.cat([prompt.input_ids == IMAGE_TOKEN_INDEX for prompt in prompts]).to(device)
     seen = model.vision_tower.prompt_mask(model.language_model.config, padded, mask, padded_left(is_image, prompts)[0])
     options = {}
     if deeper:
         rows = torch.arange(len(prompts), device=device).repeat_interleave(torch.tensor(lengths, device=device))
-        shift = (missing.cumsum(0))[rows]  # of a token's place among all, by the padding before it
+        shift = (missing.cumsum(0))[rows]  # padding before each token, over all prompts
         positions = batch.placing.positions
         options = model.vision_tower.deeper_options(positions + shift[positions], deeper)
     for name, rows in model.layer_inputs(batch.input_ids, batch.placing.positions).items():
@@ -146,16 +149,16 @@ def _read_prompts(model: LlavaModel, prompts: list[LoadedSample], rules: DrawRul
 
 
 def _logits(model: LlavaModel, hidden: torch.Tensor) -> torch.Tensor:
-    """(R, D) to (R, V)."""
+    """Compute logits (R, V) from hidden states (R, D)."""
     return final_logits(model.language_model.get_output_embeddings()(hidden), model.language_model.config)
 
 
 def _draw(
     logits: torch.Tensor, rows: torch.Tensor, uniform: torch.Tensor, rules: DrawRules
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw a token for each answer by its row of logits (R, V) and a number in [0, 1).
+    """Draw a token for each answer from its row of logits (R, V) with a random number in [0, 1).
 
-    Returns the tokens, their log-probabilities and the entropies of the rows, as long as rows and uniform.
+    Returns tokens, their log-probabilities and the entropies of their rows, one per entry of rows and uniform.
     """
     log_probs = (logits.float() / rules.temperature).log_softmax(-1)
     probs = log_probs.double().exp()
@@ -166,7 +169,7 @@ def _draw(
 
 
 def _candidates(log_probs: torch.Tensor, rules: DrawRules) -> torch.Tensor:
-    """The log-probabilities (R, V), with -inf for tokens that top_k and top_p leave out."""
+    """Return log_probs (R, V) with -inf for tokens that top_k and top_p leave out."""
     warpers = LogitsProcessorList()
     if rules.top_k:
         warpers.append(TopKLogitsWarper(rules.top_k))

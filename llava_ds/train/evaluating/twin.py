@@ -1,7 +1,7 @@
-"""A second set of modules over a model's weights, without DeepSpeed's hooks: a rank may run it alone.
+"""A twin of the model: new modules over the same weights, without DeepSpeed's hooks, so that a rank may run it alone.
 
-transformers generates with it: under ZeRO-3 the engine's own modules gather weights together with the other ranks at
-every call, and ranks whose answers end at different lengths would wait for each other for ever.
+transformers generates with it. Under ZeRO-3 the engine's modules gather weights in every call, together with the other
+ranks, and ranks whose answers end at different lengths would wait for each other forever.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from llava_ds.model.open.hf import attention_options
 
 
 def twin_of(model: LlavaModel) -> LlavaModel:
-    """New modules around the same parameters and buffers, with transformers' attention, which takes a cache.
+    """Make new modules around the same parameters and buffers, with transformers' attention, to use its cache.
 
-    Call it before the engine is started, which adds the hooks.
+    Call it before the engine starts: the engine adds its hooks to the model.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin = copy.deepcopy(model, shared)
@@ -30,9 +30,9 @@ def twin_of(model: LlavaModel) -> LlavaModel:
 
 
 def frozen_copy(model: LlavaModel) -> LlavaModel:
-    """A model of its own with the weights as they are now, whole on every rank. All ranks call it together.
+    """Copy the model with its current weights, whole on every rank. Collective.
 
-    Call it before the engine is started.
+    Call it before the engine starts.
     """
     with whole_weights(model), torch.no_grad():
         own = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()}
@@ -41,7 +41,7 @@ def frozen_copy(model: LlavaModel) -> LlavaModel:
 
 @contextlib.contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Hold all weights of the model, on every rank. All ranks enter and leave it together."""
+    """Gather all weights of the model on every rank. All ranks enter and leave it together."""
     parameters = list(model.parameters())
     with deepspeed.zero.GatheredParameters(parameters, enabled=any(hasattr(p, "ds_id") for p in parameters)):
         yield

@@ -1,1 +1,1 @@
-"""Objectives: supervised fine-tuning, and the interface that they share."""
+"""Objectives: their interface, and supervised fine-tuning."""

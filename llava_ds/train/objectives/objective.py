@@ -1,4 +1,4 @@
-"""The interface of what training minimises: each micro-batch becomes a summed loss and a factor in its step."""
+"""The interface of a training objective: a summed loss per micro-batch, and its factor in the step."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -14,10 +14,10 @@ from llava_ds.model.heads import Head
 class MicroLoss(NamedTuple):
     """The loss of one micro-batch, on the device.
 
-    loss_sum: over its units (supervised tokens, or pairs of answers), a scalar with a gradient; by_source (2, sources)
-    float64: summed loss and units of each data source; metrics: further sums over units by name, float64 scalars,
-    which the log shows as means per unit of the step; means: numbers of the micro-batch as a whole, which the log shows
-    as means weighed by the share that the micro-batch has in the loss of the step.
+    loss_sum: scalar with a gradient, summed over units (supervised tokens, or pairs of answers); by_source (2, sources)
+    float64: summed loss and units of each data source; metrics: further sums over units by name, float64 scalars
+    (logged as means per unit of the step); means: numbers per micro-batch (logged as means, weighted by the
+    micro-batch's share in the step's loss).
     """
 
     loss_sum: torch.Tensor
@@ -29,8 +29,8 @@ class MicroLoss(NamedTuple):
 class Objective(Protocol):
     """A loss to minimise.
 
-    num_sources: of the data; grad_ranks: of the mesh; logs_means: the log has the mean loss of every micro-batch;
-    probe: a head that computes as much as the loss does, for a backward pass without a step.
+    num_sources: number of data sources; grad_ranks: the mesh's; logs_means: log the mean loss of every micro-batch;
+    probe: a head that computes as much as the loss, for a backward pass without a step.
     """
 
     num_sources: int
@@ -41,7 +41,7 @@ class Objective(Protocol):
     def logs_means(self) -> bool: ...
 
     def num_units(self, counts: Sequence) -> object:
-        """Return what the loss and metrics of a step are means over, from its Counts (or a tensor in their order)."""
+        """Return the number of units in a step, from its Counts (or a tensor in their order)."""
         ...
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
@@ -49,9 +49,9 @@ class Objective(Protocol):
         ...
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
-        """Return the factor of each micro-batch's summed loss, scalars on counts' device and of its dtype.
+        """Return the factor of each micro-batch's summed loss, scalars with the device and dtype of counts.
 
         counts: Window.counts summed over the data group, a tensor in the order of Counts. DeepSpeed averages gradients
-        over grad_ranks, so the factor contains grad_ranks where a sum is meant.
+        over grad_ranks; a factor of grad_ranks turns that into a sum.
         """
         ...

@@ -16,10 +16,10 @@ from llava_ds.train.objectives.objective import MicroLoss
 class SFT:
     """Cross-entropy, averaged over the tokens of a step or over micro-batches.
 
-    A token's loss is multiplied by its weight, and counts as one token in the mean whatever its weight, as ms-swift's
-    loss_scale has it: half the weight is half the loss and half the gradient, and other tokens' stay as they are.
+    A token's loss is multiplied by its weight; the mean divides by the number of tokens, not by their weights, like
+    ms-swift's loss_scale: half the weight is half the loss and half the gradient, and other tokens don't change.
     reduction "token": the mean over all supervised tokens of the step, on all ranks. "micro_batch": LLaVA's mean over
-    each micro-batch's tokens, then over the micro-batches of all ranks that have any. num_sources: of the data.
+    each micro-batch's tokens, then over all ranks' micro-batches that have any. num_sources: number of data sources.
     """
 
     reduction: Literal["token", "micro_batch"] = "token"
@@ -29,15 +29,15 @@ class SFT:
 
     @property
     def logs_means(self) -> bool:
-        """True where the mean losses of micro-batches are what is averaged."""
+        """True if the step averages the mean losses of micro-batches."""
         return self.reduction == "micro_batch"
 
     def num_units(self, counts: Sequence) -> object:
-        """Supervised tokens."""
+        """Number of supervised tokens."""
         return counts[2]
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model, which computes the summed loss."""
+        """Run the model with the summed loss as its head."""
         loss_sum, by_source = engine(batch, SummedLoss(self.num_sources))
         return MicroLoss(loss_sum, by_source, {})
 
