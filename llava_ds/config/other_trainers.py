@@ -83,8 +83,6 @@ ELSEWHERE = by_name(
         "--output_dir": "--output_path --checkpoint_dir",
         "--output_dir (its folder tensorboard)": "--tensorboard_path --logging_dir",
         "--resume": "--resume_from_checkpoint",
-        "--stream": "--streaming",
-        "--shuffle_buffer_size": "--buffer_size --streaming_buffer_size",
         "--resume never": "--overwrite_output_dir",
         "--optim (or an optimizer in the DeepSpeed JSON)": "--optimizer",
         '"stage" in the DeepSpeed JSON (--deepspeed_config ds_configs/zero2.json)': "--zero_stage",

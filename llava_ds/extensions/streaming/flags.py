@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from llava_ds.config.bounds import Count
 from llava_ds.config.flags import flags_of
@@ -18,6 +18,10 @@ _streaming, _ = flags_of("streaming")
 class Flags(ExtensionFlags):
     """The flags of training while the data are encoded."""
 
+    other_names: ClassVar = {
+        "--stream": "--streaming",
+        "--shuffle_buffer_size": "--buffer_size --streaming_buffer_size",
+    }
     stream: bool = _streaming(
         False,
         "Begin to train when the first records are checked and encoded, and encode the rest meanwhile. The order is "
