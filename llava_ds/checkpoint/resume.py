@@ -24,8 +24,7 @@ ONE_RANK = Ranks(0, 0, 1, torch.device("cpu"))
 
 # Files of a run that another run in the same folder would take for its own.
 RUN_FILES = (
-    "metrics.jsonl", "metrics.csv", "evals.jsonl", "skipped.jsonl",
-    "skipped_steps.jsonl", "evaluation*.json", "evaluation*.jsonl", "report.html", "loss.png",
+    "metrics.jsonl", "metrics.csv", "evals.jsonl", "skipped.jsonl", "skipped_steps.jsonl", "report.html", "loss.png",
     *(name for trigger in EXTENSIONS.values() for name in trigger.leaves.split()),
 )  # fmt: skip
 

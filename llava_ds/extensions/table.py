@@ -106,7 +106,12 @@ EXTENSIONS: dict[str, Trigger] = {
     ),
     "streaming": Trigger("training begins while the data are encoded", "stream shuffle_buffer_size"),
     "infer": Trigger("answers of a model, in the terminal, in a browser and to other programs", ""),
-    "benchmarks": Trigger("scores on benchmarks, also while a run trains", "eval_tasks", requires="infer"),
+    "benchmarks": Trigger(
+        "scores on benchmarks, also while a run trains",
+        "eval_tasks",
+        leaves="evaluation*.json evaluation*.jsonl",
+        requires="infer",
+    ),
     "doctor": Trigger("whether a machine and its software can train", ""),
     "gguf": Trigger(
         "for llama.cpp and Ollama",
