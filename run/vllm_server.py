@@ -3,7 +3,7 @@
 MODEL is the folder of the initial model, in transformers' format. run/rl.py --vllm_server http://127.0.0.1:8765 then
 sends prompts here and, before every step, the folder of its new weights; it has to be on this machine. The server
 does not need llava_ds, only a vLLM that can reload weights from a path (0.32 was tried). It listens only on this
-machine, where everybody can send requests and name folders of weights.
+machine, where everybody can send requests and name folders of weights (docs/rl.md).
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python tests/helpers/removal.py [NAME ...] [--quick] [--keep FOLDER]
 
 An extension is its folder of llava_ds/extensions/, its tests in tests/extensions/, its page of docs/, its entry of the
-table, the scripts of run/ that import it, other tests that do, the lines of recipes with its flags, and of other pages
-the lines that link to its page, and the paragraphs and commands that name such a script. One that requires it goes with
-it. Without names, each is deleted alone, one after the other; a+b deletes two together. --quick collects all tests, and
-runs those nearest to extensions, and those that name one of the deleted, or one of its flags.
+table, the scripts of run/ that import it or whose docstring names its page, other tests that import it, the lines of
+recipes with its flags, and of other pages the lines that link to its page, and the paragraphs and commands that name
+such a script or test. One that requires it goes with it. Without names, each is deleted alone, one after the other;
+a+b deletes two together. --quick collects all tests, and runs those nearest to extensions, and those that name one of
+the deleted, or one of its flags.
 """
 
 import argparse
@@ -60,12 +61,18 @@ def delete(folder: Path, name: str) -> None:
     table = folder / "llava_ds" / "extensions" / "table.py"
     table.write_text(without_entry(table.read_text(), name))
     imports = re.compile(rf"^from llava_ds\.extensions\.{name}\b", re.MULTILINE)
-    scripts = [path for path in folder.glob("run/**/*.py") if imports.search(path.read_text())]
+    page = re.compile(rf"\bdocs/{name}\.md\b")
+    sources = {path: path.read_text() for path in folder.glob("run/**/*.py")}
+    scripts = [
+        path
+        for path, source in sources.items()
+        if imports.search(source) or page.search(ast.get_docstring(ast.parse(source)) or "")
+    ]
     tests = {f"test_{path.stem}.py" for path in scripts}
     tests = [path for path in folder.glob("tests/**/*.py") if path.name in tests or imports.search(path.read_text())]
     for path in (*scripts, *tests):
         path.unlink()
-    named = [path.relative_to(folder).as_posix() for path in scripts]
+    named = [path.relative_to(folder).as_posix() for path in (*scripts, *tests)]
     makefile = folder / "Makefile"
     commands = re.split(r"(?<!\\)\n", makefile.read_text())  # with the lines that go on
     makefile.write_text("\n".join(line for line in commands if not any(path in line for path in named)))
