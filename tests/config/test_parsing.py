@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from known_flags import known_words
 
 from llava_ds.config.arguments import (
     FLAGS,
@@ -179,7 +180,7 @@ def next_script(tmp_path) -> list[str]:
         (tmp_path / name).mkdir()
     for name in ("data.json", "mm_projector.bin"):
         (tmp_path / name).write_text("[]")
-    return NEXT_SCRIPT.format(zero2=ZERO2, here=tmp_path).split()
+    return known_words(NEXT_SCRIPT.format(zero2=ZERO2, here=tmp_path).split())
 
 
 def test_llava_nexts_scripts_parse_and_name_what_has_no_effect(next_script):

@@ -80,6 +80,7 @@ def test_the_eval_loss_is_that_of_one_rank(runs):
 
 
 @needs_extension("sequence_parallel")
+@needs_extension("samples")
 def test_sample_questions_are_answered_alike(runs):
     one, shared = (rows(runs[name], "samples.jsonl") for name in ("torn", "torn-sp2"))
     assert one and [row["answer"] for row in one] == [row["answer"] for row in shared]

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from ds_json import arguments, refused, resolve
+from extension_there import if_there
 
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config import optimizer, scheduler
@@ -83,8 +84,8 @@ def test_what_is_off_asks_for_nothing():
     raw = {
         "amp": {"enabled": False},
         "autotuning": {"enabled": False},
-        "tensor_parallel": {"autotp_size": 1},
-        "pipeline": {},
+        **if_there("tensor_parallel", tensor_parallel={"autotp_size": 1}),
+        **if_there("pipeline", pipeline={}),
         "zero_optimization": {"stage": 2, "cpu_offload": False},
     }
     assert not {"amp", "autotuning", "tensor_parallel", "pipeline"} & set(resolve(raw).config)

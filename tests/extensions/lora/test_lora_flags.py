@@ -206,10 +206,6 @@ def test_all_linear_stands_alone(words):
     [
         ("--tune_mm_mlp True", "which --tune_mm_llm leaves alone: choose one"),
         ("--resize_token_embeddings True", "can't be used with --lora_enable: the adapter would open over no folder"),
-        (
-            "--objective grpo --reward_funcs exact --vllm_server http://127.0.0.1:1",
-            "--vllm_server needs a run that leaves a whole model",
-        ),
     ],
 )
 def test_other_flags_that_it_does_not_go_with(flags, message):

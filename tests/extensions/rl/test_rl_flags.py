@@ -41,16 +41,18 @@ def refusal(*flags: str) -> str:
         (["--objective", "grpo", "--max_resample_times", "2"], "has no effect without --dynamic_sample True"),
         (["--objective", "grpo", "--max_resample_times", "0"], "give 1 or more; --dynamic_sample False tries no other"),
         (["--objective", "grpo", "--top_p", "0"], "--top_p is 0"),
-        (
+        pytest.param(
             ["--objective", "ppo", "--critic_model_name_or_path", "critic", "--lora_enable", "True"],
             "--critic_model_name_or_path can't be used with adapters",
+            marks=needs_extension("lora"),
         ),
         (["--objective", "grpo", "--vllm_server", "http://10.0.0.1:8765"], "give its address here"),
         (["--objective", "grpo", "--vllm_server", "http://[::1"], "give its address here"),
         (["--vllm_server", "http://127.0.0.1:1"], "--vllm_server belongs to --objective grpo and ppo"),
-        (
+        pytest.param(
             ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--lora_enable", "True"],
             "--vllm_server needs a run that leaves a whole model",
+            marks=needs_extension("lora"),
         ),
         (
             ["--objective", "grpo", "--vllm_server", "http://127.0.0.1:1", "--resize_token_embeddings", "True"],

@@ -73,6 +73,7 @@ def test_other_trainers_names_lead_to_ours():
             axes_from({name: 4, "sequence_parallel_size": "x"}, arguments())
 
 
+@needs_extension("preference")
 def test_a_size_in_the_json_meets_what_flags_need():
     flags = ("--objective", "reward", "--data_path", __file__)
     with pytest.raises(ConfigError, match="--objective reward needs all tokens of a sample on one rank"):
