@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from extension_there import if_there
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -231,10 +232,11 @@ GEMMA4_TOKENS = [
     "<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|audio>", "<audio|>",
     "<|audio|>", "<|video|>", "<|channel>", "<channel|>",
 ]  # fmt: skip
+EXPERTS = if_there("mixtures", qwen3_vl_moe=Qwen3VLProcessor)
 # Of Gemma 4's sizes, one as 31B, and one as E2B and E4B.
 FAMILIES = (
     "idefics3", "smolvlm", "internvl", "gemma3", "gemma4", "gemma4_e", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
-    "qwen3_vl_moe", "qwen3_5",
+    *EXPERTS, "qwen3_5",
 )  # fmt: skip
 GEMMA_IDS = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"}
 GEMMA4_IDS = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>", "boi": "<|image>", "eoi": "<image|>",
@@ -248,7 +250,7 @@ ENDS = {
 }  # of answers, where texts have another end
 QWEN_PROCESSORS = {
     "qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor,
-    "qwen3_vl_moe": Qwen3VLProcessor, "qwen3_5": Qwen3VLProcessor,
+    **EXPERTS, "qwen3_5": Qwen3VLProcessor,
 }  # fmt: skip
 WITH_VIDEOS = ("smolvlm", "internvl", "gemma4", "gemma4_e", *QWEN_PROCESSORS)
 

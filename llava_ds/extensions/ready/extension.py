@@ -5,8 +5,9 @@ from transformers import PreTrainedConfig
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.ready.architecture import ReadyArchitecture
-from llava_ds.extensions.ready.known_families import NOT_YET, READY, family_of
+from llava_ds.extensions.ready.known_families import NEEDED, NOT_YET, READY, family_of
 from llava_ds.extensions.ready.tensor_names import language_model_rename, read_ready
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.model.open.folder import FLAG, ModelFolder, language_model_source
 from llava_ds.model.open.weights import Source
 
@@ -24,6 +25,8 @@ class Folders:
                 f"{where} is a {kind}, which can't be trained here yet ({NOT_YET[kind]}): give one of "
                 f"{', '.join(READY)}, or a language model with --vision_tower"
             )
+        if kind in NEEDED and NEEDED[kind] not in EXTENSIONS:
+            raise ConfigError(f"{where} is a {kind}, which needs llava_ds/extensions/{NEEDED[kind]}: not found")
         family = family_of(kind)
         ready, text, names = read_ready(family, path, config, self.missing(config), where)
         renames = names.renames()

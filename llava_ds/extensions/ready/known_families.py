@@ -26,6 +26,8 @@ READY = {  # model_type in config.json: the file in families/, and the family's 
     "qwen3_5": ("qwen3_5", "FAMILY"),
 }
 
+NEEDED = {"qwen3_vl_moe": "mixtures"}  # the extension that a ready model's language model needs
+
 # transformers' ready models that people fine-tune, and the reason why this project can't.
 NOT_YET = {
     **dict.fromkeys(("glm4v", "glm46v"), "its tower's positions are none of those that are known here"),

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import toys
-from extension_there import AXES
+from extension_there import AXES, needs_extension
 from known_flags import needs
 from ready_models import FAMILIES, turn_experts, write_ready
 from safetensors.torch import load_file, save_file
@@ -16,6 +16,7 @@ from llava_ds.config.arguments import Arguments, DataArguments, ModelArguments, 
 from llava_ds.constants import ConfigError
 from llava_ds.extensions.ready.refusals import COMPOSING_FLAGS
 from llava_ds.extensions.ready.tensor_names import ReadyNames, names_in_folder
+from llava_ds.extensions.table import EXTENSIONS
 from llava_ds.model.open.folder import read_folder, take_from_model
 from llava_ds.model.open.model_plan import plan_model
 
@@ -56,6 +57,7 @@ def test_every_tensor_has_its_part_and_its_name(folder):
         }
 
 
+@needs_extension("mixtures")
 def test_experts_are_read_in_either_order_of_their_axes(tmp_path):
     """As published, and as transformers 5 saves them."""
     write_ready(tmp_path, "qwen3_vl_moe")
@@ -123,6 +125,13 @@ def test_what_is_not_tried_is_refused(folder, flags, message):
 def test_other_ready_models_are_refused_by_name(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ConfigError, match=f"is a {kind}, which can't be trained here yet .*: give one of idefics3"):
+        read_folder(str(tmp_path))
+
+
+def test_experts_without_the_extension_for_them_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe"}))
+    monkeypatch.delitem(EXTENSIONS, "mixtures", raising=False)
+    with pytest.raises(ConfigError, match="is a qwen3_vl_moe, which needs llava_ds/extensions/mixtures: not found"):
         read_folder(str(tmp_path))
 
 
