@@ -73,9 +73,9 @@ def delete(folder: Path, name: str) -> None:
     for path in (*scripts, *tests):
         path.unlink()
     named = [path.relative_to(folder).as_posix() for path in (*scripts, *tests)]
-    makefile = folder / "Makefile"
-    commands = re.split(r"(?<!\\)\n", makefile.read_text())  # with the lines that go on
-    makefile.write_text("\n".join(line for line in commands if not any(path in line for path in named)))
+    for makefile in (folder / "Makefile", *folder.glob("llava_ds/extensions/*/targets.mk")):
+        commands = re.split(r"(?<!\\)\n", makefile.read_text())  # with the lines that go on
+        makefile.write_text("\n".join(line for line in commands if not any(path in line for path in named)))
     link = re.compile(rf"\]\((?:docs/)?{name}\.md[)#]")
     for page in [*folder.glob("*.md"), *folder.glob("docs/*.md"), *folder.glob("ds_configs/*.md")]:
         kept = "".join(line for line in page.read_text().splitlines(keepends=True) if not link.search(line))
