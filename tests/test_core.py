@@ -21,13 +21,13 @@ SLACK = 0.01
 
 BARS = {
     "imported files": 174,
-    "imported lines": 27314,
+    "imported lines": 27316,
     "files at the end": 220,
     "lines at the end": 32356,
     "feature words": 62,
     "kernel files": 39,
     "kernel lines": 5619,
-    "all lines": 69796,
+    "all lines": 69807,
 }
 
 # What one reads to understand training.
