@@ -75,8 +75,7 @@ from llava_ds.files.model_files import is_adapter, read_json_if_there
 from llava_ds.files.writing import write_output
 from llava_ds.model.families.language import length_note, length_problem
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.open.model_plan import read_parts
-from llava_ds.model.open.rows import fit_vocabulary
+from llava_ds.model.open.model_plan import fit_vocabulary, read_parts
 from llava_ds.model.open.tower import read_tower
 from llava_ds.model.vision import TowerPlan
 from llava_ds.runtime.ranks import print_first, progress_bar, quiet_libraries

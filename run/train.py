@@ -19,10 +19,7 @@ from llava_ds.runtime.main_thread import older_objects_passed_over
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.stopping import Stopping
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.hooks import make_hooks
-from llava_ds.train.loop import train
 from llava_ds.train.plan import make_plan
-from llava_ds.train.session import build, finish
 from llava_ds.train.start import name_sources, start
 
 
@@ -44,6 +41,11 @@ def run(argv: list[str], lock: OutputLock, watchdog: Watchdog, stop: Stopping) -
     plan = make_plan(started).completed(started.ranks)
     if plan.args.training.dry_run:
         return choice("dry_run", True)(plan, started.ranks)
+
+    from llava_ds.train.hooks import make_hooks
+    from llava_ds.train.loop import train
+    from llava_ds.train.session import build, finish
+
     session = build(plan, started, watchdog, stop)  # model, engine, restored state, largest micro-batch tried
     hooks = make_hooks(session)  # actions between steps
     with older_objects_passed_over():

@@ -15,7 +15,6 @@ from llava_ds.constants import DataError
 from llava_ds.engine.ds_config.optimizer import optimizer_name
 from llava_ds.engine.ds_config.zero import offload_device
 from llava_ds.files.writing import sha256
-from llava_ds.template_variables import parse_variables
 
 # Orders of LLaVA-NeXT's sampler, and the layout flag that decides which samples their steps take.
 ORDERED_BY_LAYOUT = {
@@ -47,8 +46,10 @@ class RunIdentity:
     def of(cls, args: Arguments, data: str, world_size: int, ds_config: dict) -> "RunIdentity":
         free = flags_free_on_resume(args.flags, rewinds=args.rewinds)
         flags = {name: value for name, value in args.as_dict().items() if name not in free}
-        variables = args.model.chat_template_kwargs
-        flags["chat_template_kwargs"] = variables and parse_variables(variables)
+        if variables := args.model.chat_template_kwargs:
+            from llava_ds.template_variables import parse_variables
+
+            flags["chat_template_kwargs"] = parse_variables(variables)
         # The content at a path is compared, not the path.
         projector = args.model.pretrain_mm_mlp_adapter
         flags["pretrain_mm_mlp_adapter"] = projector and sha256(Path(projector))

@@ -10,7 +10,6 @@ import torch
 from llava_ds.checkpoint.resume import ResumePoint
 from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.constants import DataError
-from llava_ds.engine.shards import safe_load
 from llava_ds.engine.shards.checkpoint_writer import ENGINE
 from llava_ds.engine.shards.pieces import has_layout, layout_of, read_layout
 from llava_ds.runtime.ranks import Ranks, gather
@@ -23,6 +22,8 @@ def restore(engine, point: ResumePoint, ranks: Ranks, seed: int) -> str:
 
     seed: for the random states of ranks that the checkpoint does not have.
     """
+    from llava_ds.engine.shards import safe_load
+
     line = _load(engine, point, ranks)
     if ranks.rank < point.world_size:
         file = point.path / f"random-{ranks.rank}.pt"
@@ -55,6 +56,8 @@ def rewind(engine, path: Path, ranks: Ranks) -> None:
 
 def _load(engine, point: ResumePoint, ranks: Ranks) -> str:
     """Load weights, optimizer states, schedule and counters of a checkpoint into the engine. Returns a line."""
+    from llava_ds.engine.shards import safe_load
+
     groups = [{**group, "params": None} for group in engine.basic_optimizer.param_groups]
     same = point.world_size == ranks.world_size and (
         not has_layout(point.path) or read_layout(point.path, ranks.rank) == layout_of(engine)

@@ -22,10 +22,8 @@ from llava_ds.config.training_flags import TRACKERS
 from llava_ds.constants import ConfigError, in_short
 from llava_ds.extensions.active import flags_class, owners, store_of
 from llava_ds.extensions.table import EXTENSIONS
-from llava_ds.files.places import local_path
-from llava_ds.files.urls import is_remote
+from llava_ds.files.urls import is_remote, local_path
 from llava_ds.files.writing import can_be_made, path_problem, utf8_problem
-from llava_ds.template_variables import parse_variables
 
 CHOOSE_DS_CONFIG = "auto"  # value of --deepspeed_config; a file of that name is ./auto
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
@@ -314,6 +312,10 @@ def tuning_flags(args: Arguments) -> Iterator[str]:
 
 def template_variables(args: Arguments) -> Iterator[str]:
     """Check the form of --chat_template_kwargs; the template itself is read later."""
+    if args.model.chat_template_kwargs is None:
+        return
+    from llava_ds.template_variables import parse_variables
+
     try:
         parse_variables(args.model.chat_template_kwargs)
     except ConfigError as error:

@@ -44,14 +44,13 @@ from llava_ds.data.fingerprint import (
     video_parts,
 )
 from llava_ds.data.images.decode import load_media
-from llava_ds.data.images.deep_images import deep_images_line
 from llava_ds.data.known_records import KnownRecords, note_path, recall, remember, remember_earlier
 from llava_ds.data.sample import UNMARKED_TEXTS, Media
 from llava_ds.data.sample_index import PERCENTILES, TableIndex, index_of
 from llava_ds.data.seen_files import changed_files, changes_since
 from llava_ds.data.templates import resolve_template
 from llava_ds.data.token_runs import from_columns, weights_from_column
-from llava_ds.files.places import real_path
+from llava_ds.files.urls import real_path
 from llava_ds.layouts import MediaLayout
 from llava_ds.runtime.ranks import Ranks, first_rank_first, gather, local_ranks, on_every_rank, print_first, printable
 from llava_ds.tokenizer import rows_noted
@@ -327,6 +326,8 @@ class EncodedDataset(torch.utils.data.Dataset):
             lines += _unread_lines(facts)
             lines += [self.image_options.boxes.describe()] * self.has_boxes
             if facts["deep"]["number"]:
+                from llava_ds.data.images.deep_images import deep_images_line
+
                 lines.append(printable(deep_images_line(**facts["deep"])))
         if self.num_rejected:
             rows = list(self.rejections())

@@ -15,7 +15,6 @@ from llava_ds.data import token_runs
 from llava_ds.data.cache import RowTable
 from llava_ds.data.fingerprint import DEEP
 from llava_ds.data.images.decode import footage
-from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.seen_files import COLUMNS
 from llava_ds.layouts import MediaLayout
@@ -95,7 +94,7 @@ class SizedMedia:
 
 def layout_of(one: SizedMedia, num_media: int, options: geometry.ImageOptions) -> MediaLayout:
     """Compute the layout in tiles and tokens of one image or video. num_media: images and videos of its sample."""
-    return geometry.media_layout(one.media.kind, one.sizes, num_media, options_for(one.media, options), one.footage)
+    return geometry.media_layout(one.media.kind, one.sizes, num_media, one.media.apply_settings(options), one.footage)
 
 
 def media_to_text(media: tuple[SizedMedia, ...]) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from llava_ds.constants import ConfigError, DataError
 from llava_ds.data.sample import FileRef
 from llava_ds.extensions.active import store_of
-from llava_ds.files.reading import open_without_waiting
-from llava_ds.files.sized_file import SizedFile
+from llava_ds.files.reading import SizedFile, open_without_waiting
 from llava_ds.files.urls import is_remote
 
 # Errors of the machine, not of the file or disk in use at that moment.

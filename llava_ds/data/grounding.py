@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from llava_ds.boxes import CoordinateFrame, Numbers, coordinate_units
 from llava_ds.constants import DataError
-from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import BOX_MARK, REF_MARK, Box, Message, Sample
 from llava_ds.data.sources.objects import fill_marks
 from llava_ds.geometry import ImageOptions, Size, coordinate_frame
@@ -28,7 +27,7 @@ def write_objects(
     for box in sample.boxes:
         place = images[box.image]
         [size] = sizes[place]
-        frame = coordinate_frame(size, len(sample.media), options_for(sample.media[place], options))
+        frame = coordinate_frame(size, len(sample.media), sample.media[place].apply_settings(options))
         numbers = frame.numbers(_in_pixels(box, size))
         written[place].append(numbers)
         texts.append(options.boxes.text(numbers))

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from llava_ds.constants import DataError
-from llava_ds.data.sample import Media
 from llava_ds.geometry import ImageOptions
 from llava_ds.tilings import AskedSize
 from llava_ds.videos import Clip
@@ -15,16 +14,12 @@ CHOICE = ("nframes", "min_frames", "max_frames", "video_start", "video_end")  # 
 _MOST_OPTIONS = 1024  # kept in memory: most data sets have a handful of settings
 
 
-def options_for(media: Media, options: ImageOptions) -> ImageOptions:
-    """Apply the settings of one image or video to the options.
+@lru_cache(maxsize=_MOST_OPTIONS)
+def with_settings(options: ImageOptions, kind: str, settings: tuple[tuple[str, float], ...]) -> ImageOptions:
+    """Apply the settings of one image or video to the options. kind and settings: of a Media.
 
     Raises DataError for a setting that can't be honoured. Source: qwen-vl-utils defines these settings.
     """
-    return options if not media.settings else _with_settings(options, media.kind, media.settings)
-
-
-@lru_cache(maxsize=_MOST_OPTIONS)
-def _with_settings(options: ImageOptions, kind: str, settings: tuple[tuple[str, float], ...]) -> ImageOptions:
     asked = dict(settings)
     if kind != "image":
         options = replace(options, clip=_clip(kind, asked, options))

@@ -20,8 +20,9 @@ from llava_ds.data.sources import Source, SourceOptions, open_sources, parse_col
 from llava_ds.data.sources.open import MIXTURE_SUFFIXES
 from llava_ds.data.sources.source import short_names
 from llava_ds.data.sources.tars import shard_contents
-from llava_ds.files.places import open_data, real_path
+from llava_ds.files.places import open_data
 from llava_ds.files.reading import FileState, read_json, state_of
+from llava_ds.files.urls import real_path
 from llava_ds.files.writing import write_whole
 from llava_ds.geometry import ImageOptions
 from llava_ds.runtime.ranks import printable

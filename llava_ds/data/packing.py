@@ -22,24 +22,6 @@ _EVEN_ENOUGH = 0.01  # allowed difference of the heaviest and the lightest pack,
 _EXCHANGES = 2  # maximum per pack
 
 
-def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_size: int) -> list[list[list[int]]]:
-    """Deal micro-batches of micro_size samples to the ranks, in the samples' order.
-
-    Returns [rank][micro-batch] -> samples. A last, smaller step leaves some micro-batches short or empty.
-    """
-    plan = [[[] for _ in range(num_micro_batches)] for _ in range(dp)]
-    # A short step is spread evenly, so that no rank idles while another does all the work.
-    slots = dp * num_micro_batches
-    base, extra = divmod(min(len(samples), slots * micro_size), slots)
-    first = 0
-    for slot in range(slots):
-        micro, rank = divmod(slot, dp)
-        size = base + (slot < extra)
-        plan[rank][micro] = samples[first : first + size]
-        first += size
-    return plan
-
-
 def plans_across_epochs(
     epochs: Iterable[Sequence[int]], dp: int, num_micro_batches: int, micro_size: int, begun: int = 0
 ) -> Iterator[list[list[list[int]]]]:
@@ -47,7 +29,7 @@ def plans_across_epochs(
 
     With several ranks, an epoch's last micro-batches are filled up from its first samples; on one rank they stay short.
     epochs: samples in order, per epoch; begun: micro-batches per rank that earlier steps took from the first epoch.
-    Plans are as in plan_by_count.
+    Plans are as in step_plan.plan_by_count.
 
     Source: transformers 4.37's Trainer with accelerate 0.21's BatchSamplerShard, as used by LLaVA.
     """

@@ -18,7 +18,6 @@ from llava_ds.data import token_runs
 from llava_ds.data.encode import Encoded, Encoder
 from llava_ds.data.encoded_rows import PAIR_ROWS, ROWS, SizedMedia, layout_of, media_to_text
 from llava_ds.data.grounding import write_objects
-from llava_ds.data.media_settings import options_for
 from llava_ds.data.prompt_check import PromptCheck, with_asked_prompt
 from llava_ds.data.sample import IMAGE_LEFT_OUT, Media, Sample, Transcript
 from llava_ds.data.seen_files import SeenFile, as_columns, seen_files, stamps_of
@@ -101,7 +100,7 @@ class Checker:
             return _rejected(_id_in(text, self.sources[source].columns.id, index), error, text)
         try:
             for one in sample.media:
-                options_for(one, self.image_options)
+                one.apply_settings(self.image_options)
         except DataError as error:
             return _rejected(sample.id, error)
         try:

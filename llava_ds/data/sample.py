@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from llava_ds.boxes import BboxType, Numbers
+
+if TYPE_CHECKING:
+    from llava_ds.geometry import ImageOptions
 
 # Marks in a text for a box or point, and for the name of an object.
 BOX_MARK, REF_MARK = "<bbox>", "<ref-object>"
@@ -76,6 +79,14 @@ class Media:
     kind: Literal["image", "frames", "video"]
     refs: tuple[FileRef, ...]
     settings: tuple[tuple[str, float], ...] = ()
+
+    def apply_settings(self, options: "ImageOptions") -> "ImageOptions":
+        """Return the options with these settings. Raises DataError for a setting that can't be honoured."""
+        if not self.settings:
+            return options
+        from llava_ds.data.media_settings import with_settings
+
+        return with_settings(options, self.kind, self.settings)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,9 +12,7 @@ import torch
 
 from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.mapped_arrays import Mapped, mapped, remove_unused
-from llava_ds.data.spreading import spread
 
-BUCKET_STEPS = 64  # optimizer steps sorted by length together, in the order by buckets
 VERSION = 1  # version of saved orders; raise it when the same settings would give another order
 SHARED_SAMPLES = 200_000  # from this size on, an epoch's order is computed once per machine and mapped by its ranks
 SORTED_TOGETHER = 1 << 20  # samples sorted at once: bounds the memory of sorting
@@ -70,7 +68,7 @@ class SampleOrder:
         while first < last:
             epoch, begin = divmod(first, per_epoch)
             end = min(per_epoch, begin + last - first)
-            for rows in _rows(self.epoch(epoch)[begin * unit : end * unit], unit):
+            for rows in order_rows(self.epoch(epoch)[begin * unit : end * unit], unit):
                 yield first, rows
                 first += len(rows)
 
@@ -92,6 +90,8 @@ class SampleOrder:
             return np.arange(self.num_samples, dtype=np.int32)
         lengths = np.asarray(self.lengths, np.int32)
         if self.how == "bucket":
+            from llava_ds.data.length_orders import by_length_bucket
+
             return by_length_bucket(lengths, self.batch_size, torch.Generator().manual_seed(self.seed + epoch))
         if self.how == "shards":
             return by_shards(lengths, self.shuffled_together, self.seed, epoch)
@@ -106,14 +106,10 @@ class SampleOrder:
         """Draw the next epoch's order from a generator that has drawn all earlier ones."""
         _number(generator)
         if self.how == "random":
-            return _permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
-        if self.how == "varlen":
-            return by_varying_length(lengths, self.batch_size, self.accumulation, generator)
-        num_chunks = math.ceil(self.batch_size / self.micro_batch_size)
-        if self.how == "length":
-            return by_length_next(lengths, self.micro_batch_size, num_chunks, generator)
-        group = by_length if self.how == "modality" else by_length_next
-        return by_modality_length(lengths, self.micro_batch_size, num_chunks, generator, group)
+            return permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
+        from llava_ds.data.length_orders import drawn_by_length
+
+        return drawn_by_length(self, lengths, generator)
 
 
 _NOT_SETTINGS = ("lengths", "folder")  # the folder's name identifies the samples, and `how` their lengths
@@ -123,97 +119,14 @@ def _number(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
-def _permutation(number: int, generator: torch.Generator) -> np.ndarray:
+def permutation(number: int, generator: torch.Generator) -> np.ndarray:
     """Do torch.randperm in half its memory: it draws the same values for every integer type."""
     return torch.randperm(number, generator=generator, dtype=torch.int32).numpy()
 
 
-def by_length(
-    lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
-) -> np.ndarray:
-    """Random steps, with samples spread over the micro-batches so that their total lengths are similar.
-
-    Source: LLaVA's get_length_grouped_indices.
-    """
-    lengths = np.asarray(lengths, np.int32)
-    return _evened_steps(_permutation(len(lengths), generator), lengths, micro_batch_size, num_micro_batches)
-
-
-def by_length_next(
-    lengths: Sequence[int], micro_batch_size: int, num_micro_batches: int, generator: torch.Generator
-) -> np.ndarray:
-    """Steps of similar length in random order, with samples spread over the micro-batches as in by_length.
-
-    Source: LLaVA-NeXT's get_length_grouped_indices_auto_single, over transformers' get_length_grouped_indices: it sorts
-    up to 50 steps together and exchanges the longest sample with the first.
-    """
-    lengths = np.asarray(lengths, np.int32)
-    step_size = micro_batch_size * num_micro_batches
-    sorted_together = step_size * max(1, min(len(lengths) // (4 * step_size), 50))
-    order = _sorted_parts(_permutation(len(lengths), generator), -lengths, sorted_together)
-    longest = sorted_together * int(np.argmax(lengths[order[::sorted_together]]))
-    order[0], order[longest] = order[longest], order[0]
-    return _shuffled_parts(_evened_steps(order, lengths, micro_batch_size, num_micro_batches), step_size, generator)
-
-
-def by_varying_length(
-    lengths: Sequence[int], step_size: int, accumulation: int, generator: torch.Generator
-) -> np.ndarray:
-    """Groups of similar length in random order, shuffled within each group.
-
-    Source: LLaVA-NeXT's get_variable_length_grouped_indices and its sampler (it counts accumulation twice).
-    """
-    places = _permutation(len(lengths), generator)
-    longest_first = np.argsort(-np.asarray(lengths, np.int32), kind="stable").astype(np.int32)
-    size = step_size * accumulation
-    return _shuffled_parts(_sorted_parts(longest_first, -places, 8 * size), size, generator)
-
-
-def by_modality_length(
-    lengths: Sequence[int],
-    micro_batch_size: int,
-    num_micro_batches: int,
-    generator: torch.Generator,
-    group: Callable[[Sequence[int], int, int, torch.Generator], np.ndarray] = by_length,
-) -> np.ndarray:
-    """Steps of one kind each (images: positive lengths; text only: negative), of similar length within a step.
-
-    num_micro_batches: per step over all ranks; group: orders the samples of one kind. The remainders of both kinds form
-    the last step, in the files' order.
-    Source: LLaVA's get_modality_length_grouped_indices, and with by_length_next LLaVA-NeXT's
-    get_modality_length_grouped_indices_auto. They draw from torch's global generator; the same seed gives the same
-    order here.
-    """
-    lengths = np.asarray(lengths, np.int32)
-    kinds = [np.flatnonzero(lengths > 0), np.flatnonzero(lengths <= 0)]
-    if not all(map(len, kinds)):
-        return group(lengths, micro_batch_size, num_micro_batches, generator)  # text only: shortest first, like LLaVA
-    batch_size = micro_batch_size * num_micro_batches
-    steps, rest = [], []
-    for indices in (kind.astype(np.int32) for kind in kinds):
-        own = indices[group(np.abs(lengths[indices]), micro_batch_size, num_micro_batches, generator)]
-        last = (len(own) - 1) // batch_size * batch_size  # LLaVA takes the last step out even when it is full
-        steps.append(own[:last])
-        rest.append(own[last:])
-    return np.concatenate(
-        [_shuffled_parts(np.concatenate(steps), batch_size, generator), np.sort(np.concatenate(rest))]
-    )
-
-
-def by_length_bucket(lengths: Sequence[int], batch_size: int, generator: torch.Generator) -> np.ndarray:
-    """Steps of samples of nearly equal length, in random order; an incomplete step comes last.
-
-    The samples are shuffled, sorted by length within BUCKET_STEPS steps' worth, and split into steps.
-    """
-    order = _permutation(len(lengths), generator)
-    whole = len(order) - len(order) % batch_size
-    buckets = _sorted_parts(order[:whole], np.asarray(lengths, np.int32), BUCKET_STEPS * batch_size)
-    return np.concatenate([_shuffled_parts(buckets, batch_size, generator), order[whole:]])
-
-
 def shards_in_order(num_shards: int, seed: int, epoch: int) -> np.ndarray:
     """The order in which by_shards takes the shards of an epoch."""
-    return _permutation(num_shards, torch.Generator().manual_seed(seed + epoch))
+    return permutation(num_shards, torch.Generator().manual_seed(seed + epoch))
 
 
 def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.ndarray:
@@ -223,65 +136,16 @@ def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.
     sizes: number of samples per shard, laid end to end.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
-    shards = _permutation(len(sizes), generator)  # the same draw as shards_in_order
+    shards = permutation(len(sizes), generator)  # the same draw as shards_in_order
     ends, parts = np.cumsum(sizes), []
     for first in range(0, len(shards), together):
         ranges = [np.arange(ends[i] - sizes[i], ends[i], dtype=np.int32) for i in shards[first : first + together]]
         samples = np.concatenate(ranges)
-        parts.append(samples[_permutation(len(samples), generator)])
+        parts.append(samples[permutation(len(samples), generator)])
     return np.concatenate(parts)
 
 
-def _sorted_parts(order: np.ndarray, keys: np.ndarray, size: int) -> np.ndarray:
-    """Sort every part of `size` samples by keys[sample], in place and stable."""
-    for rows in _rows(order, size):
-        rows[:] = _sorted_by(keys[rows], rows)
-    return order
-
-
-def _sorted_by(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Sort each row by its keys, stable. keys, rows: of the same shape; keys below 2**31.
-
-    Key and position are packed into one number: numpy sorts those several times as fast as argsort.
-    """
-    places = np.sort(keys.astype(np.int64) * keys.shape[1] + np.arange(keys.shape[1]), axis=1)
-    places %= keys.shape[1]
-    return np.take_along_axis(rows, places, axis=1)
-
-
-def _shuffled_parts(order: np.ndarray, size: int, generator: torch.Generator) -> np.ndarray:
-    """Shuffle the parts of `size` samples (the last may be shorter)."""
-    num_whole, left = divmod(len(order), size)
-    drawn = _permutation(num_whole + (left > 0), generator)
-    whole = order[: num_whole * size].reshape(num_whole, size)
-    if not left:
-        return whole[drawn].reshape(-1)
-    [at] = np.flatnonzero(drawn == num_whole)
-    parts = (whole[drawn[:at]].reshape(-1), order[num_whole * size :], whole[drawn[at + 1 :]].reshape(-1))
-    return np.concatenate(parts)
-
-
-def _evened_steps(order: np.ndarray, lengths: np.ndarray, micro_batch_size: int, num_micro_batches: int) -> np.ndarray:
-    """Spread the samples of each step over its micro-batches, in place.
-
-    Within a step, samples are placed longest first, each into the shortest micro-batch with room (LLaVA's split). A
-    shorter last step that can't be divided evenly is dealt out in turn.
-    """
-    size = micro_batch_size * num_micro_batches
-    _sorted_parts(order, -lengths, size)
-    if 1 in (micro_batch_size, num_micro_batches):
-        return order
-    for rows in _rows(order, size):
-        count = rows.shape[1]
-        if count % num_micro_batches:
-            chunks = np.arange(count)[None] % num_micro_batches
-        else:
-            chunks = spread(lengths[rows], num_micro_batches, count // num_micro_batches)
-        rows[:] = _sorted_by(np.broadcast_to(chunks, rows.shape), rows)
-    return order
-
-
-def _rows(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def order_rows(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """Yield views (parts, size) that together cover the order, about SORTED_TOGETHER samples each; a shorter last part
     comes alone."""
     whole = len(order) // size

@@ -11,7 +11,6 @@ import numpy as np
 from llava_ds.config.arguments import Arguments, TrainingArguments, steps_go_across_epochs
 from llava_ds.config.data_flags import GROUPINGS
 from llava_ds.data.dataset import EncodedDataset
-from llava_ds.data.packing import plan_by_count, plan_by_tokens, plans_across_epochs
 from llava_ds.data.sample_order import SampleOrder
 from llava_ds.extensions.base import Axis
 
@@ -25,6 +24,24 @@ class StepLayout(NamedTuple):
 
     samples: list[int]
     of_ranks: list[list[list[int]]]
+
+
+def plan_by_count(samples: list[int], dp: int, num_micro_batches: int, micro_size: int) -> list[list[list[int]]]:
+    """Deal micro-batches of micro_size samples to the ranks, in the samples' order.
+
+    Returns [rank][micro-batch] -> samples. A last, smaller step leaves some micro-batches short or empty.
+    """
+    plan = [[[] for _ in range(num_micro_batches)] for _ in range(dp)]
+    # A short step is spread evenly, so that no rank idles while another does all the work.
+    slots = dp * num_micro_batches
+    base, extra = divmod(min(len(samples), slots * micro_size), slots)
+    first = 0
+    for slot in range(slots):
+        micro, rank = divmod(slot, dp)
+        size = base + (slot < extra)
+        plan[rank][micro] = samples[first : first + size]
+        first += size
+    return plan
 
 
 @dataclass(frozen=True)
@@ -91,6 +108,8 @@ class Packing:
                 wait_for(samples)
                 yield StepLayout(samples, self.lay_out(samples, lengths))
             return
+        from llava_ds.data.packing import plans_across_epochs
+
         # Steps are cut from one stream of micro-batches, so training can start from any of them directly, except for
         # epochs that are shorter than a step.
         per_epoch = self.micro_batches_per_epoch(order.num_samples)
@@ -110,6 +129,8 @@ class Packing:
         """Lay out the samples of one step: [rank][micro-batch] -> samples."""
         if self.tokens_per_micro_batch is None:
             return plan_by_count(samples, self.dp, self.num_micro_batches, self.micro_batch_size)
+        from llava_ds.data.packing import plan_by_tokens
+
         tokens = np.asarray(lengths)[samples].astype(np.int64)
         return plan_by_tokens(samples, tokens, self.dp, self.tokens_per_micro_batch, self.costs(tokens))
 

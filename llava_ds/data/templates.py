@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from llava_ds.constants import IM_END_TOKEN, IM_START_TOKEN, IMAGE_TOKEN, ConfigError, DataError
 from llava_ds.data.sample import Message
-from llava_ds.data.special_tokens import in_lines
 
 V1_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -102,7 +101,11 @@ def prepare(messages: Sequence[Message], template: str, mm_use_im_start_end: boo
     """
     rules = TEMPLATES[template]
     system = rules.system
-    messages = [replace(m, text=in_lines(m.text), keeps_spaces=False) if m.keeps_spaces else m for m in messages]
+    messages = list(messages)
+    if any(message.keeps_spaces for message in messages):
+        from llava_ds.data.special_tokens import in_lines
+
+        messages = [replace(m, text=in_lines(m.text), keeps_spaces=False) if m.keeps_spaces else m for m in messages]
     if messages and messages[0].role == "system":
         if template == "plain":
             raise DataError("the plain template has no place for a system message")

@@ -33,7 +33,6 @@ from llava_ds.geometry import ImageOptions
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.hf import HF_CLASSES
-from llava_ds.model.open.rows import rounded_up
 
 CONFIGS = {"llava": LlavaConfig, "llava_next": LlavaNextConfig, "llava_onevision": LlavaOnevisionConfig}
 
@@ -83,7 +82,8 @@ def tokenizer_and_rows(export: ExportPlan) -> tuple[PreTrainedTokenizerBase, int
     tokenizer, _ = hf_tokenizer(export.model.tokenizer, tokens, export.template is None)
     tokenizer.model_max_length = export.max_length
     rows = max(export.vocab_size, *(tokenizer.convert_tokens_to_ids(token) + 1 for token in tokens))
-    return tokenizer, rounded_up(rows, export.args.pad_embeddings_to_multiple_of or 1)
+    multiple = export.args.pad_embeddings_to_multiple_of or 1
+    return tokenizer, -(-rows // multiple) * multiple
 
 
 def _write_config(

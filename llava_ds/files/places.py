@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llava_ds.extensions.active import store_of
-from llava_ds.files.urls import HTTP, is_remote
+from llava_ds.files.urls import HTTP, is_remote, local_path
 
 READ_BYTES = 1 << 20
 
@@ -44,21 +44,6 @@ def is_folder(path: str) -> bool:
 def exists(path: str) -> bool:
     """True if anything exists at the path."""
     return (is_file(path) or is_folder(path)) if is_remote(path) else os.path.exists(path)
-
-
-def real_path(path: str) -> str:
-    """Resolve links in a path; for a URL, strip trailing slashes."""
-    return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
-
-
-def local_path(path: str) -> str:
-    """Resolve ~ and file:// in a path; a store's URL is returned unchanged."""
-    if is_remote(path):
-        return path
-    for start in ("file://", "local://"):
-        if path.startswith(start):
-            return urllib.parse.unquote(path.removeprefix(start))
-    return os.path.expanduser(path)
 
 
 def join(folder: str, path: str) -> str:

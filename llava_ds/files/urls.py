@@ -1,7 +1,8 @@
-"""Tell URLs of objects in stores from paths."""
+"""Tell URLs of objects in stores from paths, and resolve paths."""
 
 import os
 import re
+import urllib.parse
 
 HTTP = ("http", "https")
 LOCAL = ("file", "local")
@@ -14,3 +15,18 @@ def is_remote(path: str | os.PathLike) -> bool:
         return False
     match = URL.match(path)
     return match is not None and match[1].lower() not in LOCAL
+
+
+def real_path(path: str) -> str:
+    """Resolve links in a path; for a URL, strip trailing slashes."""
+    return path.rstrip("/") if is_remote(path) else os.path.realpath(path)
+
+
+def local_path(path: str) -> str:
+    """Resolve ~ and file:// in a path; a store's URL is returned unchanged."""
+    if is_remote(path):
+        return path
+    for start in ("file://", "local://"):
+        if path.startswith(start):
+            return urllib.parse.unquote(path.removeprefix(start))
+    return os.path.expanduser(path)

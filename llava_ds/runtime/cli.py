@@ -5,17 +5,14 @@ import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from llava_ds import __version__
-from llava_ds.config.shipped import RECIPES, RUN
+from llava_ds.config.shipped import RUN
 from llava_ds.constants import ConfigError, FlagProblems, did_you_mean
 from llava_ds.runtime.command import begin, exit_with
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.processes import RUNNER_MODULE
-
-if TYPE_CHECKING:
-    from llava_ds.config.arguments import Arguments
 
 # Name: the file in run/, and its purpose.
 COMMANDS = {
@@ -91,21 +88,13 @@ def is_to_be_launched(name: str, launcher_flags: list[str], environ: Mapping[str
     return torch.cuda.device_count() > 1
 
 
-def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
-    """Parse run/train.py's flags, with the tiny model's defaults if no model is named: see parse_arguments.
-
-    The import takes most of a second, and Ctrl-C has to work during it: call begin() first.
-    """
-    from llava_ds.config.parsing import parse_arguments, tiny_defaults
-
-    return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
-
-
 def _read_early(argv: list[str]) -> None:
     """Check the flags before the launcher starts.
 
     With --model_name_or_path, run/train.py checks them: the model's folder may give a better reason to refuse them.
     """
+    from llava_ds.train.early_flags import read_training_flags
+
     try:
         read_training_flags(argv)
     except FlagProblems as error:

@@ -3,11 +3,50 @@
 import statistics
 from dataclasses import dataclass
 
-from llava_ds.runtime.heartbeat import Beat
 from llava_ds.runtime.ranks import format_ranks
 
 SLOW_FACTOR = 1.5  # ratio of its working time to the others', in the same steps
 LEAST_BUSY = 0.5  # fraction of its time: a rank that waits for more than half of it slows nobody down
+
+
+PHASES = ("start", "step", "evaluation", "save", "export", "done")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The state of a rank.
+
+    phase: one of PHASES; step: the current or last one; seconds: time in this phase and step, or since the last
+    progress
+    in phases other than step; limit: of these seconds, or None; where: innermost line of the main thread; waits: True
+    if
+    that line is in a collective or reads from the device; step_s: seconds in steps so far; busy_s: part of step_s
+    without
+    waiting; ends: reason for ending the run, None if it doesn't; hangs: True if it ends because nothing progresses;
+    leaves: True if it ends on request; queues: True if it queues GPU work, whose queue may be full; speaker: rank that
+    prints the end.
+    """
+
+    rank: int
+    phase: str = "start"
+    step: int = 0
+    seconds: float = 0.0
+    limit: float | None = None
+    where: str = ""
+    waits: bool = False
+    busy_s: float = 0.0
+    step_s: float = 0.0
+    ends: str | None = None
+    hangs: bool = False
+    leaves: bool = False
+    queues: bool = False
+    speaker: int | None = None
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """A key that grows as the run progresses. A save comes after the step of its number."""
+        last = {"start": -1, "step": self.step, "save": self.step}.get(self.phase, 1 << 60)
+        return last, PHASES.index(self.phase)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from llava_ds.runtime.hangs import PHASES, Beat
 from llava_ds.runtime.processes import process_namespace
 from llava_ds.runtime.ranks import Ranks, address_towards, gather, local_ranks
 
@@ -29,53 +30,15 @@ MOST_IN_A_MESH = 64  # up to this many ranks, every rank hears all
 WATCHERS = 4  # ranks that hear all, in larger runs
 INTERVAL_S = 1.0  # between two beats of a rank
 
-PHASES = ("start", "step", "evaluation", "save", "export", "done")
 
-
-@dataclass(frozen=True)
-class Beat:
-    """The state of a rank.
-
-    phase: one of PHASES; step: the current or last one; seconds: time in this phase and step, or since the last
-    progress
-    in phases other than step; limit: of these seconds, or None; where: innermost line of the main thread; waits: True
-    if
-    that line is in a collective or reads from the device; step_s: seconds in steps so far; busy_s: part of step_s
-    without
-    waiting; ends: reason for ending the run, None if it doesn't; hangs: True if it ends because nothing progresses;
-    leaves: True if it ends on request; queues: True if it queues GPU work, whose queue may be full; speaker: rank that
-    prints the end.
-    """
-
-    rank: int
-    phase: str = "start"
-    step: int = 0
-    seconds: float = 0.0
-    limit: float | None = None
-    where: str = ""
-    waits: bool = False
-    busy_s: float = 0.0
-    step_s: float = 0.0
-    ends: str | None = None
-    hangs: bool = False
-    leaves: bool = False
-    queues: bool = False
-    speaker: int | None = None
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """A key that grows as the run progresses. A save comes after the step of its number."""
-        last = {"start": -1, "step": self.step, "save": self.step}.get(self.phase, 1 << 60)
-        return last, PHASES.index(self.phase)
-
-    def encoded(self, secret: str) -> bytes:
-        """Encode the beat as a packet; texts are shortened if it is too long."""
-        texts = (self.where[:200], self.ends and self.ends[:600])
-        packet = json.dumps([secret, *dataclasses.astuple(dataclasses.replace(self, where=texts[0], ends=texts[1]))])
-        if len(packet) <= MOST_BYTES:
-            return packet.encode()
-        short = dataclasses.replace(self, where="", ends=self.ends and self.ends[:100])
-        return json.dumps([secret, *dataclasses.astuple(short)]).encode()
+def encoded(beat: Beat, secret: str) -> bytes:
+    """Encode a beat as a packet; texts are shortened if it is too long."""
+    texts = (beat.where[:200], beat.ends and beat.ends[:600])
+    packet = json.dumps([secret, *dataclasses.astuple(dataclasses.replace(beat, where=texts[0], ends=texts[1]))])
+    if len(packet) <= MOST_BYTES:
+        return packet.encode()
+    short = dataclasses.replace(beat, where="", ends=beat.ends and beat.ends[:100])
+    return json.dumps([secret, *dataclasses.astuple(short)]).encode()
 
 
 def decoded(packet: bytes, secret: str) -> Beat | None:
@@ -162,7 +125,7 @@ class Peers:
 
         A packet that can't be sent is dropped: the next one follows.
         """
-        packet = beat.encoded(self.secret)
+        packet = encoded(beat, self.secret)
         for rank in self._listeners if beat.ends is None else self._others:
             with contextlib.suppress(OSError):
                 self._socket.sendto(packet, self.all[rank].address)

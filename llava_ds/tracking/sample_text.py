@@ -10,7 +10,6 @@ from llava_ds.constants import IGNORE_INDEX, DataError
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.encoded_rows import SizedMedia, media_from_text, place_of
 from llava_ds.data.images.decode import load_images
-from llava_ds.data.media_settings import options_for
 from llava_ds.geometry import ImageOptions, coordinate_frame
 from llava_ds.tracking.data_page import Run, ShownSample, draw_boxes, runs_of
 
@@ -45,7 +44,7 @@ def _on(image: Image.Image, one: SizedMedia, num_media: int, options: ImageOptio
     """Return the boxes and points in a sample's text, in pixels of the image."""
     if not one.boxes:
         return []
-    frame = coordinate_frame(image.size, num_media, options_for(one.media, options))
+    frame = coordinate_frame(image.size, num_media, one.media.apply_settings(options))
     return [frame.pixels(numbers) for numbers in one.boxes]
 
 

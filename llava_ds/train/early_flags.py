@@ -5,12 +5,22 @@ If the model can't be trained with the given flags at all, report that before an
 
 from typing import TYPE_CHECKING
 
+from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError, DataError, FlagProblems
-from llava_ds.runtime.cli import read_training_flags
 
 if TYPE_CHECKING:
     from llava_ds.config.arguments import Arguments
     from llava_ds.model.open.folder import ModelFolder
+
+
+def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
+    """Parse run/train.py's flags, with the tiny model's defaults if no model is named: see parse_arguments.
+
+    The import takes most of a second, and Ctrl-C has to work during it: call begin() first.
+    """
+    from llava_ds.config.parsing import parse_arguments, tiny_defaults
+
+    return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
 
 
 def read_flags(argv: list[str]) -> None:

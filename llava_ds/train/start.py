@@ -15,13 +15,12 @@ from llava_ds.engine.process_group import init_ranks
 from llava_ds.export.shard_size import parse_size
 from llava_ds.extensions.active import active
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.runtime.cli import read_training_flags
-from llava_ds.runtime.determinism import use_deterministic_kernels
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, local_ranks, print_first, quiet_libraries
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.runtime.watchdog import Watchdog
+from llava_ds.train.early_flags import read_training_flags
 
 GPU_WORKERS = 4  # loader processes decode while a GPU computes; on a CPU they would take its cores
 
@@ -79,6 +78,8 @@ def start(argv: list[str], lock: OutputLock, watchdog: Watchdog) -> Start:
         lock.take_early(output_dir)
     allow_tf32(args.training.tf32)
     if args.training.deterministic:
+        from llava_ds.runtime.determinism import use_deterministic_kernels
+
         use_deterministic_kernels()
     ranks = init_ranks()
     if writes:

@@ -8,7 +8,7 @@ import torch
 import toys
 
 from llava_ds.batch import Batch
-from llava_ds.data import step_plan
+from llava_ds.data import packing
 from llava_ds.data.dataset import EncodedDataset
 from llava_ds.data.loader import Counts, Window, windows
 from llava_ds.data.packing import plan_by_tokens
@@ -184,7 +184,7 @@ def test_the_heaviest_micro_batch_of_the_steps_that_are_left(dataset, settings):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_step_is_planned_once(dataset, workers, monkeypatch):
     planned = []
-    monkeypatch.setattr(step_plan, "plan_by_tokens", lambda *args: planned.append(args[0]) or plan_by_tokens(*args))
+    monkeypatch.setattr(packing, "plan_by_tokens", lambda *args: planned.append(args[0]) or plan_by_tokens(*args))
     plan = plan_of(dataset, Packing(1, **LAYOUTS["by tokens"]))
     collect(plan, 5, workers=workers)
     assert planned == list(itertools.islice(plan.order.steps(), 5))

@@ -7,7 +7,8 @@ import pytest
 from benchmark.length_mix import FINETUNE, length_mix
 
 from llava_ds.data import packing
-from llava_ds.data.packing import plan_by_count, plans_across_epochs
+from llava_ds.data.packing import plans_across_epochs
+from llava_ds.data.step_plan import plan_by_count
 
 
 def plan_by_tokens(samples, lengths, dp, max_tokens, costs=None):

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from llava_ds.data import sample_order
-from llava_ds.data.sample_order import (
-    SampleOrder,
+from llava_ds.data.length_orders import (
     by_length,
     by_length_bucket,
     by_length_next,
     by_modality_length,
     by_varying_length,
 )
+from llava_ds.data.sample_order import SampleOrder
 
 WAYS = ("random", "file", "modality", "modality_auto", "length", "varlen", "bucket")
 GOLDENS = Path(__file__).parent / "goldens"

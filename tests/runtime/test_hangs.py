@@ -2,8 +2,7 @@
 
 import pytest
 
-from llava_ds.runtime.hangs import Known, behind, standstill, stragglers
-from llava_ds.runtime.heartbeat import Beat
+from llava_ds.runtime.hangs import Beat, Known, behind, standstill, stragglers
 
 
 def known(rank: int, phase: str = "step", step: int = 7, silent_s: float = 0.0, state: str = "", **more) -> Known:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from llava_ds.runtime import heartbeat
-from llava_ds.runtime.heartbeat import Beat, Peer, Peers, decoded, watchers
+from llava_ds.runtime.hangs import Beat
+from llava_ds.runtime.heartbeat import Peer, Peers, decoded, encoded, watchers
 from llava_ds.runtime.ranks import Ranks
 
 BEAT = Beat(1, "step", 7, 12.5, 480.0, "loader.py:205 (windows)", True, 3.0, 4.0, "rank 0 died", True)
@@ -89,7 +90,7 @@ def test_the_first_machine_is_known_by_the_address_that_others_reach(monkeypatch
 
 def test_a_long_beat_is_cut_and_fits_in_a_packet():
     long = replace(BEAT, where="\u2603" * 500, ends="\u2603" * 5000)
-    packet = long.encoded("s")
+    packet = encoded(long, "s")
     assert len(packet) <= heartbeat.MOST_BYTES and decoded(packet, "s").step == 7
 
 
@@ -101,7 +102,7 @@ def test_a_long_beat_is_cut_and_fits_in_a_packet():
         b"[" * 100_000,
         b"\xff\x00",
         json.dumps(["wrong", 0, "done"]).encode(),
-        BEAT.encoded("other"),
+        encoded(BEAT, "other"),
         json.dumps(["s", 0, "nowhere"]).encode(),
         json.dumps(["s", "0", "step"]).encode(),
         json.dumps(["s", *range(99)]).encode(),
@@ -114,7 +115,7 @@ def test_other_packets_are_not_taken(packet):
 
 def test_packets_of_strangers_do_not_keep_beats_away(meet):
     first, second = meet(2)
-    for packet in (b"[" * 1000, replace(BEAT, rank=9).encoded(first.secret), BEAT.encoded("other")):
+    for packet in (b"[" * 1000, encoded(replace(BEAT, rank=9), first.secret), encoded(BEAT, "other")):
         second._socket.sendto(packet, first.all[0].address)
     second.send(BEAT)
     assert within_2_s(first.heard) == [BEAT]
@@ -143,7 +144,7 @@ def rank_0_of_512(monkeypatch):
 
 def _send_all(peers: Peers, sockets: list[socket.socket], pause_s: float) -> None:
     for rank, each in enumerate(sockets, start=1):
-        each.sendto(replace(BEAT, rank=rank).encoded(peers.secret), peers.all[0].address)
+        each.sendto(encoded(replace(BEAT, rank=rank), peers.secret), peers.all[0].address)
         time.sleep(pause_s)
 
 

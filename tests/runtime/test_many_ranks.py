@@ -20,7 +20,8 @@ from llava_ds.constants import ConfigError
 from llava_ds.engine.process_group import prepare_connections
 from llava_ds.files.writing import write_file
 from llava_ds.runtime import heartbeat, ranks
-from llava_ds.runtime.heartbeat import Beat, Peers
+from llava_ds.runtime.hangs import Beat
+from llava_ds.runtime.heartbeat import Peers
 from llava_ds.runtime.launchers import free_port
 from llava_ds.runtime.ranks import Ranks
 

@@ -14,8 +14,10 @@ import torch
 from ds_json import arguments
 
 from llava_ds.constants import EXIT_RANK_LOST, ConfigError
+from llava_ds.runtime import heartbeat
 from llava_ds.runtime import watchdog as module
-from llava_ds.runtime.heartbeat import Beat, Peer
+from llava_ds.runtime.hangs import Beat
+from llava_ds.runtime.heartbeat import Peer
 from llava_ds.runtime.main_thread import Activity, look_at
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import note_progress, queuing, waiting
@@ -78,7 +80,7 @@ def start(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     monkeypatch.setattr(module, "say", said.append)
-    monkeypatch.setattr(module, "Peers", Others)
+    monkeypatch.setattr(heartbeat, "Peers", Others)
     monkeypatch.setattr(module, "barrier", lambda ranks: None)
     # A machine that is busy with other things only slows the clock down.
     short = {"SILENT_S": 0.3, "REFUSED_S": 0.3, "UNREACHABLE_S": 0.6, "LAUNCHER_S": 0.1, "LONGEST_TICK_S": 0.02}

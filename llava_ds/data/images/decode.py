@@ -15,9 +15,7 @@ from PIL import Image, UnidentifiedImageError
 from llava_ds import geometry
 from llava_ds.constants import MAX_IMAGE_PIXELS, DataError, FileChanged
 from llava_ds.data.file_slices import opened_file
-from llava_ds.data.images.deep_images import described, is_deep, is_wide, to_eight_bits
 from llava_ds.data.images.resize import bands, cut_by, cut_tiles, to_tile, too_narrow
-from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.geometry import ImageOptions, Size, TiledImageOptions
 from llava_ds.layouts import MediaLayout
@@ -33,6 +31,7 @@ _PADDED_TIMES = 8  # padded images may have this many times the pixel bound: som
 _HEADER_BYTES = 8 << 20  # allowance for data before the pixels: profiles, thumbnails, other metadata
 _BYTES_PER_PIXEL = 16  # four floats; compressed formats have fewer
 _ORIENTATION = 0x0112  # the EXIF tag
+_WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # may have colours of 16 bits a channel
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -60,14 +59,16 @@ def probe(media: Media, options: ImageOptions, notes: list[str] | None = None) -
     Raises DataError for files that are not images or are too large, as stored or resized, and ConfigError for a video
     file if the extra that decodes it is missing.
     """
-    options = options_for(media, options)
+    options = media.apply_settings(options)
     if media.kind == "video":
         return _videos().probe(media.refs[0], options)
     sizes = []
     for ref in used_files(media, options):
         with _opened(ref, options.max_pixels) as (image, _, size):
             sizes.append(size)
-            if notes is not None and is_wide(image):
+            if notes is not None and _is_wide(image):
+                from llava_ds.data.images.deep_images import described
+
                 _decode(ref, image)
                 if text := described(image, options.value_range):
                     part = f" (at byte {ref.offset:,})" if ref.num_bytes >= 0 else ""
@@ -89,7 +90,7 @@ def footage(
     """
     if media.kind == "image" or options.video is None:
         return None, probe(media, options, notes)
-    options = options_for(media, options)
+    options = media.apply_settings(options)
     if media.kind == "frames":
         rate = None if options.clip is None else options.clip.rate
         found, sizes = Footage(len(media.refs), rate or options.video_fps), probe(media, options, notes)
@@ -119,7 +120,7 @@ def load_media(
     Raises DataError for a broken file, and FileChanged if the layout depends on a size that has changed.
     Source: LLaVA-NeXT's process_image and process_anyres_image, up to rescaling and normalisation.
     """
-    options = options_for(media, options)
+    options = media.apply_settings(options)
     if options.tiling is not None:
         tiles = _tiles_by(media, sizes, options)
         return tiles if wanted is None else tiles[list(wanted)]
@@ -179,7 +180,7 @@ def moments_of(frames: Iterable[Image.Image], cut: Cut, options: TiledImageOptio
 def load_images(media: Media, sizes: tuple[Size, ...], options: ImageOptions) -> Iterator[Image.Image]:
     """Yield the image, or the used frames of a video, in RGB, upright and in full size."""
     if media.kind == "video":
-        yield from _videos().frames(media.refs[0], sizes, options_for(media, options))
+        yield from _videos().frames(media.refs[0], sizes, media.apply_settings(options))
     else:
         yield from (_load(ref, options) for ref in used_files(media, options))
 
@@ -194,9 +195,27 @@ def load_image(
     return _decoded(source if isinstance(source, FileRef) else FileRef(str(source)), max_pixels, value_range)
 
 
+def is_deep(image: Image.Image) -> bool:
+    """True for an image of one channel of 16 or 32 bits, by its header."""
+    return image.mode.startswith(("I", "F"))
+
+
+def _is_wide(image: Image.Image) -> bool:
+    """True for an undecoded image of more than 8 bits a value: a deep image, or one of 16 bits a channel (Pillow reads
+    only the upper 8)."""
+    if is_deep(image):
+        return True
+    if image.format not in _WIDE_FORMATS or not image.tile:
+        return False
+    raw = image.tile[0][3]
+    return ";16" in (raw if isinstance(raw, str) else str(raw and raw[0]))
+
+
 def to_rgb(image: Image.Image, value_range: str | None = None) -> Image.Image:
     """Convert an image to RGB, with white for transparent parts. value_range: as in ImageOptions."""
     if is_deep(image):
+        from llava_ds.data.images.deep_images import to_eight_bits
+
         image = to_eight_bits(image, value_range)
     if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
         return image if image.mode == "RGB" else image.convert("RGB")  # convert would make a copy

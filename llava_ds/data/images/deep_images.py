@@ -7,27 +7,11 @@ import numpy as np
 from PIL import Image
 
 from llava_ds.config.bounds import OWN_RANGE, range_of_values
+from llava_ds.data.images.decode import is_deep
 
 PART = 1 / 16  # minimum share of its range that an image must use, and maximum share of its pixels outside
 FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # default values of black and white
-WIDE_FORMATS = ("PNG", "TIFF", "PPM")  # may have colours of 16 bits a channel
 _HINT = "--image_value_range scales images of one channel (docs/images.md)"
-
-
-def is_deep(image: Image.Image) -> bool:
-    """True for an image of one channel of 16 or 32 bits, by its header."""
-    return image.mode.startswith(("I", "F"))
-
-
-def is_wide(image: Image.Image) -> bool:
-    """True for an undecoded image of more than 8 bits a value: a deep image, or one of 16 bits a channel (Pillow reads
-    only the upper 8)."""
-    if is_deep(image):
-        return True
-    if image.format not in WIDE_FORMATS or not image.tile:
-        return False
-    raw = image.tile[0][3]
-    return ";16" in (raw if isinstance(raw, str) else str(raw and raw[0]))
 
 
 def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.Image:

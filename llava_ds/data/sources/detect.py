@@ -14,7 +14,7 @@ from llava_ds.data.sources.preferences import FORMS, pair_problem
 from llava_ds.data.sources.record_forms import CHOICE_KEYS, FIELDS_OF_ALL, FORM_FIELDS, WITHOUT_TURNS, present
 from llava_ds.data.sources.tars import IMAGE_SUFFIXES
 from llava_ds.data.sources.turn_lists import as_turns, is_turn_list
-from llava_ds.files.places import local_path, real_path
+from llava_ds.files.urls import local_path, real_path
 
 NUM_RECORDS = 100  # number of records for detection
 FORMATS_HELP = (

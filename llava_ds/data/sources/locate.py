@@ -12,19 +12,8 @@ from llava_ds.data.sources.json_files import first_value, read_jsonl
 from llava_ds.data.sources.options import short
 from llava_ds.data.sources.split_files import choose_files
 from llava_ds.data.sources.tables import open_saved, saved_splits
-from llava_ds.files.places import (
-    exists,
-    files_in,
-    is_file,
-    is_folder,
-    join,
-    local_path,
-    matching,
-    names_in,
-    open_data,
-    relative_to,
-)
-from llava_ds.files.urls import is_remote
+from llava_ds.files.places import exists, files_in, is_file, is_folder, join, matching, names_in, open_data, relative_to
+from llava_ds.files.urls import is_remote, local_path
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 MAX_FILES = 100_000

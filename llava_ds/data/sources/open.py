@@ -27,9 +27,9 @@ from llava_ds.data.sources.tables import (
     parquet_schema,
     read_columns,
 )
-from llava_ds.files.places import exists, is_file, join, local_path, open_data, real_path
+from llava_ds.files.places import exists, is_file, join, open_data
 from llava_ds.files.reading import state_of
-from llava_ds.files.urls import is_remote
+from llava_ds.files.urls import is_remote, local_path, real_path
 
 MAX_SHOWN = 5  # problems listed in one message; the others are counted
 MAX_MIXTURE_BYTES = 64 << 20

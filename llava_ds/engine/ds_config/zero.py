@@ -3,7 +3,6 @@
 import os
 
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json
-from llava_ds.engine.ds_config.native_ops import missing_tools
 from llava_ds.files.writing import can_be_made
 
 # Hugging Face's formulas, h the hidden size of the language model (transformers, integrations/deepspeed.py).
@@ -44,6 +43,8 @@ def resolve_zero(draft: Draft) -> None:
         if offload_device(draft.config, part) == "nvme":
             _check_nvme(draft, stage, part)
     if draft.is_local and stage == 3 and "nvme" in (offload_device(draft.config, part) for part in OFFLOADED):
+        from llava_ds.engine.ds_config.native_ops import missing_tools
+
         for tool in missing_tools(draft.device_type, "async_io"):
             draft.refuse(
                 f'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which '

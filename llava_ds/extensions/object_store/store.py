@@ -22,7 +22,7 @@ from llava_ds.config.arguments import Arguments
 from llava_ds.constants import ConfigError, FileChanged
 from llava_ds.extensions.object_store.flags import ALLOW_HTTP, FOLDER, MAX_BYTES
 from llava_ds.extensions.object_store.object_cache import ObjectCache
-from llava_ds.files.sized_file import SizedFile
+from llava_ds.files.reading import SizedFile
 from llava_ds.files.urls import HTTP, URL, is_remote
 
 BLOCK_BYTES = 8 << 20  # fetched at a time: most images are one block

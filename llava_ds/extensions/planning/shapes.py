@@ -30,9 +30,8 @@ from llava_ds.model.families.language import (
 )
 from llava_ds.model.llava import LlavaModel, assemble, layer_classes
 from llava_ds.model.open.folder import take_from_model
-from llava_ds.model.open.model_plan import read_parts
+from llava_ds.model.open.model_plan import fit_vocabulary, read_parts
 from llava_ds.model.open.probe import check_language_model
-from llava_ds.model.open.rows import fit_vocabulary
 from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tracking.flops import ModelFlops, flops_of_model

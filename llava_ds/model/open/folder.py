@@ -40,7 +40,6 @@ from llava_ds.model.families.language import (
 )
 from llava_ds.model.families.towers import TOWERS
 from llava_ds.model.open import names as formats
-from llava_ds.model.open.file_order import passed_over
 from llava_ds.model.open.tower import read_processor, vision_config
 from llava_ds.model.open.weights import Over, Source, Weights, tensor_names
 
@@ -362,6 +361,8 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
 
 def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
     """A line for each folder with files that disagree: the model's, the one under an adapter, and the towers'."""
+    from llava_ds.model.open.file_order import passed_over
+
     where = f"{FLAG} {folder.path}"
     has_tower, has_template = folder.vision_config is not None, folder.architecture is not None
     own = folder.base or folder.path

@@ -10,7 +10,7 @@ from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.config.model_flags import tower_folders
-from llava_ds.constants import ConfigError
+from llava_ds.constants import IMAGE_TOKEN, ConfigError
 from llava_ds.extensions.active import active
 from llava_ds.extensions.architecture import Architecture
 from llava_ds.files.model_files import is_there, library_errors
@@ -29,13 +29,11 @@ from llava_ds.model.open.folder import (
 from llava_ds.model.open.loading import check_depth, check_fit
 from llava_ds.model.open.names import value_head_file
 from llava_ds.model.open.probe import check_language_model
-from llava_ds.model.open.rows import fit_vocabulary, frozen_rows
 from llava_ds.model.open.tower import plan_tower, read_processor, read_tower
 from llava_ds.model.open.weights import Source, Sources, TensorSource, WeightFiles, Weights
 from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import TowerPlan
-from llava_ds.template_variables import set_variables
-from llava_ds.tokenizer import open_tokenizer, read_template
+from llava_ds.tokenizer import note_rows, open_tokenizer, read_template, tokens_without_rows
 
 # Settings that have to be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
@@ -182,6 +180,23 @@ class ModelPlan:
         return self.text_config.hidden_size
 
 
+def fit_vocabulary(
+    config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
+) -> tuple[PreTrainedConfig, Sources, list[str]]:
+    """Add the tokens and the rows that the flags ask for, and note the number of rows on the tokenizer.
+
+    Returns configuration and sources of the language model, and lines for the start of a run. Raises ConfigError for
+    flags that resize twice.
+    """
+    lines: list[str] = []
+    if args.mm_use_im_start_end or args.mm_use_im_patch_token or args.resize_token_embeddings:
+        from llava_ds.model.open.rows import add_rows
+
+        config, sources, lines = add_rows(config, sources, tokenizer, args)
+    note_rows(tokenizer, config.vocab_size, (IMAGE_TOKEN,))
+    return config, sources, [*lines, *tokens_without_rows(tokenizer)]
+
+
 def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) -> ModelPlan:
     """Read configurations and tokenizer, and compare names and shapes of all weights with the model's.
 
@@ -200,7 +215,11 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
         raise ConfigError(problem)
     tokenizer = parts.open_tokenizer()
     version = "processor" if parts.folder.architecture is not None else args.version
-    notes = set_variables(tokenizer, args.chat_template_kwargs, version)
+    notes = []
+    if args.chat_template_kwargs is not None or version in ("chat_template", "processor"):
+        from llava_ds.template_variables import set_variables
+
+        notes = set_variables(tokenizer, args.chat_template_kwargs, version)
     text_config, sources, grown = fit_vocabulary(text_config, sources, tokenizer, args)
     notes += grown
     for wrap in wraps:
@@ -217,6 +236,8 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
         if opened is not None:
             check_fit(part, opened.weights, opened.what)
     if text_config.vocab_size != parts.text_config.vocab_size:
+        from llava_ds.model.open.rows import frozen_rows
+
         plan = replace(plan, notes=(*plan.notes, *frozen_rows(model, args)))
     for wrap in wraps:
         plan = wrap.planned(plan, model, args)

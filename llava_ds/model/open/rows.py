@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from transformers.initialization import no_init_weights
 
 from llava_ds.config.arguments import ModelArguments, trained_parts, trains_projector_only
-from llava_ds.constants import IMAGE_TOKEN, ConfigError, DataError
+from llava_ds.constants import ConfigError, DataError
 from llava_ds.extensions.active import active
 from llava_ds.model.families.language import has_layer_embeddings
 from llava_ds.model.open import names as formats
 from llava_ds.model.open.weights import Source, Sources, Weights
-from llava_ds.tokenizer import add_image_tokens, note_rows, num_rows, tokens_without_rows
+from llava_ds.tokenizer import add_image_tokens, num_rows
 
 NUM_MARKS = 2  # <im_start> and <im_end>
 
@@ -129,27 +129,20 @@ class Resized:
         return resized
 
 
-def fit_vocabulary(
+def add_rows(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Add the tokens and the rows that the flags ask for, and note the number of rows on the tokenizer.
-
-    Returns configuration and sources of the language model, and lines for the start of a run. Raises ConfigError for
-    flags that resize twice.
-    """
+    """Add the tokens and the rows that the flags ask for: see fit_vocabulary."""
     marks = [name for name in ("mm_use_im_start_end", "mm_use_im_patch_token") if getattr(args, name)]
-    added, notes = add_image_tokens(tokenizer, args), []
+    added = add_image_tokens(tokenizer, args)
     if marks and args.resize_token_embeddings:
         raise ConfigError(
             f"--resize_token_embeddings True: --{marks[0]} True resizes the embedding to the tokenizer already, as in "
             "LLaVA: leave --resize_token_embeddings out"
         )
     if marks:
-        config, sources = _resize_as_llava(config, sources, tokenizer, added, args)
-    elif args.resize_token_embeddings:
-        config, sources, notes = _grow(config, sources, tokenizer, args)
-    note_rows(tokenizer, config.vocab_size, (IMAGE_TOKEN,))
-    return config, sources, [*notes, *tokens_without_rows(tokenizer)]
+        return *_resize_as_llava(config, sources, tokenizer, added, args), []
+    return _grow(config, sources, tokenizer, args)
 
 
 def _resize_as_llava(
@@ -168,7 +161,7 @@ def _grow(
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
     """Grow the vocabulary for --resize_token_embeddings: no row is ever cut off."""
     before, needed, multiple = config.vocab_size, num_rows(tokenizer), args.pad_embeddings_to_multiple_of or 1
-    total = rounded_up(max(before, needed), multiple)
+    total = -(-max(before, needed) // multiple) * multiple
     if total == before:
         line = (
             f"--resize_token_embeddings True adds no row: the embedding has {before:,}, the tokenizer needs {needed:,}"
@@ -208,11 +201,6 @@ def frozen_rows(model: nn.Module, args: ModelArguments) -> list[str]:
         f"--resize_token_embeddings True: the flags leave {' and '.join(frozen)} frozen, so new rows stay at the mean "
         f"of the others{then if trains_projector_only(args) else ''}"
     ]
-
-
-def rounded_up(rows: int, multiple: int) -> int:
-    """The smallest multiple that is not below a number of rows."""
-    return -(-rows // multiple) * multiple
 
 
 def _with_rows(

@@ -3,7 +3,6 @@
 Tensors are read by name, one at a time, from safetensors and pickles, whole or in shards.
 """
 
-import contextlib
 import itertools
 import pickle
 import re
@@ -25,7 +24,7 @@ from llava_ds.files.model_files import MAX_BYTES, is_there, own_file, read_json,
 from llava_ds.model.open import names as formats
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-_WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)  # each may have an index with shards instead
+WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)  # each may have an index with shards instead
 MAPPED_BYTES = 32 * 2**20  # read of a file before it is mapped anew
 
 
@@ -56,7 +55,7 @@ class WeightFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.unused: list[str] = []  # names on disk
         for file in weight_files(self.path):
-            for name, shape in _shapes(file).items():
+            for name, shape in shapes_in(file).items():
                 new = rename(name)
                 if new is None:
                     self.unused.append(name)
@@ -103,7 +102,7 @@ class OpenedFile:
 
     def _open(self) -> None:
         is_pickle = self._file.suffix != ".safetensors"
-        self._tensors = _load_pickle(self._file) if is_pickle else safe_open(self._file, framework="pt")
+        self._tensors = load_pickle(self._file) if is_pickle else safe_open(self._file, framework="pt")
 
     def read(self, name: str) -> torch.Tensor:
         if self._bytes_read > MAPPED_BYTES:
@@ -126,9 +125,9 @@ def weight_files(path: str | Path) -> list[Path]:
     path = Path(path)
     if path.is_file():
         return [path]
-    indices = [index for name in _WHOLE if is_there(index := path / f"{name}.index.json")]
+    indices = [index for name in WHOLE if is_there(index := path / f"{name}.index.json")]
     if large := [index for index in indices if index.exists() and index.stat().st_size > MAX_BYTES]:
-        _names_in(large[0])  # says so
+        names_in(large[0])  # says so
     try:
         files, sharded = _get_resolved_checkpoint_files(
             path,
@@ -155,7 +154,7 @@ def _without_metadata(path: Path, indices: list[Path], error: Exception) -> list
     found = [_shards(index) for index in indices]
     if isinstance(error, KeyError) and len(found) == 1:
         return found[0]
-    for file in (path / name for name in _WHOLE):
+    for file in (path / name for name in WHOLE):
         if is_there(file):
             _own(file)
     if indices:
@@ -166,13 +165,13 @@ def _without_metadata(path: Path, indices: list[Path], error: Exception) -> list
 
 def _shards(index: Path) -> list[Path]:
     """The files of an index. Raises DataError for one that is not there."""
-    files = [index.parent / name for name in _names_in(index)]
+    files = [index.parent / name for name in names_in(index)]
     if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
     return files
 
 
-def _names_in(index: Path) -> list[str]:
+def names_in(index: Path) -> list[str]:
     """The files of weights that an index names. Raises DataError for what lies elsewhere."""
     names = sorted({str(name) for name in _weight_map(index).values()})
     if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
@@ -193,63 +192,6 @@ def _named_in_config(path: Path) -> str | None:
     return name
 
 
-def weights_passed_over(path: str | Path) -> list[str]:
-    """Clauses about weights of a folder that transformers passes over, and that differ from those it takes.
-
-    Names, shapes and the first row of every tensor are compared.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        return []
-    try:
-        taken = weight_files(path)
-    except DataError:  # whoever reads the weights says what is wrong; an estimate reads none
-        return []
-    groups = {}
-    for name in _WHOLE:
-        index = path / f"{name}.index.json"
-        groups[name] = [path / name] if (path / name).is_file() else []
-        with contextlib.suppress(DataError):  # one that is not read may be damaged
-            groups[index.name] = [path / each for each in _names_in(index)] if index.is_file() else []
-    own = next((name for name, files in groups.items() if set(files) == set(taken)), taken[0].name)
-    clauses = []
-    for name, files in groups.items():
-        if files and not set(files) & set(taken) and (differs := difference(taken, files)):
-            clauses.append(f"weights are those of {own}: {name}, {differs}, is passed over")
-    return clauses
-
-
-def difference(taken: list[Path], others: list[Path]) -> str:
-    """A clause on what differs between two sets of files of weights, "" if nothing does."""
-    try:
-        first, second = (dict(pair for file in files for pair in _first_rows(file)) for files in (taken, others))
-    except (DataError, OSError):
-        return "which can't be read"
-    if first.keys() != second.keys():
-        return f"which holds {len(second):,} tensors, where {len(first):,} are read"
-    other = [name for name, row in first.items() if not _is_same(row, second[name])]
-    return f"in which {len(other):,} of {len(first):,} tensors differ, such as {other[0]}" if other else ""
-
-
-def _first_rows(file: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.Tensor]]]:
-    """Yield every tensor's name, shape and first row."""
-    if file.suffix == ".safetensors":
-        shapes = _shapes(file)
-        with safe_open(file, framework="pt") as opened:
-            for name, shape in shapes.items():
-                yield name, (shape, opened.get_slice(name)[:1] if shape and shape[0] else torch.empty(0))
-    else:
-        for name, tensor in _load_pickle(file).items():
-            yield name, (tuple(tensor.shape), tensor[:1].clone() if tensor.ndim else tensor)
-
-
-def _is_same(one: tuple[tuple[int, ...], torch.Tensor], other: tuple[tuple[int, ...], torch.Tensor]) -> bool:
-    """True for equal shapes, and rows that are equal in the precision of the coarser of both."""
-    (shape, row), (other_shape, other_row) = one, other
-    coarser = min(row.dtype, other_row.dtype, key=lambda dtype: dtype.itemsize)
-    return shape == other_shape and torch.equal(row.to(coarser), other_row.to(coarser))
-
-
 def _own(file: Path) -> Path:
     """Check that a file is in its own folder. Raises DataError where it leads out of it."""
     try:
@@ -261,7 +203,7 @@ def _own(file: Path) -> Path:
 
 def tensor_names(path: str | Path) -> set[str]:
     """Names on disk of all tensors of a folder or file. Raises DataError for unreadable ones."""
-    return {name for file in weight_files(path) for name in _shapes(file)}
+    return {name for file in weight_files(path) for name in shapes_in(file)}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -274,9 +216,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
     if file.suffix != ".safetensors":
-        return {name: tuple(tensor.shape) for name, tensor in _load_pickle(file).items()}
+        return {name: tuple(tensor.shape) for name, tensor in load_pickle(file).items()}
     try:
         with safe_open(file, framework="pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
@@ -284,7 +226,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise DataError(f"{file} can't be read as weights ({said_by(error)}): copy it again") from error
 
 
-def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+def load_pickle(file: Path) -> dict[str, torch.Tensor]:
     """Tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
     try:
         if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):

@@ -16,8 +16,7 @@ from llava_ds.config.parsing import parse_arguments
 from llava_ds.constants import ConfigError
 from llava_ds.data.collate import counts_of
 from llava_ds.data.dataset import open_data
-from llava_ds.data.packing import plan_by_count
-from llava_ds.data.step_plan import largest_share, sample_order
+from llava_ds.data.step_plan import largest_share, plan_by_count, sample_order
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.model.open.folder import take_from_model
 from llava_ds.model.open.model_plan import plan_model

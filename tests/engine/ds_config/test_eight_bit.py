@@ -6,7 +6,7 @@ from ds_json import arguments, refused, resolve
 from llava_ds.checkpoint.reshard import WHOLE
 from llava_ds.checkpoint.resume import _unfit_states
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config import optimizer
+from llava_ds.engine.ds_config import optimizer_block
 from llava_ds.engine.ds_config.optimizer import num_moments
 from llava_ds.engine.ds_config.parallel import for_engine
 
@@ -102,7 +102,7 @@ def test_what_can_not_be_meant_is_refused(raw, flags, line):
 
 
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(optimizer, "find_spec", lambda name: None)
+    monkeypatch.setattr(optimizer_block, "find_spec", lambda name: None)
     install = "is bitsandbytes', which is not installed: pip install 'llava_ds[qlora]'"
     assert refused({"zero_optimization": {"stage": 2}}, optim="adamw_bnb_8bit") == [f"--optim adamw_8bit {install}"]
     assert refused(block("Adam8bit", lr="auto")) == [f"optimizer Adam8bit {install}"]

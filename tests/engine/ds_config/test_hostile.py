@@ -7,7 +7,7 @@ from ds_json import arguments, refused, resolve
 from extension_there import if_there
 
 from llava_ds.constants import ConfigError
-from llava_ds.engine.ds_config import optimizer, scheduler
+from llava_ds.engine.ds_config import optimizer_block, scheduler_block
 from llava_ds.engine.ds_config.draft import open_keys
 from llava_ds.engine.ds_config.resolve import read_ds_config, resolve_ds_config
 from llava_ds.engine.ds_config.schema import fields_of, sections
@@ -122,14 +122,16 @@ def placed(key: str, value: object, stage: int) -> dict:
 def test_any_optimizer_and_schedule_resolves_or_is_refused():
     rng = random.Random("blocks")
     taken = 0
-    types = [*optimizer.OPTIMIZERS, *optimizer.IMPOSSIBLE, "x", "", 3, "auto"]
-    schedules = [*scheduler.DEEPSPEED, *scheduler.TORCH, *scheduler.IMPOSSIBLE, "x", None]
+    types = [*optimizer_block.OPTIMIZERS, *optimizer_block.IMPOSSIBLE, "x", "", 3, "auto"]
+    schedules = [*scheduler_block.DEEPSPEED, *scheduler_block.TORCH, *scheduler_block.IMPOSSIBLE, "x", None]
     good = [1e-3, "auto", 0.9, [0.9, 0.95], True, 5]
     for _ in range(300):
         kind, schedule = rng.choice(types), rng.choice(schedules)
         wild = rng.choice([0.0, 0.05, 0.5])
-        known = list(optimizer.known_params(kind, torch_adam=True, offload=False)) if kind in types[:15] else ["lr"]
-        names = list(scheduler.known_params(schedule)) if schedule in schedules[:15] else ["a"]
+        known = (
+            list(optimizer_block.known_params(kind, torch_adam=True, offload=False)) if kind in types[:15] else ["lr"]
+        )
+        names = list(scheduler_block.known_params(schedule)) if schedule in schedules[:15] else ["a"]
         raw = {"zero_optimization": {"stage": rng.choice([0, 1, 2, 3])}, "zero_allow_untested_optimizer": True}
         for block, type_, keys in (("optimizer", kind, known), ("scheduler", schedule, names)):
             if rng.random() < 0.7:

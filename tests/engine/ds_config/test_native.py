@@ -33,7 +33,7 @@ def test_libaio_is_missed_only_where_a_compiler_could_use_it(monkeypatch):
 
 def test_offload_to_nvme_says_what_it_needs(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        "llava_ds.engine.ds_config.zero.missing_tools", lambda device, op: ["libaio"] if op == "async_io" else []
+        "llava_ds.engine.ds_config.native_ops.missing_tools", lambda device, op: ["libaio"] if op == "async_io" else []
     )
     assert refused({"zero_optimization": NVME}) == [
         'offloading to "nvme" reads and writes by an operator that DeepSpeed compiles when it starts, which needs '
@@ -42,13 +42,13 @@ def test_offload_to_nvme_says_what_it_needs(monkeypatch, tmp_path):
 
 
 def test_a_folder_that_is_wrong_and_a_tool_that_is_missing_are_named_together(monkeypatch):
-    monkeypatch.setattr("llava_ds.engine.ds_config.zero.missing_tools", lambda device, op: ["libaio"])
+    monkeypatch.setattr("llava_ds.engine.ds_config.native_ops.missing_tools", lambda device, op: ["libaio"])
     lines = refused({"zero_optimization": {**NVME, "offload_param": {"device": "nvme", "nvme_path": "/dev/null/x"}}})
     assert len(lines) == 2 and "nvme_path /dev/null/x can't be written to" in lines[0] and "needs libaio" in lines[1]
 
 
 def test_the_folder_on_nvme_is_below_the_output_folder_by_itself(monkeypatch):
-    monkeypatch.setattr("llava_ds.engine.ds_config.zero.missing_tools", lambda device, op: [])
+    monkeypatch.setattr("llava_ds.engine.ds_config.native_ops.missing_tools", lambda device, op: [])
     section = resolve({"zero_optimization": NVME}).config["zero_optimization"]["offload_param"]
     assert section["nvme_path"].endswith("/out/nvme") and section["nvme_path"].startswith("/")
 

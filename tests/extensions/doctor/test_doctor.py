@@ -36,8 +36,8 @@ def required(tmp_path) -> Requirements:
 @pytest.fixture
 def with_json(tmp_path, monkeypatch):
     """From a DeepSpeed JSON, or a file's text, to what it asks for; nothing to compile with is missing."""
-    monkeypatch.setattr("llava_ds.engine.ds_config.zero.missing_tools", lambda device_type, op: [])
-    monkeypatch.setattr("llava_ds.engine.ds_config.optimizer.missing_tools", lambda device_type, op: [])
+    monkeypatch.setattr("llava_ds.engine.ds_config.native_ops.missing_tools", lambda device_type, op: [])
+    monkeypatch.setattr("llava_ds.engine.ds_config.optimizer_block.missing_tools", lambda device_type, op: [])
 
     def make(config: dict | str) -> Requirements:
         path = tmp_path / "ds.json"

@@ -23,7 +23,6 @@ from llava_ds.data.collate import collate
 from llava_ds.data.dataset import ALONE, PreflightOptions, open_encoded
 from llava_ds.data.encoded_rows import SizedMedia, layout_of
 from llava_ds.data.images.decode import load_images, load_media
-from llava_ds.data.media_settings import options_for
 from llava_ds.data.sample import FileRef, Media
 from llava_ds.data.sources import SourceOptions, open_sources, to_sample
 from llava_ds.extensions.infer.generate import Prompt, media_of
@@ -171,7 +170,7 @@ def opened(sources, tokenizer, options, tmp_path):
 def test_frames_of_a_file_are_chosen_as_qwens_tool_does(settings, footage, expected, model):
     _, _, options = model("qwen2_vl")
     media = Media("video", (FileRef("a.mp4"),), tuple(sorted(settings.items())))
-    asked = dataclasses.replace(options_for(media, options), video_fps=2, frames_upbound=768)
+    asked = dataclasses.replace(media.apply_settings(options), video_fps=2, frames_upbound=768)
     assert asked.clip.frames(Footage(*footage), asked.frame_choice) == expected
 
 
@@ -358,7 +357,7 @@ def test_a_setting_that_can_not_be_honoured_is_named(family, part, expected, mod
     _, tokenizer, options = (None, None, LLAVA) if family == "llava" else model(family)
     media = media_in(record_of(part), folder, tmp_path)
     with pytest.raises(DataError, match="part key '") as caught:
-        options_for(media, options)
+        media.apply_settings(options)
     assert expected in str(caught.value)
     if family == "gemma3":
         dataset = opened(source_of(folder, [record_of(part)], tmp_path), tokenizer, options, tmp_path)
