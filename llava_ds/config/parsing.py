@@ -17,7 +17,7 @@ from llava_ds.config.model_flags import tower_folders
 from llava_ds.config.other_trainers import CHECKPOINTING, WITHOUT_EFFECT, unknown_flags, without_effect
 from llava_ds.config.recipes import read_recipe, recipe_of
 from llava_ds.config.rules import CHOOSE_DS_CONFIG, is_installed, problems_of, switched_off
-from llava_ds.config.shipped import DS_CONFIGS, found
+from llava_ds.config.shipped import DS_CONFIGS, RECIPES, found
 from llava_ds.config.training_flags import OPTIMS, TRACKERS
 from llava_ds.constants import (
     EXIT_BAD_INPUT,
@@ -389,3 +389,8 @@ def tiny_defaults(argv: list[str], recipes: Path) -> dict[str, object]:
         asked_for = map(flags_class, owners(defaults))
         flags |= {flag for section in asked_for if section.needs_text for flag in declared_by(section)}
     return {name: value for name, value in defaults.items() if name not in flags}
+
+
+def read_training_flags(argv: list[str]) -> tuple[Arguments, list[str]]:
+    """Parse run/train.py's flags, with the tiny model's defaults if no model is named: see parse_arguments."""
+    return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))

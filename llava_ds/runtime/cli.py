@@ -93,7 +93,7 @@ def _read_early(argv: list[str]) -> None:
 
     With --model_name_or_path, run/train.py checks them: the model's folder may give a better reason to refuse them.
     """
-    from llava_ds.train.early_flags import read_training_flags
+    from llava_ds.config.parsing import read_training_flags
 
     try:
         read_training_flags(argv)

@@ -5,7 +5,6 @@ If the model can't be trained with the given flags at all, report that before an
 
 from typing import TYPE_CHECKING
 
-from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError, DataError, FlagProblems
 
 if TYPE_CHECKING:
@@ -13,18 +12,10 @@ if TYPE_CHECKING:
     from llava_ds.model.open.folder import ModelFolder
 
 
-def read_training_flags(argv: list[str]) -> tuple["Arguments", list[str]]:
-    """Parse run/train.py's flags, with the tiny model's defaults if no model is named: see parse_arguments.
-
-    The import takes most of a second, and Ctrl-C has to work during it: call begin() first.
-    """
-    from llava_ds.config.parsing import parse_arguments, tiny_defaults
-
-    return parse_arguments(argv, defaults=tiny_defaults(argv, RECIPES))
-
-
 def read_flags(argv: list[str]) -> None:
     """Check the flags. Raises ConfigError; flags that the model refuses are reported before missing ones."""
+    from llava_ds.config.parsing import read_training_flags  # takes most of a second
+
     try:
         read_training_flags(argv)
     except FlagProblems as error:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from llava_ds.checkpoint.resume import saved_batch_size
 from llava_ds.config.arguments import Arguments
-from llava_ds.config.parsing import CHOOSE_DS_CONFIG, explained, recipe_values, tiny_defaults
+from llava_ds.config.parsing import CHOOSE_DS_CONFIG, explained, read_training_flags, recipe_values, tiny_defaults
 from llava_ds.config.shipped import RECIPES
 from llava_ds.constants import ConfigError
 from llava_ds.engine.ds_config.resolve import axes_from, flags_in, read_ds_config
@@ -20,7 +20,6 @@ from llava_ds.runtime.output_lock import OutputLock
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, check_same, local_ranks, print_first, quiet_libraries
 from llava_ds.runtime.tf32 import allow_tf32
 from llava_ds.runtime.watchdog import Watchdog
-from llava_ds.train.early_flags import read_training_flags
 
 GPU_WORKERS = 4  # loader processes decode while a GPU computes; on a CPU they would take its cores
 
