@@ -6,21 +6,23 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from llava_ds.data.sample_order import SampleOrder, order_rows, permutation
+from llava_ds.data.permutations import order_rows, permutation
 from llava_ds.data.spreading import spread
 
 BUCKET_STEPS = 64  # optimizer steps sorted by length together, in the order by buckets
 
 
-def drawn_by_length(order: SampleOrder, lengths: np.ndarray, generator: torch.Generator) -> np.ndarray:
+def drawn_by_length(
+    how: str, lengths: np.ndarray, batch_size: int, micro_batch_size: int, accumulation: int, generator: torch.Generator
+) -> np.ndarray:
     """Draw an epoch's order as a sampler of LLaVA or LLaVA-NeXT does: see SampleOrder.how."""
-    if order.how == "varlen":
-        return by_varying_length(lengths, order.batch_size, order.accumulation, generator)
-    num_chunks = math.ceil(order.batch_size / order.micro_batch_size)
-    if order.how == "length":
-        return by_length_next(lengths, order.micro_batch_size, num_chunks, generator)
-    group = by_length if order.how == "modality" else by_length_next
-    return by_modality_length(lengths, order.micro_batch_size, num_chunks, generator, group)
+    if how == "varlen":
+        return by_varying_length(lengths, batch_size, accumulation, generator)
+    num_chunks = math.ceil(batch_size / micro_batch_size)
+    if how == "length":
+        return by_length_next(lengths, micro_batch_size, num_chunks, generator)
+    group = by_length if how == "modality" else by_length_next
+    return by_modality_length(lengths, micro_batch_size, num_chunks, generator, group)
 
 
 def by_length(

@@ -12,10 +12,10 @@ import torch
 
 from llava_ds.data.fingerprint import digest_of
 from llava_ds.data.mapped_arrays import Mapped, mapped, remove_unused
+from llava_ds.data.permutations import order_rows, permutation
 
 VERSION = 1  # version of saved orders; raise it when the same settings would give another order
 SHARED_SAMPLES = 200_000  # from this size on, an epoch's order is computed once per machine and mapped by its ranks
-SORTED_TOGETHER = 1 << 20  # samples sorted at once: bounds the memory of sorting
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class SampleOrder:
             return permutation(self.num_samples, torch.Generator().manual_seed(_number(generator)))
         from llava_ds.data.length_orders import drawn_by_length
 
-        return drawn_by_length(self, lengths, generator)
+        settings = (self.batch_size, self.micro_batch_size, self.accumulation)
+        return drawn_by_length(self.how, lengths, *settings, generator)
 
 
 _NOT_SETTINGS = ("lengths", "folder")  # the folder's name identifies the samples, and `how` their lengths
@@ -117,11 +118,6 @@ _NOT_SETTINGS = ("lengths", "folder")  # the folder's name identifies the sample
 
 def _number(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
-
-
-def permutation(number: int, generator: torch.Generator) -> np.ndarray:
-    """Do torch.randperm in half its memory: it draws the same values for every integer type."""
-    return torch.randperm(number, generator=generator, dtype=torch.int32).numpy()
 
 
 def shards_in_order(num_shards: int, seed: int, epoch: int) -> np.ndarray:
@@ -143,15 +139,3 @@ def by_shards(sizes: Sequence[int], together: int, seed: int, epoch: int) -> np.
         samples = np.concatenate(ranges)
         parts.append(samples[permutation(len(samples), generator)])
     return np.concatenate(parts)
-
-
-def order_rows(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Yield views (parts, size) that together cover the order, about SORTED_TOGETHER samples each; a shorter last part
-    comes alone."""
-    whole = len(order) // size
-    together = max(1, SORTED_TOGETHER // size)
-    for first in range(0, whole, together):
-        last = min(whole, first + together)
-        yield order[first * size : last * size].reshape(last - first, size)
-    if len(order) > whole * size:
-        yield order[whole * size :][None]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llava_ds.data import sample_order
+from llava_ds.data import permutations, sample_order
 from llava_ds.data.length_orders import (
     by_length,
     by_length_bucket,
@@ -231,7 +231,7 @@ def test_orders_equal_those_of_a_slow_reference(monkeypatch):
     """Random sizes, lengths with ties and zeros, seeds and layouts; sorting in parts of different sizes."""
     draw = random.Random(0)
     for _ in range(120):
-        monkeypatch.setattr(sample_order, "SORTED_TOGETHER", draw.choice([32, 500, 1 << 20]))
+        monkeypatch.setattr(permutations, "SORTED_TOGETHER", draw.choice([32, 500, 1 << 20]))
         number, micro, num_micro = draw.randint(1, 1500), draw.choice([1, 2, 3, 8, 16]), draw.choice([1, 2, 3, 8, 96])
         lengths = [draw.randint(draw.choice([0, 1]), draw.choice([3, 3000])) for _ in range(number)]
         share = draw.choice([0, 0, 0.05, 0.5, 1])
@@ -259,7 +259,7 @@ def seeded(seed: int) -> torch.Generator:
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("unit", "together"), [(8, 1 << 20), (8, 16), (6, 7), (60, 8)])
 def test_scanning_gives_the_units_of_all_epochs(how, unit, together, monkeypatch):
-    monkeypatch.setattr(sample_order, "SORTED_TOGETHER", together)
+    monkeypatch.setattr(permutations, "SORTED_TOGETHER", together)
     order = order_of(50, 8, how)
     per_epoch = math.ceil(50 / unit)
     expected = [part for epoch in range(3) for part in cut(order.epoch(epoch).tolist(), unit)]

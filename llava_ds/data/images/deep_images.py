@@ -7,7 +7,6 @@ import numpy as np
 from PIL import Image
 
 from llava_ds.config.bounds import OWN_RANGE, range_of_values
-from llava_ds.data.images.decode import is_deep
 
 PART = 1 / 16  # minimum share of its range that an image must use, and maximum share of its pixels outside
 FLOAT_RANGE, INTEGER_RANGE = (0.0, 255.0), (0.0, 65535.0)  # default values of black and white
@@ -36,7 +35,7 @@ def to_eight_bits(image: Image.Image, value_range: str | None = None) -> Image.I
 def described(image: Image.Image, value_range: str | None = None) -> str:
     """Describe a decoded image that uses less than 1/16 of its range, or has more than 1/16 of its pixels outside; ""
     for others. Raises ValueError as to_eight_bits does."""
-    if not is_deep(image):
+    if not image.mode.startswith(("I", "F")):  # more than one channel
         extrema = image.getextrema()
         bands = extrema if isinstance(extrema[0], tuple) else (extrema,)
         most = max(high for _, high in bands[: 1 if image.mode == "LA" else 3])

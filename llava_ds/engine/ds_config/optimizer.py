@@ -49,25 +49,6 @@ SHARDED = {"Lamb": "a layer's norm", "Adafactor": "a matrix's rows and columns"}
 WITH_ADAM = ("Adam", "AdamW", "Muon")
 
 
-def resolve_optimizer(draft: Draft) -> None:
-    """Fill the optimizer block from the flags, and refuse what can't train.
-
-    Without a block nothing is filled, and the run builds torch's AdamW by flags; under optimizer offload DeepSpeed's
-    CPU Adam is meant then, unless zero_force_ds_cpu_optimizer is false.
-    """
-    optim = draft.args.training.optim
-    if "optimizer" not in draft.config:
-        if optim != "adamw_torch":
-            draft.fill("optimizer.type", EIGHT_BIT_NAMES[optim], f"--optim {optim}")
-        elif offloads(draft) and draft.get("zero_force_ds_cpu_optimizer") is not False:
-            draft.fill("optimizer.type", "AdamW", "under offload DeepSpeed's CPU Adam is fastest")
-        else:
-            return
-    from llava_ds.engine.ds_config.optimizer_block import resolve_block
-
-    resolve_block(draft)
-
-
 def offloads(draft: Draft) -> bool:
     """True if the optimizer's states are in CPU memory or on NVMe."""
     return offload_device(draft.config, "offload_optimizer") != "none"

@@ -18,10 +18,10 @@ from llava_ds.engine.ds_config.batch_sizes import resolve_batch
 from llava_ds.engine.ds_config.compilation import resolve_compile
 from llava_ds.engine.ds_config.draft import AUTO, Draft, as_json, open_keys, value_at
 from llava_ds.engine.ds_config.monitoring import resolve_monitoring
-from llava_ds.engine.ds_config.optimizer import FROM_FLAGS, offloads, resolve_optimizer
+from llava_ds.engine.ds_config.optimizer import EIGHT_BIT_NAMES, FROM_FLAGS, offloads
 from llava_ds.engine.ds_config.parallel import take_axes, with_axes
 from llava_ds.engine.ds_config.precision import resolve_precision, torch_dtype
-from llava_ds.engine.ds_config.scheduler import RATE_KEYS, resolve_scheduler
+from llava_ds.engine.ds_config.scheduler import RATE_KEYS, kwargs_problem
 from llava_ds.engine.ds_config.zero import resolve_zero
 from llava_ds.extensions.active import flags_class, own_keys, reading
 from llava_ds.files.reading import MAX_JSON_BYTES, read_bytes
@@ -248,3 +248,37 @@ def _depth(value: object) -> int:
         ]
         depth += 1
     return depth
+
+
+def resolve_optimizer(draft: Draft) -> None:
+    """Fill the optimizer block from the flags, and refuse what can't train.
+
+    Without a block nothing is filled, and the run builds torch's AdamW by flags; under optimizer offload DeepSpeed's
+    CPU Adam is meant then, unless zero_force_ds_cpu_optimizer is false.
+    """
+    optim = draft.args.training.optim
+    if "optimizer" not in draft.config:
+        if optim != "adamw_torch":
+            draft.fill("optimizer.type", EIGHT_BIT_NAMES[optim], f"--optim {optim}")
+        elif offloads(draft) and draft.get("zero_force_ds_cpu_optimizer") is not False:
+            draft.fill("optimizer.type", "AdamW", "under offload DeepSpeed's CPU Adam is fastest")
+        else:
+            return
+    from llava_ds.engine.ds_config.optimizer_block import resolve_block
+
+    resolve_block(draft)
+
+
+def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
+    """Fill the scheduler block from the flags, and refuse values that give no schedule.
+
+    num_steps: optimizer steps of the run; None leaves open what depends on them. Without a block,
+    --lr_scheduler_kwargs are checked.
+    """
+    if "scheduler" not in draft.config:
+        if problem := kwargs_problem(draft.args.training):
+            draft.refuse(problem)
+        return
+    from llava_ds.engine.ds_config.scheduler_block import resolve_block
+
+    resolve_block(draft, num_steps)

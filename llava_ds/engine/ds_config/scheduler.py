@@ -9,7 +9,7 @@ import torch
 from llava_ds.config.arguments import TrainingArguments
 from llava_ds.config.bounds import json_object
 from llava_ds.constants import in_short
-from llava_ds.engine.ds_config.draft import Draft, trial_error
+from llava_ds.engine.ds_config.draft import trial_error
 
 DEEPSPEED = ("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
 # Values of --lr_scheduler_type that take any rate and need no more parameters: they are not tried out.
@@ -40,21 +40,6 @@ def warmup_steps(args: TrainingArguments, num_steps: int) -> int:
     if args.warmup_steps >= 1:
         return int(args.warmup_steps)
     return math.ceil((args.warmup_steps or args.warmup_ratio) * num_steps)
-
-
-def resolve_scheduler(draft: Draft, num_steps: int | None) -> None:
-    """Fill the scheduler block from the flags, and refuse values that give no schedule.
-
-    num_steps: optimizer steps of the run; None leaves open what depends on them. Without a block,
-    --lr_scheduler_kwargs are checked.
-    """
-    if "scheduler" not in draft.config:
-        if problem := kwargs_problem(draft.args.training):
-            draft.refuse(problem)
-        return
-    from llava_ds.engine.ds_config.scheduler_block import resolve_block
-
-    resolve_block(draft, num_steps)
 
 
 def scheduler_class(name: str) -> type:

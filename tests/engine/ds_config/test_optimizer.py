@@ -6,7 +6,7 @@ from ds_json import arguments, refused, resolve
 
 from llava_ds.engine.ds_config import native_ops as native
 from llava_ds.engine.ds_config.draft import Draft
-from llava_ds.engine.ds_config.optimizer import resolve_optimizer
+from llava_ds.engine.ds_config.resolve import resolve_optimizer
 
 UNTESTED = {"zero_allow_untested_optimizer": True}
 
