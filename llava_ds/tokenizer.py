@@ -10,9 +10,8 @@ import json
 import re
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, TokenizersBackend
-from transformers.convert_slow_tokenizer import import_protobuf
 
 from llava_ds.config.arguments import ModelArguments
 from llava_ds.constants import IM_END_TOKEN, IM_PATCH_TOKEN, IM_START_TOKEN, ConfigError
@@ -108,14 +107,18 @@ def as_llava(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 def _rebuilt(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
     config = read_json_if_there(folder / "tokenizer_config.json", str(folder))
-    proto = _read_sentencepiece(folder / "tokenizer.model")
+    proto = None
+    if (folder / "tokenizer.model").is_file():
+        from llava_ds.sentencepiece import backend_of, read_model
+
+        proto = read_model(folder / "tokenizer.model")
     declared = str(config.get("tokenizer_class", type(tokenizer).__name__)).removesuffix("Fast")
     marks = {_WITHOUT_ITS_BOS: True} if config.get(_WITHOUT_ITS_BOS) is True else {}
     first_space_only = bool(config.get(_FIRST_SPACE_ONLY, False))
     if proto is not None:
         # The default of legacy is True in 4.37 and False in transformers 5.
         first_space_only |= declared in ("LlamaTokenizer", "CodeLlamaTokenizer") and config.get("legacy") is False
-        backend = _from_sentencepiece(tokenizer, proto, _declared_tokens(folder, config), first_space_only)
+        backend = backend_of(tokenizer, proto, folder, config, first_space_only)
     elif (folder / "tokenizer.json").is_file():
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         _add_missing(backend, tokenizer)
@@ -228,77 +231,6 @@ def first_space_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None
         return None
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if not token.special]
     return re.compile("|".join(map(re.escape, [" ", SPACE, *added])))
-
-
-def _read_sentencepiece(path: Path):
-    """Parse a BPE model; None if it is missing or another kind of file (tiktoken uses the same name)."""
-    if not path.is_file():
-        return None
-    module = import_protobuf()
-    try:
-        proto = module.ModelProto.FromString(path.read_bytes())
-    except Exception:  # protobuf has its own errors; other files of this name are not sentencepiece's
-        return None
-    return proto if proto.trainer_spec.model_type == module.TrainerSpec.ModelType.BPE else None
-
-
-def _declared_tokens(folder: Path, config: dict) -> set[str]:
-    """Tokens that the folder's files add to sentencepiece's vocabulary or declare as special."""
-    named = [value for key, value in config.items() if key.endswith("_token")]
-    named += config.get("additional_special_tokens") or []
-    named += (config.get("added_tokens_decoder") or {}).values()
-    for name in ("special_tokens_map.json", "added_tokens.json"):
-        for key, value in read_json_if_there(folder / name, str(folder)).items():
-            named += [key] if isinstance(value, int) else value if isinstance(value, list) else [value]
-    return {token["content"] if isinstance(token, dict) else token for token in named if isinstance(token, (str, dict))}
-
-
-def _from_sentencepiece(
-    tokenizer: PreTrainedTokenizerBase, proto, declared: set[str], first_space_only: bool
-) -> Tokenizer:
-    """Build a backend with sentencepiece's steps: normalisation, spaces, unsplittable symbols, merges.
-
-    Source: sentencepiece's normalizer, and 4.37's LlamaTokenizer (it tokenizes the text between added tokens
-    separately).
-    """
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    types = type(proto.pieces[0])
-    symbols = {piece.piece for piece in proto.pieces if piece.type == types.USER_DEFINED} - declared
-    state["added_tokens"] = [
-        {**token, "normalized": False} for token in state["added_tokens"] if token["content"] not in symbols
-    ]
-    state["normalizer"] = state["pre_tokenizer"] = None
-    state["model"] |= {
-        "unk_token": proto.trainer_spec.unk_piece,
-        "byte_fallback": any(piece.type == types.BYTE for piece in proto.pieces),
-        "ignore_merges": bool(symbols),  # a symbol is a word by itself, and no merge leads to it
-    }
-    backend = Tokenizer.from_str(json.dumps(state))
-
-    spec, steps = proto.normalizer_spec, []
-    if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-    if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-        steps.append(normalizers.Replace(Regex(r" +\z" if first_space_only else r"\A +| +\z"), ""))
-    if spec.add_dummy_prefix and not first_space_only:
-        steps.append(normalizers.Prepend(SPACE))
-    steps.append(normalizers.Replace(" ", SPACE))
-    backend.normalizer = normalizers.Sequence(steps)
-    splits = []
-    if first_space_only:
-        splits.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))
-    if symbols:
-        longest_first = sorted((symbol.replace(" ", SPACE) for symbol in symbols), key=len, reverse=True)
-        splits.append(pre_tokenizers.Split(Regex("|".join(map(_escaped, longest_first))), "isolated"))
-    if splits:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(splits) if len(splits) > 1 else splits[0]
-    return backend
-
-
-def _escaped(text: str) -> str:
-    """Escape a text as a regular expression for the tokenizers library."""
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
 
 
 def _add_missing(backend: Tokenizer, tokenizer: PreTrainedTokenizerBase) -> None:

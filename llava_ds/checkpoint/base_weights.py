@@ -5,7 +5,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.config.arguments import Arguments
 from llava_ds.config.model_flags import tower_folders
 from llava_ds.constants import ConfigError, DataError
@@ -70,6 +69,8 @@ def _read_hashes(note: Path) -> dict[str, _Known]:
 
 
 def _compare(checkpoint: Path, found: Hashes) -> None:
+    from llava_ds.checkpoint.trainer_file import read_trainer
+
     saved: Hashes = read_trainer(checkpoint).get("weights", {})
     lines = [
         f"  --{name}: {file} {'is gone' if file not in found[name] else 'has changed'}"

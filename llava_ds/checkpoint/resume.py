@@ -11,7 +11,6 @@ import torch
 from llava_ds.checkpoint import commit
 from llava_ds.checkpoint.base_weights import Hashes
 from llava_ds.checkpoint.run_identity import RunIdentity, data_ranks, saved_identity
-from llava_ds.checkpoint.trainer_file import MODEL_ONLY, read_trainer, resume_problem
 from llava_ds.config.arguments import Arguments, every_flag, flags_free_on_resume
 from llava_ds.constants import ConfigError, did_you_mean
 from llava_ds.engine.ds_config.optimizer import BITSANDBYTES, SHARDED, optimizer_name
@@ -133,7 +132,12 @@ def _candidate(
     if resume == "auto":
         commit.recover(output_dir)
     newest, lines = None, []
-    for path in commit.checkpoints(output_dir) if resume == "auto" else [Path(resume)]:
+    paths = commit.checkpoints(output_dir) if resume == "auto" else [Path(resume)]
+    if not paths:
+        return _Candidate(None, lines)
+    from llava_ds.checkpoint.trainer_file import MODEL_ONLY, resume_problem
+
+    for path in paths:
         gone = None if path.is_dir() else "there is no such folder"
         problem = gone or damaged.get(path) or resume_problem(path, hashed=False)
         if problem is not None and resume != "auto":
@@ -166,6 +170,8 @@ def _compare(
             '--resume never to start again, or offload_optimizer to "cpu", which a run has to begin with'
         )
         return _Compared(ResumePoint(), [], why)
+    from llava_ds.checkpoint.trainer_file import read_trainer
+
     trainer = read_trainer(path)
     saved = trainer["identity"]
     differences = identity.differences(saved)

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 from llava_ds.checkpoint import commit
-from llava_ds.checkpoint.trainer_file import read_trainer
 from llava_ds.config.arguments import Arguments, declared_in, every_flag, flag_default, flags_free_on_resume
 from llava_ds.config.flags import Flag
 from llava_ds.config.model_flags import tower_folders
@@ -204,6 +203,8 @@ def saved_identity(resume: str, output_dir: Path) -> dict[str, object]:
     """
     paths = {"auto": commit.checkpoints(output_dir), "never": []}.get(resume, [Path(resume)])
     for path in paths:
+        from llava_ds.checkpoint.trainer_file import read_trainer
+
         try:
             return read_trainer(path)["identity"]
         except DataError:
