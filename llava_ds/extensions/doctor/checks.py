@@ -1,4 +1,4 @@
-"""The checks that training can start on this machine, and their run."""
+"""The list of checks that training can start on this machine, and the loop that runs them."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from llava_ds.extensions.doctor.requirements import PROBLEM, WARNING, Finding, R
 
 @dataclass(frozen=True)
 class Check:
-    """A check by its name in the output, and its findings. needs_imports: it imports packages that may be broken."""
+    """A named check and its function. needs_imports: True if it imports packages that may be broken."""
 
     name: str
     function: Callable[[Requirements], Iterator[Finding]]
@@ -41,7 +41,7 @@ CHECKS = (
 
 
 def examine(required: Requirements, checks: tuple[Check, ...] = CHECKS) -> Iterator[tuple[str, Finding]]:
-    """Yield the findings of all checks by name; after a broken import, only of the checks that need none."""
+    """Yield each check's name and findings; after a broken import, only run checks that need no imports."""
     broken = False
     for check in checks:
         if broken and check.needs_imports:
@@ -59,6 +59,6 @@ def examine(required: Requirements, checks: tuple[Check, ...] = CHECKS) -> Itera
 
 
 def as_lines(name: str, finding: Finding) -> list[str]:
-    """A finding for a person: level, check, what was found, and below it the remedy."""
+    """Format a finding for printing: level, check and what was found; the remedy on a second line."""
     lines = [f"{finding.level:8} {name:16} {finding.found}"]
     return [*lines, f"{'':8} {'':16} -> {finding.remedy}"] if finding.remedy else lines

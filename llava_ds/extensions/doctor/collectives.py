@@ -1,6 +1,6 @@
-"""Test that ranks reach each other: every collective that training uses, checked and timed.
+"""Test the connection between ranks: check and time every collective that training uses.
 
-On one machine run/doctor.py does it. Over several, start this as a training would be started:
+On one machine, run/doctor.py starts this. On several machines, start it like a training:
     deepspeed --hostfile hosts --module llava_ds.extensions.doctor.collectives
     srun python -m llava_ds.extensions.doctor.collectives
 """
@@ -21,15 +21,16 @@ from llava_ds.runtime.launchers import free_port
 TIMEOUT_S = 180.0  # starting two Pythons on a slow disk takes most of it
 MARK = "collectives: "
 REMEDIES = {
-    "gloo": "set GLOO_SOCKET_IFNAME=lo to see whether it is the network; the machine's name has to resolve to an "
-    "address of its own",
-    "nccl": "NCCL_DEBUG=INFO shows how far it comes; NCCL_P2P_DISABLE=1 tells whether it is the GPUs' direct path, and "
-    "in a container --ipc=host and --ulimit memlock=-1 are needed",
+    "gloo": "set GLOO_SOCKET_IFNAME=lo to test the network; the machine's name must resolve to one of its "
+    "own addresses",
+    "nccl": "NCCL_DEBUG=INFO shows how far it gets; NCCL_P2P_DISABLE=1 tests whether the GPUs' direct path is "
+    "at fault; "
+    "in a container, --ipc=host and --ulimit memlock=-1 are needed",
 }
 
 
 def check_collective(required: Requirements) -> Iterator[Finding]:
-    """Two CPU ranks, and one rank on every GPU, through the deepspeed launcher."""
+    """Test two CPU ranks, and one rank per GPU, through the deepspeed launcher."""
     import torch
 
     num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
@@ -40,7 +41,7 @@ def check_collective(required: Requirements) -> Iterator[Finding]:
 
 
 def try_collective(backend: str, num_ranks: int, timeout_s: float = TIMEOUT_S) -> Finding:
-    """Start ranks, end them after a time limit, and report what they print."""
+    """Start ranks, kill them after the time limit, and report their output."""
     ranks = ["--num_accelerators", str(num_ranks)] if backend == "gloo" else []
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, "--log_level", "error"]
     command += [*ranks, "--master_port", str(free_port()), "--module", "llava_ds.extensions.doctor.collectives"]
@@ -78,7 +79,7 @@ def main() -> None:
     ranks = init_ranks()
     num_machines = len(set(gather(socket.gethostname(), ranks)))
     backend = torch.distributed.get_backend()
-    size = 2 ** (26 if backend == "nccl" else 22)  # bytes: some of training's buckets
+    size = 2 ** (26 if backend == "nccl" else 22)  # bytes, like training's buckets
     where = f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''} on {num_machines} machine"
     times = measure(ranks.rank, ranks.world_size, ranks.device, size)
     shown = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times.items())
@@ -87,13 +88,13 @@ def main() -> None:
 
 
 def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, float]:
-    """Seconds of each collective, the best of three. Raises RuntimeError where one gives wrong numbers."""
+    """Return the seconds of each collective, best of three. Raises RuntimeError if a result is wrong."""
     import torch
     import torch.distributed as dist
 
     part = torch.arange(num_bytes // 4 // world_size, dtype=torch.float32, device=device) % 1000  # exact in any order
-    whole = torch.cat([part + each for each in range(world_size)])  # what rank r holds is part + r
-    total = world_size * (world_size - 1) / 2  # of all ranks' numbers
+    whole = torch.cat([part + each for each in range(world_size)])  # rank r holds part + r
+    total = world_size * (world_size - 1) / 2  # sum of the rank numbers
 
     own = part + rank
 
@@ -101,7 +102,7 @@ def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, flo
         collective(out, *given)
         return out
 
-    def send() -> torch.Tensor:  # of ranks that have some of the layers each, to the next
+    def send() -> torch.Tensor:  # to the next pipeline stage
         out = torch.empty_like(part)
         sent = dist.P2POp(dist.isend, own, (rank + 1) % world_size)
         received = dist.P2POp(dist.irecv, out, (rank - 1) % world_size)
@@ -110,12 +111,12 @@ def measure(rank: int, world_size: int, device, num_bytes: int) -> dict[str, flo
         return out
 
     empty = torch.empty_like
-    collectives: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {  # with the numbers that are right
+    collectives: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor]] = {  # with the expected result
         "all_reduce": (lambda: into(own.clone(), dist.all_reduce), part * world_size + total),
         "all_gather": (lambda: into(empty(whole), dist.all_gather_into_tensor, own), whole),
         "reduce_scatter": (lambda: into(empty(part), dist.reduce_scatter_tensor, whole.clone()), own * world_size),
         "broadcast": (lambda: into(own.clone(), dist.broadcast, 0), part),
-        # of ranks that share samples
+        # used by ranks that share samples
         "all_to_all": (lambda: into(empty(whole), dist.all_to_all_single, own.repeat(world_size)), whole),
         **({"send": (send, part + (rank - 1) % world_size)} if world_size > 1 else {}),
     }

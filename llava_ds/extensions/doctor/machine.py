@@ -21,11 +21,11 @@ from llava_ds.files.writing import can_be_made, nearest_folder
 from llava_ds.runtime.launchers import is_loopback_name
 
 GIB = 2**30
-ENOUGH_SHARED_BYTES = 2 * GIB  # images on their way from loader workers, and NCCL's buffers
+ENOUGH_SHARED_BYTES = 2 * GIB  # images from loader workers, and NCCL's buffers
 ENOUGH_MEMORY_BYTES = 4 * GIB
 ENOUGH_DISK_BYTES, LEAST_DISK_BYTES = 20 * GIB, GIB // 4
 ENOUGH_FILES = 4096
-BUSY_PART = 0.1  # of a GPU's memory that other processes may use without a warning
+BUSY_PART = 0.1  # share of a GPU's memory that other processes may use without a warning
 
 
 def check_devices(required: Requirements) -> Iterator[Finding]:
@@ -39,7 +39,10 @@ def check_devices(required: Requirements) -> Iterator[Finding]:
             yield Finding(WARNING, found, "install torch's CUDA build to use them")
         elif seen:
             found = f"this machine has GPUs ({seen[0]}), but torch does not see them"
-            remedy = f"a driver for CUDA {torch.version.cuda} or newer, and CUDA_VISIBLE_DEVICES unset or naming them"
+            remedy = (
+                f"install a driver for CUDA {torch.version.cuda} or newer, and unset CUDA_VISIBLE_DEVICES or name "
+                "them in it"
+            )
             yield Finding(WARNING, found, remedy)
         return
     if (accelerator := os.environ.get("DS_ACCELERATOR", "cuda")) != "cuda":
@@ -90,7 +93,7 @@ def _has_rdma() -> bool:
 
 
 def _locked_limit() -> int | None:
-    """Bytes that a process may pin; None for no limit."""
+    """Return the bytes that a process may pin; None if unlimited."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if locked == resource.RLIM_INFINITY else locked
 
@@ -102,13 +105,13 @@ def _little_locked(locked: int, why: str) -> Finding:
 
 def check_shared_memory(required: Requirements, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        found = f"{folder} is missing or can't be written to: processes have no way to share images"
+        found = f"{folder} is missing or can't be written to: processes can't share images"
         yield Finding(PROBLEM, found, f"mount a tmpfs at {folder}")
         return
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.2f} GiB free in {folder}"
     if free < ENOUGH_SHARED_BYTES:
-        remedy = "docker run --shm-size=16g or --ipc=host; --dataloader_num_workers 0 needs none for images"
+        remedy = "docker run --shm-size=16g or --ipc=host; with --dataloader_num_workers 0, images need none"
         yield Finding(WARNING, f"{found}: loader workers or NCCL may die with a bus error", remedy)
     else:
         yield Finding(OK, found)
@@ -131,14 +134,14 @@ def check_disks(required: Requirements) -> Iterator[Finding]:
 
 
 def check_nvme(required: Requirements) -> Iterator[Finding]:
-    """Check the folders that the JSON offloads to, in which DeepSpeed bypasses the page cache."""
+    """Check the offload folders in the JSON, where DeepSpeed bypasses the page cache."""
     if required.config_problems:
         yield Finding(WARNING, "not checked, because the configuration can't be used")
         return
     for folder, key in required.nvme_paths.items():
         nearest = nearest_folder(folder)
         if not _opens_directly(nearest):
-            found = f"{key} {folder}: its file system refuses O_DIRECT, which DeepSpeed's reading and writing needs"
+            found = f"{key} {folder}: its file system refuses O_DIRECT, but DeepSpeed needs it to read and write"
             yield Finding(PROBLEM, found, "name a folder on a local disk (ext4, xfs)")
             continue
         free = shutil.disk_usage(nearest).free
@@ -151,15 +154,15 @@ def check_nvme(required: Requirements) -> Iterator[Finding]:
 
 
 def check_network(required: Requirements) -> Iterator[Finding]:
-    """Check the names, interfaces and variables by which ranks of several machines connect."""
+    """Check the names, interfaces and variables that ranks on several machines use to connect."""
     host, present = socket.gethostname(), [name for _, name in socket.if_nameindex()]
     listed = ", ".join(present)
     yield Finding(OK, f"{host}, interfaces {listed}")
     if is_loopback_name(host) and len(present) > 1:
-        found = f"{host} resolves to no address that other machines reach: with several, gloo gets the way to rank 0"
+        found = f"{host} resolves to no address that other machines reach: on several, gloo uses the route to rank 0"
         yield Finding(WARNING, found, f"give {host} its address in /etc/hosts, or set GLOO_SOCKET_IFNAME ({listed})")
     gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME", "") for name in ("GLOO", "NCCL"))
-    # NCCL takes beginnings of names; = before them takes whole names, ^ leaves them out.
+    # NCCL matches prefixes of names; a leading = matches whole names, ^ excludes.
     exact, wanted = nccl.startswith("="), nccl.removeprefix("=").split(",")
     fits = [name for name in present if (name in wanted if exact else name.startswith(tuple(wanted)))]
     for variable, value, exists in (
@@ -167,7 +170,7 @@ def check_network(required: Requirements) -> Iterator[Finding]:
         ("NCCL_SOCKET_IFNAME", nccl, fits or nccl.startswith("^")),
     ):
         if value and not exists:
-            found = f"{variable} is {value}, and there is no such interface"
+            found = f"{variable} is {value}, but this machine has no such interface"
             yield Finding(PROBLEM, found, f"name one of {listed}, or unset it")
     timeout = os.environ.get("DEEPSPEED_TIMEOUT", "10")
     if not timeout.isdecimal() or int(timeout) == 0:
@@ -202,7 +205,7 @@ def _opens_directly(folder: Path) -> bool:
 
 
 def _read_number(path: str) -> int | None:
-    """The number in one of the kernel's files; None if there is no such file, or it says max."""
+    """Read the number in a kernel file; None if the file is missing or says max."""
     with contextlib.suppress(OSError):
         text = Path(path).read_text(encoding="utf-8").strip()
         return int(text) if text.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Findings of checks, and the requirements that flags and a DeepSpeed JSON put on a machine."""
+"""Findings of checks, and what the flags and the DeepSpeed JSON require of a machine."""
 
 import math
 import os
@@ -12,12 +12,12 @@ from llava_ds.constants import ConfigError
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
-HIDDEN_SIZE = 4096  # of a 7B, for sizes in the JSON that depend on the model; no refusal does
+HIDDEN_SIZE = 4096  # a 7B's, for JSON values that depend on the model; no check depends on it
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. level: ok; warning, with which training starts; problem, with which it can't."""
+    """One result of a check. level: ok; warning: training starts; problem: training can't start."""
 
     level: str
     found: str
@@ -26,12 +26,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Requirements:
-    """The run's folders and DeepSpeed JSON (None without one), and what they require.
+    """Folders and DeepSpeed JSON of a run, and what they require.
 
     Properties that depend on the JSON import torch and DeepSpeed: only checks with needs_imports may use them.
-    config: the JSON as training would resolve it, None without one, or if training would refuse it; config_problems:
-    why it would; ops: the compiled operators of DeepSpeed that training would load, and the JSON's keys that need them;
-    nvme_paths: the folders that are offloaded to, and the JSON's keys that name them.
+    config: the resolved JSON; None without a JSON or if training would refuse it; config_problems: the reasons; ops:
+    the compiled DeepSpeed operators that training would load, with the JSON keys that need them; nvme_paths: the
+    offload folders, with their JSON keys.
     """
 
     output_dir: Path
@@ -40,7 +40,7 @@ class Requirements:
 
     @property
     def device_type(self) -> str:
-        """The kind of device that ranks would train on."""
+        """Device type that ranks would train on: cuda or cpu."""
         import torch
 
         return "cuda" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else "cpu"
@@ -79,7 +79,7 @@ class Requirements:
         try:
             raw = read_ds_config(self.ds_config)
         except ConfigError as error:
-            return None, [Finding(PROBLEM, str(error), "correct the file; those in ds_configs/ are whole")]
+            return None, [Finding(PROBLEM, str(error), "correct the file; ds_configs/ has valid ones")]
         args, _ = parse_arguments(["--output_dir", str(self.output_dir)], to_train=False)
         machine = {"dp": _meant_ranks(raw), "device_type": self.device_type, "is_local": True}
         try:
@@ -89,7 +89,7 @@ class Requirements:
 
 
 def _meant_ranks(raw: dict) -> int:
-    """A number of ranks with which the JSON's batch sizes and groups agree; the real number is unknown."""
+    """Return a number of ranks that fits the JSON's batch sizes and groups; the real number is unknown."""
 
     def count(value: object) -> int:
         return value if type(value) is int and value > 0 else 1
@@ -105,13 +105,13 @@ def _meant_ranks(raw: dict) -> int:
 
 
 def _refused(line: str) -> Finding:
-    """Split a line of a ConfigError into the finding and, behind its last colon outside a JSON key, the remedy."""
+    """Split a ConfigError's line into finding and remedy, at the last colon outside a JSON key."""
     found, remedy = re.fullmatch(r'(?:(.*[^"]): )?(.*)', line).groups()
     return Finding(PROBLEM, found, remedy) if found else Finding(PROBLEM, line, "correct the JSON")
 
 
 def output_of(*command: str, timeout_s: float = 20.0) -> str | None:
-    """The output of a command; None if it is missing, fails or takes too long."""
+    """Return a command's output; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Checks of what is installed: packages that fit each other, the compiler, DeepSpeed's operators, attention."""
+"""Check installed software: matching package versions, compiler, DeepSpeed's operators, attention."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ from llava_ds.extensions.doctor.requirements import OK, PROBLEM, WARNING, Findin
 from llava_ds.files.writing import can_be_made
 
 INSTALL = "pip install -c constraints.txt -e ."
-# Operators that are reported even if the JSON doesn't need them.
+# Operators to report even if the JSON doesn't need them.
 OPS = {
     "cpu_adam": "offload of the optimizer",
     "fused_adam": "an Adam in the DeepSpeed JSON",
@@ -34,29 +34,29 @@ def check_python(required: Requirements) -> Iterator[Finding]:
     if SpecifierSet(needed).contains(found):
         yield Finding(OK, f"{found}, {sys.executable}")
     else:
-        yield Finding(PROBLEM, f"{found}, and {needed} is needed", f"make the environment with Python {needed}")
+        yield Finding(PROBLEM, f"found {found}, but {needed} is needed", f"create the environment with Python {needed}")
 
 
 def check_packages(required: Requirements) -> Iterator[Finding]:
-    """Compare the installed versions with those that setup.py requires."""
+    """Compare installed versions with the requirements in setup.py."""
     from packaging.requirements import Requirement
 
     try:
         requires = importlib.metadata.requires("llava_ds")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(WARNING, "llava_ds is not installed: the versions that it needs are unknown", INSTALL)
+        yield Finding(WARNING, "llava_ds is not installed: its requirements are unknown", INSTALL)
         return
     present = []
     for requirement in map(Requirement, requires):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue  # of an extra
+            continue  # belongs to an extra
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding(PROBLEM, f"{requirement.name} is not installed", INSTALL)
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            yield Finding(PROBLEM, f"{requirement.name} is {version}, and {requirement} is needed", INSTALL)
+            yield Finding(PROBLEM, f"{requirement.name} is {version}, but {requirement} is needed", INSTALL)
         elif requirement.specifier:
             present.append(f"{requirement.name} {version}")
     if present:
@@ -64,24 +64,24 @@ def check_packages(required: Requirements) -> Iterator[Finding]:
 
 
 def check_imports(required: Requirements) -> Iterator[Finding]:
-    """Import the packages: the right version may still have a compiled part that doesn't load."""
+    """Import the packages: even the right version can have a compiled part that doesn't load."""
     names = ["torch", *["torchvision"] * (importlib.util.find_spec("torchvision") is not None), "deepspeed"]
     for name in [*names, "transformers"]:
         try:
             module = importlib.import_module(name)
             if name == "transformers":
                 module.LlavaForConditionalGeneration  # noqa: B018 (transformers imports its modules when they are used)
-        except Exception as error:  # whatever it is, training would fail with it too
-            remedy = f"{INSTALL}; in an environment of its own, if that does not help"
+        except Exception as error:  # any exception would also stop training
+            remedy = f"{INSTALL}; if that does not help, in a new environment"
             if name == "torchvision":
-                remedy = "pip uninstall torchvision, which nothing here needs, or install the one of torch's own build"
+                remedy = "pip uninstall torchvision (not needed here), or install the one for this torch build"
             yield Finding(PROBLEM, f"import {name}: {_first_line(error)}", remedy)
             return
     yield Finding(OK, ", ".join([*names, "transformers"]))
 
 
 def check_configuration(required: Requirements) -> Iterator[Finding]:
-    """Check that run/train.py would take the DeepSpeed JSON on this machine, with default flags."""
+    """Check that run/train.py accepts the DeepSpeed JSON on this machine, with default flags."""
     if required.ds_config is None:
         yield Finding(OK, "no DeepSpeed JSON was given: --deepspeed_config checks one")
     elif required.config_problems:
@@ -92,7 +92,7 @@ def check_configuration(required: Requirements) -> Iterator[Finding]:
 
 
 def check_compiler(required: Requirements) -> Iterator[Finding]:
-    """Check the tools by which DeepSpeed compiles its operators on their first use."""
+    """Check the tools with which DeepSpeed compiles its operators on first use."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
@@ -123,13 +123,13 @@ def check_compiler(required: Requirements) -> Iterator[Finding]:
 
 
 def check_built_operators(required: Requirements) -> Iterator[Finding]:
-    """Check the folder of compiled operators, and locks in it on which torch would wait forever."""
+    """Check the folder of compiled operators and the locks in it: torch waits forever for stale ones."""
     from llava_ds.engine.ds_config.native_ops import extensions_folder
 
     folder = extensions_folder()
     if not can_be_made(str(folder)):
         level = PROBLEM if required.ops else WARNING
-        yield Finding(level, f"{folder} can't be written to", "set TORCH_EXTENSIONS_DIR to a folder of your own")
+        yield Finding(level, f"{folder} can't be written to", "set TORCH_EXTENSIONS_DIR to a writable folder")
         return
     yield Finding(OK, str(folder))
     for lock in sorted(folder.glob("*/lock")):
@@ -143,7 +143,7 @@ def check_built_operators(required: Requirements) -> Iterator[Finding]:
 
 
 def check_operators(required: Requirements) -> Iterator[Finding]:
-    """Check that DeepSpeed could load or compile the operators that are needed, without compiling them."""
+    """Check that the needed DeepSpeed operators can be loaded or compiled, without compiling them."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from deepspeed.ops.op_builder.builder import probe_is_compatible
@@ -161,21 +161,21 @@ def check_operators(required: Requirements) -> Iterator[Finding]:
             yield Finding(OK, f"{op} can't be compiled here ({wanted})")
         else:
             reason = re.sub(r"\x1b\[\d+m|\[WARNING\]", "", printed.getvalue()).strip().splitlines()
-            found = f"{op} can't be compiled here, and {wanted}" + (f": {reason[0].strip()}" if reason else "")
+            found = f"{op} can't be compiled here, but {wanted}" + (f": {reason[0].strip()}" if reason else "")
             libaio = "apt-get install libaio-dev (dnf install libaio-devel)"
             remedy = libaio if op == "async_io" else "see the compiler's"
             yield Finding(PROBLEM, found, f"{remedy}, or do without {required.ops[op]}")
 
 
 def check_attention(required: Requirements) -> Iterator[Finding]:
-    """Check that GPUs have an attention for packed samples; on CPUs torch's own does."""
+    """Check that GPUs have attention for packed samples; on CPUs torch's own is enough."""
     import torch
 
     level = PROBLEM if torch.cuda.is_available() else WARNING
     if importlib.util.find_spec("flash_attn") is not None:
         try:
             yield Finding(OK, f"flash-attn {importlib.import_module('flash_attn').__version__}")
-        except Exception as error:  # it is compiled: a build for another torch fails in its own ways
+        except Exception as error:  # a build for another torch can raise anything
             found = f"flash-attn is installed but can't be imported: {_first_line(error)}"
             yield Finding(level, found, "pip uninstall flash-attn, or rebuild it for this torch")
     elif importlib.util.find_spec("torch.nn.attention.varlen") is not None:
@@ -185,7 +185,7 @@ def check_attention(required: Requirements) -> Iterator[Finding]:
 
 
 def _is_built(op: str) -> bool:
-    """True if an earlier run has compiled the operator, or DeepSpeed was installed with it."""
+    """True if an earlier run compiled the operator or DeepSpeed came with it."""
     from deepspeed.git_version_info import installed_ops
 
     from llava_ds.engine.ds_config.native_ops import extensions_folder

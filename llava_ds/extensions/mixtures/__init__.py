@@ -1,1 +1,1 @@
-"""Mixtures of experts: language models that have them, and dense ones whose MLPs become them (upcycling)."""
+"""Mixtures of experts: language models with experts, and upcycling of dense models' MLPs to experts."""

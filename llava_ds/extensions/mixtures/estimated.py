@@ -1,4 +1,4 @@
-"""Parts of experts in the estimate of memory and speed. llava_ds/extensions/planning calls these by name."""
+"""Experts in the memory and speed estimates. llava_ds/extensions/planning looks these functions up by name."""
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -12,23 +12,26 @@ from llava_ds.model.families.language import mlp_width
 
 
 def text_of(text: PreTrainedConfig, args: ModelArguments) -> PreTrainedConfig:
-    """The configuration with the mixtures of the flags."""
+    """Add the mixtures that the flags request to a configuration."""
     return upcycled_config(text, args) if own(args).moe_enable and not is_upcycled(text) else text
 
 
 def shared(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of experts, which ranks share out."""
+    """Return the expert parameters that are divided over ranks."""
     return {parameter for parameter in model.parameters() if expert_group(parameter)}
 
 
 def widths(language_model: nn.Module, text: PreTrainedConfig, args: ModelArguments) -> dict[str, int]:
-    """How often a token is sent to an expert in all layers, by the names of TextShape."""
+    """Count expert evaluations per token, summed over layers, keyed by TextShape field."""
     return {"expert_rows": len(Mixture.of(text).layers) * Mixture.of(text).top_k} if is_upcycled(text) else {}
 
 
 def saving_width(text: PreTrainedConfig, uneven: float) -> int | None:
-    """The width of an MLP that saves as much for backward. For each of its k experts a token's input and the expert's
-    output are saved, too: 2 D beside 4 I. uneven: tokens of the busiest expert by an even share."""
+    """Return the width of a dense MLP that saves as many activations for backward.
+
+    Each of a token's k experts also saves its input and its output: 2 D in addition to 4 I. uneven: load of the
+    busiest expert divided by an even share.
+    """
     if is_upcycled(text):
         dense, part = mlp_width(text), len(Mixture.of(text).layers) / text.num_hidden_layers
         rows = uneven * Mixture.of(text).top_k

@@ -1,5 +1,5 @@
-# T tokens, D width of the language model, E experts, k of them for a token, C tokens of the busiest expert
-"""DeepSpeed's layer of experts in the place of a decoder layer's MLP."""
+# T tokens, D width of the language model, E experts, k experts per token, C tokens of the busiest expert
+"""DeepSpeed's expert layer as the MLP of a decoder layer."""
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -9,11 +9,10 @@ from llava_ds.extensions.mixtures.upcycled import Mixture
 
 
 class ExpertLayer(MoE):
-    """A mixture of experts that returns what an MLP does: (1, T, D) to (1, T, D).
+    """A mixture of experts with an MLP's interface: (1, T, D) to (1, T, D).
 
-    Nothing in it is random: neither which second expert a token gets, nor which tokens are dropped where a capacity is
-    given. Without one none is dropped; each expert computes C rows then, most of them zeros where the load is uneven,
-    and the host reads C in every layer. In eval none is dropped either way.
+    Second experts and dropped tokens are chosen without randomness. Without a capacity, no token is dropped: each
+    expert computes C rows, mostly zeros if the load is uneven, and the host reads C in every layer. Eval drops none.
     """
 
     def __init__(
@@ -34,12 +33,12 @@ class ExpertLayer(MoE):
         self._drops, self._min_capacity = capacity_factor is not None, min_capacity
 
     def train(self, mode: bool = True) -> "ExpertLayer":
-        """Switch between training and eval, in which no token is dropped."""
+        """Switch between training and eval; eval drops no tokens."""
         self.deepspeed_moe.gate.drop_tokens = mode and self._drops
         return super().train(mode)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute every token by its experts. The gate's loss and load are seen by hooks on it (mixture.Gates)."""
-        # DeepSpeed 0.19.8 refuses more than there are tokens, as of a rank without samples, or of one drawn token.
+        """Run each token through its experts. Hooks on the gate see its loss and load (mixture.Gates)."""
+        # DeepSpeed 0.19.8 fails if it exceeds the number of tokens, e.g. on a rank without samples.
         self.deepspeed_moe.gate.min_capacity = min(self._min_capacity, hidden_states[..., 0].numel())
         return super().forward(hidden_states)[0]

@@ -1,9 +1,9 @@
 # E experts of a layer, ep ranks that share them
-"""Expert parallelism: DeepSpeed's groups of ranks, each of which has some of every layer's experts (--ep_size).
+"""Expert parallelism: each rank of a DeepSpeed expert group holds a part of every layer's experts (--ep_size).
 
-Rank r of a group has experts r E / ep to (r + 1) E / ep of every layer, under numbers that begin at 0: by these the
-engine, its hooks and DeepSpeed's files of this rank go. Everything that leaves a rank uses names of the whole model:
-checkpoint layouts, export, comparisons. Source: deepspeed.moe, 0.19.8.
+Rank r of a group holds experts r E / ep to (r + 1) E / ep of every layer, numbered from 0 on that rank: the engine, its
+hooks and this rank's DeepSpeed files use the local numbers. Checkpoint layouts, export and comparisons use the names of
+the whole model. Source: deepspeed.moe, 0.19.8.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ AXIS = "ep"
 
 @dataclass(frozen=True)
 class SharedExperts(Placement):
-    """Every rank has some experts of each layer (number), and all of everything else."""
+    """Placement with `number` experts per layer on each rank and a full copy of all other parameters."""
 
     number: int = 1
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
-        """Yield all parameters; where this rank has an expert, those of all ranks in its place."""
+        """Yield all parameters. An expert of this rank yields one entry per rank of the group."""
         for share, parameter in super().shares(model):
             if (parts := expert_of(share.name)) is None:
                 yield share, parameter
@@ -39,9 +39,9 @@ class SharedExperts(Placement):
 
 
 def share_experts(model: nn.Module, mesh: Mesh) -> None:
-    """Keep this rank's experts of every layer, and note where the others are. All ranks call it together.
+    """Keep this rank's experts of every layer and record which ranks hold the others. Collective.
 
-    Also makes DeepSpeed's groups, which would print that they are missing. Does nothing for a model without experts.
+    Also creates DeepSpeed's groups, because it warns if they are missing. Does nothing for a model without experts.
     """
     layers, ep = expert_layers(model), mesh.at(AXIS)
     if not layers:
@@ -49,7 +49,7 @@ def share_experts(model: nn.Module, mesh: Mesh) -> None:
     name = f"ep_size_{ep.size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep.size)
-    assert groups._get_expert_parallel_rank(name) == ep.index, "DeepSpeed lays expert groups out in another order"
+    assert groups._get_expert_parallel_rank(name) == ep.index, "DeepSpeed orders the ranks of expert groups differently"
     for layer in layers.values():
         number = layer.num_experts // ep.size
         experts = layer.deepspeed_moe.experts
@@ -67,29 +67,29 @@ def share_experts(model: nn.Module, mesh: Mesh) -> None:
 
 
 class BufferSize:
-    """The rows for each expert in the buffers that the ranks of a group exchange: the largest capacity of any of them.
+    """Agree on the rows per expert in the group's exchange buffers: the largest capacity on any rank.
 
-    Where tokens are dropped, DeepSpeed 0.19.8 (deepspeed/moe/sharded_moe.py) sizes them by a rank's own number of
-    tokens, and packs of unequal lengths make an all-to-all of unequal sizes. A rank still drops tokens by its own
-    capacity, so that they are the same ones whatever the number of ranks that share the experts.
+    When tokens are dropped, DeepSpeed 0.19.8 (deepspeed/moe/sharded_moe.py) sizes them by the rank's own token count,
+    so packs of unequal length make the all-to-all uneven. Each rank still drops tokens by its own capacity: the same
+    tokens are dropped for any --ep_size.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
         self._group, self._rows = group, 0
 
     def watch(self, layer: nn.Module) -> None:
-        """Set it between a layer's gate and its experts. layer: DeepSpeed's MOELayer."""
+        """Hook the agreement in between a layer's gate and its experts. layer: DeepSpeed's MOELayer."""
         layer.gate.register_forward_hook(self._agree)
         layer.experts.register_forward_pre_hook(self._check)
 
     def _agree(self, gate: nn.Module, _inputs: tuple, found: tuple) -> tuple | None:
         if not gate.drop_tokens:
-            self._rows = 0  # DeepSpeed agrees on it
+            self._rows = 0  # DeepSpeed synchronizes it
             return None
-        loss, capacity, *rest = found  # a tensor on the CPU, for DeepSpeed computes it from Python's numbers
+        loss, capacity, *rest = found  # a CPU tensor, because DeepSpeed computes it from Python numbers
         largest = capacity.to(loss.device, copy=True)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, self._group)
-        self._rows = int(largest)  # the host reads it here, and DeepSpeed then a number that it has
+        self._rows = int(largest)  # one host sync; DeepSpeed then reads a CPU tensor
         return (loss, torch.tensor(self._rows), *rest)
 
     def _check(self, _experts: nn.Module, inputs: tuple) -> None:
@@ -98,8 +98,10 @@ class BufferSize:
 
 
 def with_groups_of_experts(groups_of_all: list[dict]) -> list[dict]:
-    """The optimizer's groups, each followed by one of its experts, which DeepSpeed wants marked and called by the ranks
-    with copies of them."""
+    """Split each optimizer group into its dense part and its expert parts.
+
+    DeepSpeed needs expert groups marked and named by the process group that holds their copies.
+    """
     split = []
     for group in groups_of_all:
         names = [expert_group(p) for p in group["params"]]
@@ -112,5 +114,5 @@ def with_groups_of_experts(groups_of_all: list[dict]) -> list[dict]:
 
 
 def expert_group(parameter: torch.Tensor) -> str | None:
-    """The name by which DeepSpeed finds the ranks with copies of an expert's parameter; None for any other."""
-    return getattr(parameter, "group_name", None)  # as DeepSpeed's layer marks them
+    """Return the name of the process group that holds copies of an expert parameter; None for other parameters."""
+    return getattr(parameter, "group_name", None)  # set by DeepSpeed's expert layer

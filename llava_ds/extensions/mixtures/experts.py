@@ -1,8 +1,8 @@
-# E experts, I width of one, D width of the language model
-"""Experts of a mixture: one tensor for all of a layer in memory, and one for each of them on disk.
+# E experts per layer, I width of an expert, D width of the language model
+"""Convert experts between one stacked tensor per layer in memory and one tensor per expert on disk.
 
-transformers 5 computes with "mlp.experts.gate_up_proj" (E, 2 I, D), in which each expert's gate lies above its up, and
-"mlp.experts.down_proj" (E, D, I). Source: its conversion_mapping.py.
+transformers 5 computes with "mlp.experts.gate_up_proj" (E, 2 I, D), in which each expert's gate comes before its up,
+and "mlp.experts.down_proj" (E, D, I). Source: its conversion_mapping.py.
 """
 
 import dataclasses
@@ -23,21 +23,21 @@ _STACKED = re.compile(r"^(.*\.mlp)\.experts\.(gate_up_proj|down_proj)$")
 
 
 def from_disk(name: str, names: ExpertNames) -> str:
-    """A name on disk with the family's own words replaced by those in memory."""
+    """Replace the family's words in a name on disk with those used in memory."""
     for on_disk, in_memory in names.renamed:
         name = name.replace(on_disk, in_memory)
     return name
 
 
 def to_disk(name: str, names: ExpertNames) -> str:
-    """The way back; of a tensor that holds no expert, or all that are one tensor on disk."""
+    """Reverse from_disk, for tensors without experts or with all experts stacked on disk."""
     for on_disk, in_memory in names.renamed:
         name = name.replace(in_memory, on_disk)
     return name
 
 
 def divided(name: str, shape: tuple[int, ...], names: ExpertNames) -> list[tuple[str, tuple[int, ...], tuple]]:
-    """The tensors on disk that a stacked one holds: name, shape and index into it. Empty for any other tensor."""
+    """List the tensors on disk that a stacked tensor holds: name, shape, index into it. Empty for other tensors."""
     found = _STACKED.match(name)
     if names.matrices is None or found is None or len(shape) != 3:
         return []
@@ -54,9 +54,9 @@ def divided(name: str, shape: tuple[int, ...], names: ExpertNames) -> list[tuple
 
 
 def part_of(name: str, names: ExpertNames) -> tuple[str, int, str] | None:
-    """Of an expert's matrix, by the name from_disk gives: the stacked tensor, the expert, and its word for the matrix.
+    """Split the name of an expert's matrix, after from_disk, into stacked tensor, expert number and matrix word.
 
-    None for all else.
+    Returns None for other tensors.
     """
     if names.matrices is None:
         return None
@@ -67,10 +67,10 @@ def part_of(name: str, names: ExpertNames) -> tuple[str, int, str] | None:
 
 
 def divided_entries(entries: list[Entry], names: ExpertNames) -> list[Entry]:
-    """The entries with experts as they are on disk: each one's own, and the block by the family's name."""
+    """Rewrite export entries to the on-disk form: one entry per expert, blocks under the family's name."""
     found: list[Entry] = []
     for entry in entries:
-        if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower has blocks of that name, too
+        if not entry.name.startswith(formats.LANGUAGE_MODEL):  # the tower has blocks of the same name
             found.append(entry)
             continue
         parts = divided(entry.name, entry.shape, names)
@@ -82,7 +82,7 @@ def divided_entries(entries: list[Entry], names: ExpertNames) -> list[Entry]:
 
 
 class _Held:
-    """A tensor that is read once for all of its parts, and let go of with the last. Each part is read once."""
+    """A tensor that is read once for all of its parts and freed after the last. Each part is read once."""
 
     def __init__(self, read: Callable[[], torch.Tensor], num_parts: int) -> None:
         self._read, self._num_parts, self._left = read, num_parts, 0
@@ -99,9 +99,9 @@ class _Held:
 
 
 class Stacked:
-    """Weights whose experts are stacked as they are read, one layer's tensor at a time.
+    """Weights whose experts are stacked while they are read, one layer's tensor at a time.
 
-    weights: with names in which from_disk was applied. Raises DataError where experts are missing or differ in shape.
+    weights: with names mapped by from_disk. Raises DataError if experts are missing or differ in shape.
     """
 
     def __init__(self, weights: WeightFiles, names: ExpertNames) -> None:
@@ -120,15 +120,17 @@ class Stacked:
             self.shapes[name] = (len(stack), rows * len(stack[0]), columns)
 
     def _stack(self, name: str, parts: dict[tuple[int, str], str], names: ExpertNames) -> list[list[str]]:
-        """Names of the matrices of each expert, one or two."""
+        """Return the matrix names of each expert, one or two per expert."""
         kinds = names.matrices[2:] if name.endswith("down_proj") else names.matrices[:2]
         number = 1 + max(i for i, _ in parts)
         missing = [(i, kind) for i in range(number) for kind in kinds if (i, kind) not in parts]
         if missing:
             i, kind = missing[0]
-            raise DataError(f"{self.path} lacks {kind} of expert {i} in {name.rpartition('.')[0]}: copy it again")
+            raise DataError(
+                f"{self.path} lacks {kind} of expert {i} in {name.rpartition('.')[0]}: copy the folder again"
+            )
         if len({self._weights.shapes[part] for part in parts.values()}) > 1:
-            raise DataError(f"{self.path}: the experts of {name} differ in shape: copy it again")
+            raise DataError(f"{self.path}: the experts of {name} differ in shape: copy the folder again")
         return [[parts[i, kind] for kind in kinds] for i in range(number)]
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
@@ -153,9 +155,9 @@ class Stacked:
 
 
 class Upright:
-    """Weights whose tensors of experts are (E, O, I), where some folders have (E, I, O).
+    """Weights whose stacked expert tensors are transposed to (E, O, I) if the folder has (E, I, O).
 
-    config: the language model's. A shape that fits as it is stays: transformers can't tell squares apart either.
+    config: the language model's. A shape that already fits is kept: transformers can't detect transposed squares.
     """
 
     def __init__(self, weights: Weights, config: PreTrainedConfig) -> None:

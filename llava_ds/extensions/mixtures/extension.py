@@ -1,4 +1,4 @@
-"""Mixtures in a run: dense models are upcycled, experts are shared out over ranks, and routers' loss is added."""
+"""Mixtures in a run: upcycle dense models, divide experts over ranks, and add the routers' loss."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,12 +25,12 @@ from llava_ds.train.plan import PlanDraft
 
 
 def fits(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """Flags that the model's experts don't go with, or that need experts."""
+    """Yield a line per flag that conflicts with the model's experts or needs experts."""
     return upcycling.upcycled_problems(args, config)
 
 
 def plan(draft: PlanDraft) -> None:
-    """Check what depends on the model and its adapters, and on the DeepSpeed JSON before it is resolved."""
+    """Check the flags against model, adapters and the unresolved DeepSpeed JSON."""
     flags, text = own(draft.args.model), draft.model.text_config
     if lines := list(mixture_problems(flags, text, draft.args.model.model_name_or_path)):
         raise ConfigError("\n".join(lines))
@@ -39,7 +39,7 @@ def plan(draft: PlanDraft) -> None:
 
 
 class Mixtures(Wrap):
-    """Experts out of MLPs, what trains of them, and how experts are computed."""
+    """Upcycle MLPs, select trained parameters, and choose how experts are computed."""
 
     def composed(
         self, text: PreTrainedConfig, sources: Sources, args: ModelArguments
@@ -50,7 +50,7 @@ class Mixtures(Wrap):
         if note := upcycling.capacity_note(args):
             plan = replace(plan, notes=(*plan.notes, note))
         if own(args).router_aux_loss_coef:
-            plan = replace(plan, whole_last_layer="--router_aux_loss_coef is over all of them")
+            plan = replace(plan, whole_last_layer="--router_aux_loss_coef is computed over all positions")
         return plan
 
     def trains(self, model: LlavaModel, args: ModelArguments) -> None:
@@ -75,7 +75,7 @@ class Mixtures(Wrap):
 
 
 class Routing(SessionPart):
-    """This rank's experts, and the loss and load of the routers."""
+    """Keep this rank's experts, and add the routers' loss and load."""
 
     def built(self, model: LlavaModel) -> None:
         from llava_ds.extensions.mixtures.expert_parallel import share_experts

@@ -1,18 +1,18 @@
-"""Language models with experts, by their configurations, and the names of their experts on disk."""
+"""Recognize language models with experts by their configuration, and name their experts on disk."""
 
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 
-UPCYCLED = "moe"  # the field of a configuration that describes its experts, as in MoE-LLaVA
+UPCYCLED = "moe"  # MoE-LLaVA's configuration field that describes the experts
 
 
 class ExpertNames(NamedTuple):
     """Names on disk in a layer of a mixture.
 
-    matrices: of an expert's gate, up and down; None where the experts of a layer are one tensor on disk, too; renamed:
-    parts of names on disk, and what stands for them in memory; may_be_turned: True if such a tensor is (E, I, O) in
-    some folders, for (E, O, I) in memory.
+    matrices: an expert's gate, up and down; None if a layer's experts are also one tensor on disk; renamed: pairs of a
+    name part on disk and in memory; may_be_turned: True if some folders store that tensor as (E, I, O) instead of
+    (E, O, I).
     """
 
     matrices: tuple[str, str, str] | None
@@ -21,7 +21,7 @@ class ExpertNames(NamedTuple):
 
 
 _PROJECTIONS = ExpertNames(("gate_proj", "up_proj", "down_proj"))
-# Mixtures of experts, by model_type, as table.py has them.
+# Mixtures of experts by model_type, the keys of table.py.
 EXPERTS = {
     "mixtral": ExpertNames(("w1", "w3", "w2"), ((".block_sparse_moe.", ".mlp."),)),
     "qwen2_moe": _PROJECTIONS,
@@ -35,15 +35,15 @@ EXPERTS = {
             (".block_sparse_moe.router.layer.weight", ".block_sparse_moe.router.weight"),
         ),
     ),
-    "qwen3_vl_moe_text": ExpertNames(None, may_be_turned=True),  # as published it is
+    "qwen3_vl_moe_text": ExpertNames(None, may_be_turned=True),  # the published weights are (E, I, O)
 }
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
-    """True for a mixture of experts of transformers'."""
+    """True for a mixture of experts that transformers implements."""
     return config.model_type in EXPERTS
 
 
 def is_upcycled(config: PreTrainedConfig) -> bool:
-    """True for a dense family some of whose MLPs are mixtures of experts (upcycling.py)."""
+    """True for a dense family with some MLPs upcycled to mixtures of experts (upcycling.py)."""
     return isinstance(getattr(config, UPCYCLED, None), dict)

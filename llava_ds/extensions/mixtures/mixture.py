@@ -1,5 +1,5 @@
-# T tokens that a router sees, E experts, K of them for each token
-"""Mixtures of experts: how experts are computed, the loss that keeps their load even, and that load."""
+# T tokens that a router sees, E experts, K experts per token
+"""Mixtures of experts: choose how experts are computed, compute the load-balancing loss, and measure the load."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,14 +16,14 @@ from llava_ds.extensions.mixtures.kinds import is_mixture, is_upcycled
 from llava_ds.extensions.mixtures.upcycled import expert_layers
 
 WAYS = {
-    "grouped_mm": "all of a layer in one grouped matrix product",
-    "batched_mm": "every token with its own copy of its experts' matrices",
-    "eager": "one after the other, for which the host reads in every layer which of them have tokens",
+    "grouped_mm": "all experts of a layer in one grouped matrix product",
+    "batched_mm": "each token with its own copy of its experts' matrices",
+    "eager": "one after the other, with a host read in every layer of which experts have tokens",
 }
 
 
 def mixture_problems(flags: Flags, config: PreTrainedConfig, path: str) -> Iterator[str]:
-    """A line for each flag of mixtures with a model that is none."""
+    """Yield a line per flag of mixtures given for a model without experts."""
     for name in ("router_aux_loss_coef", "experts_implementation"):
         knows = is_mixture(config) or (is_upcycled(config) and name == "router_aux_loss_coef")
         if getattr(flags, name) and not knows:
@@ -34,17 +34,17 @@ def mixture_problems(flags: Flags, config: PreTrainedConfig, path: str) -> Itera
 
 
 def check_way(wanted: str | None, only: str | None) -> None:
-    """Raise ConfigError for another way to compute experts than the only one that what lies beside them has."""
+    """Raise ConfigError if the adapters on the experts allow only another way to compute them."""
     if None in (wanted, only) or wanted == only:
         return
     raise ConfigError(
-        f"--experts_implementation {wanted}: experts that have an adapter are computed by {only} alone, expert by "
-        "expert where torch has no grouped product: leave it out"
+        f"--experts_implementation {wanted}: experts with an adapter support only {only}, or expert by "
+        "expert if torch has no grouped product: leave it out"
     )
 
 
 def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.device, compiled: bool) -> str:
-    """Compute experts as wanted, or in transformers' way. Returns a line that says how."""
+    """Set how experts are computed: as wanted, else as transformers chooses. Returns a line for the log."""
     if wanted is not None:
         language_model.set_experts_implementation(wanted)
     chosen, weight = language_model.config._experts_implementation, next(language_model.parameters())
@@ -52,17 +52,17 @@ def choose_experts(language_model: nn.Module, wanted: str | None, device: torch.
     if chosen == "grouped_mm":
         old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
         if old or (compiled and weight.dtype != torch.bfloat16):
-            why = "this GPU has no grouped matrix product" if old else "compiled, torch has it for bf16 alone"
+            why = "this GPU has no grouped matrix product" if old else "compiled, torch supports it only in bf16"
             way = f"one matrix product after the other ({why})"
     return f"experts: {way} ({chosen})"
 
 
 class Balance(NamedTuple):
-    """How evenly the experts are used, scalars on the device; all but aux_loss without a gradient.
+    """Balance of the experts' load, scalars on the device; only aux_loss has a gradient.
 
-    aux_loss: transformers' load-balancing loss over all layers together, or of upcycled models MoE-LLaVA's;
-    max_over_mean: tokens of the busiest expert by the mean over experts, and entropy: of the shares of tokens, as a
-    part of the largest one; both are means over layers.
+    aux_loss: transformers' load-balancing loss over all layers; for upcycled models MoE-LLaVA's; max_over_mean: tokens
+    of the busiest expert divided by the mean over experts; entropy: entropy of token shares, divided by the largest
+    possible; both averaged over layers.
     """
 
     aux_loss: torch.Tensor
@@ -71,7 +71,7 @@ class Balance(NamedTuple):
 
 
 class Recorder:
-    """Modules whose results can be recorded while they run in forward."""
+    """Modules whose outputs can be recorded in forward."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -81,9 +81,9 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Record what is_seen of every module that runs inside.
+        """Record seen_of(output) of every module that runs inside the context.
 
-        Layers that are recomputed in backward run their routers again, outside.
+        Layers that are recomputed in backward run their routers again, outside the context.
         """
         self._seen, self._records = [], True
         try:
@@ -97,7 +97,7 @@ class Recorder:
 
 
 class Routers(Recorder):
-    """The routers of a mixture of transformers': logits (T, E) and chosen experts (T, K) are recorded."""
+    """Routers of a transformers mixture; records logits (T, E) and chosen experts (T, K)."""
 
     def __init__(self, language_model: nn.Module) -> None:
         kind = language_model._can_record_outputs["router_logits"].target_class  # returns logits, weights, choices
@@ -109,12 +109,12 @@ class Routers(Recorder):
 
     @staticmethod
     def balance(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
-        """The balance of what was recorded."""
+        """Compute the balance of the recorded outputs."""
         return balance_of(seen)
 
 
 class Gates(Recorder):
-    """The gates of an upcycled model: their loss, and the number of tokens of each expert, (E,), are recorded."""
+    """Gates of an upcycled model; records their loss and the number of tokens per expert, (E,)."""
 
     def __init__(self, language_model: nn.Module) -> None:
         super().__init__(layer.deepspeed_moe.gate for layer in expert_layers(language_model).values())
@@ -125,19 +125,18 @@ class Gates(Recorder):
 
     @staticmethod
     def balance(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
-        """The balance of what was recorded. aux_loss: DeepSpeed's of every layer, added up, as in MoE-LLaVA; tokens
-        that are dropped count as well."""
+        """Compute the balance. aux_loss: DeepSpeed's, summed over layers as in MoE-LLaVA; includes dropped tokens."""
         loads = torch.stack([counts for _, counts in seen]).float()  # (layers, E)
         return _balance(torch.stack([loss for loss, _ in seen]).sum(), loads)
 
 
 def routers_of(language_model: nn.Module) -> Routers | Gates:
-    """The routers of a language model with experts."""
+    """Return the recorder of a language model with experts."""
     return Gates(language_model) if is_upcycled(language_model.config) else Routers(language_model)
 
 
 def balance_of(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
-    """The balance of what Routers recorded. Source of aux_loss: transformers' load_balancing_loss_func."""
+    """Compute the balance of Routers' records. Source of aux_loss: transformers' load_balancing_loss_func."""
     rows = sum(len(logits) for logits, _ in seen)
     num_experts = seen[0][0].shape[1]
     numbers = torch.arange(num_experts, device=seen[0][0].device)
@@ -147,7 +146,7 @@ def balance_of(seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Balance:
 
 
 def _balance(aux_loss: torch.Tensor, loads: torch.Tensor) -> Balance:
-    """loads: tokens of each expert, (layers, E)."""
+    """Compute the balance. loads: tokens per expert, (layers, E)."""
     num_experts, shares = loads.shape[1], loads / loads.sum(1, keepdim=True)
     return Balance(
         aux_loss=aux_loss,

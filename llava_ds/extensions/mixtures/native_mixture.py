@@ -1,7 +1,7 @@
-"""Mixtures of transformers' own that compute what an upcycled model does: Mixtral of a Llama, Qwen3-MoE of a Qwen 3.
+"""Convert upcycled models to transformers' own mixtures: Llama to Mixtral, Qwen 3 to Qwen3-MoE.
 
-Both choose the k largest probabilities of a softmax over all experts, and give them the sum 1, as DeepSpeed's gate does
-for k of 2 or more; and neither has experts beside an MLP. Mixtral has experts in every layer.
+Both choose the k largest probabilities of a softmax over all experts and scale them to the sum 1, like DeepSpeed's gate
+for k >= 2. Neither combines experts with an MLP. Mixtral has experts in every layer.
 """
 
 from transformers import PreTrainedConfig
@@ -11,14 +11,14 @@ from llava_ds.extensions.mixtures.experts import to_disk
 from llava_ds.extensions.mixtures.kinds import EXPERTS, UPCYCLED, is_upcycled
 from llava_ds.extensions.mixtures.upcycled import GATE, Mixture, expert_of
 
-# By the dense family, what has its attention.
+# Dense family: the mixture with the same attention.
 FAMILIES = {"llama": "mixtral", "mistral": "mixtral", "qwen3": "qwen3_moe"}
 _WORDS = ("gate_proj", "up_proj", "down_proj")
 _OWN = ("model_type", "architectures", "transformers_version", "auto_map", UPCYCLED)
 
 
 def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, str]:
-    """The configuration of the same model in a family of transformers', and ""; or None, and why there is none."""
+    """Return the configuration of the same model in a transformers family and "", or None and the reason."""
     family, mixture = FAMILIES.get(config.model_type), Mixture.of(config)
     dense = [layer for layer in range(config.num_hidden_layers) if layer not in mixture.layers]
     has_biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
@@ -26,9 +26,9 @@ def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, st
         (family is None, f"a {config.model_type} with experts"),
         (mixture.use_residual, "experts beside an MLP (--use_residual)"),
         (mixture.top_k == 1, "one expert for a token, scaled by its probability (--top_k_experts 1)"),
-        (family == "mixtral" and bool(dense), f"a {config.model_type} with experts in some of its layers alone"),
+        (family == "mixtral" and bool(dense), f"a {config.model_type} with experts in only some of its layers"),
         (has_biases, "experts with biases"),
-        (getattr(config, "use_sliding_window", False), "experts and a window in some layers"),
+        (getattr(config, "use_sliding_window", False), "experts and an attention window in some layers"),
     ):
         if is_other:
             return None, f"transformers has no class for {why}"
@@ -49,12 +49,12 @@ def native_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig | None, st
 
 
 def converted(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration that a folder for transformers has: of its own family where there is one, else as it is."""
+    """Return the exported configuration: of transformers' own mixture if one fits, else unchanged."""
     return config if not is_upcycled(config) else native_config(config)[0] or config
 
 
 def native_name(name: str, config: PreTrainedConfig) -> str:
-    """The name on disk in the family that converted gives, of a tensor by its name in an upcycled model."""
+    """Map a tensor's name in an upcycled model to its name on disk in the exported family."""
     family = converted(config)
     if not is_upcycled(config) or family is config:
         return name

@@ -1,4 +1,4 @@
-"""Any objective over a mixture of experts: with the loss of its routers, and the load of its experts in the log."""
+"""Add the routers' loss to any objective, and log the load of the experts."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,8 +16,8 @@ from llava_ds.train.objectives.objective import MicroLoss, Objective
 class Routed:
     """Adds coefficient times the routers' loss to the mean loss of a step.
 
-    The routers' loss is of a micro-batch, and counts as much as the micro-batch has units of the objective: with a
-    coefficient it depends on which samples lie together. The objective's own loss is logged as it is.
+    The routers' loss of a micro-batch is weighted by the micro-batch's units of the objective, so it depends on which
+    samples share a micro-batch. The objective's own loss is logged unchanged.
     """
 
     objective: Objective
@@ -26,7 +26,7 @@ class Routed:
 
     @property
     def num_sources(self) -> int:
-        """As the objective's."""
+        """Same as the objective's."""
         return self.objective.num_sources
 
     @property
@@ -35,15 +35,15 @@ class Routed:
 
     @property
     def logs_means(self) -> bool:
-        """As the objective's."""
+        """Same as the objective's."""
         return self.objective.logs_means
 
     def num_units(self, counts: Sequence) -> object:
-        """As the objective's."""
+        """Same as the objective's."""
         return self.objective.num_units(counts)
 
     def forward(self, engine, batch: Batch) -> MicroLoss:
-        """Run the model, and look at what its routers chose."""
+        """Run the model and record the routers' choices."""
         with self.routers.recording() as seen:
             micro = self.objective.forward(engine, batch)
         with nullcontext() if self.coefficient else torch.no_grad():
@@ -55,5 +55,5 @@ class Routed:
         )
 
     def scales(self, window: Window, counts: torch.Tensor) -> list[torch.Tensor]:
-        """As the objective's."""
+        """Same as the objective's."""
         return self.objective.scales(window, counts)

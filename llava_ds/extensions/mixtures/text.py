@@ -1,4 +1,4 @@
-"""Language models with experts: how they are read, built, counted and written."""
+"""Read, build, count and write language models with experts."""
 
 from collections.abc import Collection
 
@@ -20,7 +20,7 @@ from llava_ds.tracking.flops import MATRICES
 
 
 class Experts(TextPart):
-    """Mixtures of transformers' own, and upcycled models."""
+    """Language-model part for transformers' mixtures and upcycled models."""
 
     def breaks(self, config: PreTrainedConfig) -> Collection[str]:
         return BROKEN if is_upcycled(config) else ("routerless_mlps",)
@@ -71,8 +71,8 @@ class Experts(TextPart):
         if not is_upcycled(config) or dtype == torch.float32:
             return ""
         return (
-            "transformers' routers compute in the precision of the weights, DeepSpeed's in float32, so that tokens "
-            "between two experts may go to another one"
+            "transformers' routers compute in the precision of the weights, DeepSpeed's in float32, so tokens "
+            "close to a tie may go to another expert"
         )
 
     def llava_class(self, model_type: str, architecture: str, config: PreTrainedConfig) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The experts of an upcycled model, as its configuration has them."""
+"""Read the experts of an upcycled model from its configuration."""
 
 import re
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from llava_ds.constants import ConfigError
 from llava_ds.extensions.mixtures.kinds import UPCYCLED
 from llava_ds.files.model_files import shown
 
-GATE, NAMES = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts."  # in the place of an MLP
-MOST_EXPERTS = 1024  # of a layer, in a folder from elsewhere
+GATE, NAMES = "deepspeed_moe.gate.wg.weight", "deepspeed_moe.experts.deepspeed_experts."  # inside the MLP's module
+MOST_EXPERTS = 1024  # per layer, the limit for a config.json
 _EXPERT = re.compile(rf"^(.*\.{re.escape(NAMES)})(\d+)(\..+)$")
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The mixtures of an upcycled model. layers: those that have one, by number; top_k: experts of a token."""
+    """The mixtures of an upcycled model. layers: numbers of those with experts; top_k: experts per token."""
 
     layers: tuple[int, ...]
     num_experts: int
@@ -26,7 +26,7 @@ class Mixture:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Mixture":
-        """Read the field moe of a configuration. Raises ConfigError for what no upcycled model can be."""
+        """Read the configuration's field moe. Raises ConfigError if it is invalid."""
         moe = getattr(config, UPCYCLED)
         layers, counts = moe.get("moe_layers_idx"), moe.get("num_experts")
         counts = [counts] if isinstance(counts, int) else counts
@@ -55,11 +55,11 @@ def _are_numbers(values: object, least: int, most: int) -> bool:
 
 
 def expert_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The mixtures of an upcycled model, by name."""
+    """Map names to the expert layers of an upcycled model."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "deepspeed_moe")}
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """The parts of an expert's parameter's name: before its number, the number, and after it; None for all others."""
+    """Split the name of an expert's parameter into prefix, expert number and suffix; None for other names."""
     found = _EXPERT.match(name)
     return None if found is None else (found[1], int(found[2]), found[3])

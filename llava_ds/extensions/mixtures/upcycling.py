@@ -1,9 +1,9 @@
-# E experts of a layer, k of them for a token, D width of the language model
-"""Upcycling: MLPs of a dense language model become mixtures of experts, each of which starts as the MLP.
+# E experts of a layer, k experts per token, D width of the language model
+"""Upcycling: replace a dense language model's MLPs by mixtures of experts that start as copies of the MLP.
 
-Layers and names are MoE-LLaVA's (arXiv 2401.15947, stage 3): layers.N.mlp.deepspeed_moe.gate.wg.weight (E, D), the
-router, layers.N.mlp.deepspeed_moe.experts.deepspeed_experts.I.*, expert I with the names of the MLP, and with
-use_residual layers.N.mlp.mlp.* and layers.N.mlp.coefficient.*. The configuration says which layers, in its field moe.
+Layers and names are MoE-LLaVA's (arXiv 2401.15947, stage 3): layers.N.mlp.deepspeed_moe.gate.wg.weight (E, D) is the
+router, layers.N.mlp.deepspeed_moe.experts.deepspeed_experts.I.* is expert I with the MLP's names; use_residual adds
+layers.N.mlp.mlp.* and layers.N.mlp.coefficient.*. The configuration's field moe lists the layers.
 """
 
 import copy
@@ -28,20 +28,20 @@ from llava_ds.extensions.mixtures.upcycled import GATE, NAMES, Mixture, expert_o
 from llava_ds.model.open.weights import Sources, Weights
 
 OF_UPCYCLED = frozenset({"capacity_factor", "min_capacity", "train_modules"})  # flags that need such experts
-BROKEN = ("dense_mlps", "routerless_mlps")  # of PROPERTIES, by an upcycled model
+BROKEN = ("dense_mlps", "routerless_mlps")  # entries of PROPERTIES that an upcycled model lacks
 
 
 def own(args: ModelArguments) -> Flags:
-    """The flags of mixtures, which a run may not have."""
+    """Return the run's mixture flags, or the defaults."""
     return args.own.get("mixtures", Flags())
 
 
 def upcycle(
     config: PreTrainedConfig, sources: Sources, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Give configuration and sources of a dense language model the mixtures of the flags; and lines about them.
+    """Apply the mixture flags to configuration and sources of a dense language model. Also returns lines for the log.
 
-    Raises ConfigError for a model that has experts, or layers without an MLP of their own.
+    Raises ConfigError if the model has experts or its layers have no MLP.
     """
     config = upcycled_config(config, args)
     mixture, names = Mixture.of(config), layer_names(config)
@@ -51,30 +51,30 @@ def upcycle(
     source = dataclasses.replace(source, changes=(*source.changes, change))
     lines = [
         f"upcycled: layers {', '.join(map(str, mixture.layers))} of {len(names)} get {mixture.num_experts} experts, "
-        f"{mixture.top_k} for a token, each a copy of the layer's MLP"
+        f"{mixture.top_k} per token, each a copy of the layer's MLP"
     ]
     if mixture.top_k == 1:
-        lines.append("--top_k_experts 1 scales an expert's result by its probability: training begins as another model")
+        lines.append(
+            "--top_k_experts 1 scales an expert's output by its probability: the model's outputs change at the start"
+        )
     return config, dataclasses.replace(sources, language_model=source), lines
 
 
 def upcycled_config(config: PreTrainedConfig, args: ModelArguments) -> PreTrainedConfig:
-    """A copy of a dense language model's configuration with the mixtures of the flags. Raises as upcycle does."""
+    """Copy a dense language model's configuration and add the requested mixtures. Raises as upcycle does."""
     where = f"--moe_enable True, but --model_name_or_path {args.model_name_or_path}"
     if is_mixture(config) or is_upcycled(config):
-        raise ConfigError(f"{where} has experts already: leave --moe_enable out to train it as it is")
+        raise ConfigError(f"{where} already has experts: leave --moe_enable out to train it unchanged")
     names = layer_names(config)
     if not names:
-        raise ConfigError(
-            f"{where} is a {config.model_type}, whose layers have no MLP of their own: take another model"
-        )
+        raise ConfigError(f"{where} is a {config.model_type}, and its layers have no MLP: use another model")
     config = copy.deepcopy(config)
     setattr(config, UPCYCLED, _written(own(args), _chosen(own(args), len(names))))
     return config
 
 
 def _chosen(flags: Flags, num_layers: int) -> list[int]:
-    """The layers that get experts. Source: MoE-LLaVA's initialize_moe_modules."""
+    """Choose the layers that get experts. Source: MoE-LLaVA's initialize_moe_modules."""
     if flags.moe_layers_idx is None:
         half = num_layers // 2
         chosen = {
@@ -88,13 +88,14 @@ def _chosen(flags: Flags, num_layers: int) -> list[int]:
     wrong = [word for word in words if not word.isdecimal() or int(word) >= num_layers]
     if wrong or len(set(words)) < len(words):
         found = wrong[0] if wrong else "a layer twice"
-        raise ConfigError(f"--moe_layers_idx names {found}: give different layers from 0 to {num_layers - 1}")
+        raise ConfigError(f"--moe_layers_idx contains {found}: give distinct layers from 0 to {num_layers - 1}")
     return sorted(map(int, words))
 
 
 def _written(flags: Flags, layers: list[int]) -> dict[str, object]:
-    """The field moe. MoE-LLaVA's own loader asks for all of these; its eval drops tokens above a capacity, which this
-    one is never reached at."""
+    """Build the field moe. MoE-LLaVA's loader requires all of these keys. Its eval drops tokens above a capacity; this
+    capacity is large enough that none are dropped.
+    """
     return {
         "moe_enable": True,
         "moe_mode": flags.moe_mode if flags.moe_layers_idx is None else "custom",
@@ -112,7 +113,7 @@ def _written(flags: Flags, layers: list[int]) -> dict[str, object]:
 
 
 def layer_names(config: PreTrainedConfig) -> list[str]:
-    """Names of the repeated layers, in order; empty if not all of them have an MLP."""
+    """List the repeated layers' names in order; empty if any lacks an MLP."""
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     found = _layers(model)
@@ -124,8 +125,8 @@ def _layers(language_model: nn.Module) -> dict[str, nn.Module]:
 
 
 def add_experts(language_model: nn.Module, config: PreTrainedConfig, args: ModelArguments) -> None:
-    """Replace the MLPs of an upcycled model's layers, with weights as they come: the model is filled afterwards."""
-    from llava_ds.extensions.mixtures.expert_layer import ExpertLayer  # with DeepSpeed, which takes seconds
+    """Replace the MLPs with expert layers. Their weights are uninitialized: the model is filled afterwards."""
+    from llava_ds.extensions.mixtures.expert_layer import ExpertLayer  # imports DeepSpeed: seconds
 
     flags, mixture, layers = own(args), Mixture.of(config), list(_layers(language_model).values())
     for number in mixture.layers:
@@ -134,10 +135,10 @@ def add_experts(language_model: nn.Module, config: PreTrainedConfig, args: Model
 
 
 class Upcycled:
-    """A language model's weights, in which MLPs are copied to every expert, and routers start at random.
+    """A language model's weights with each MLP copied to every expert and randomly initialized routers.
 
-    blocks: names of the MLPs. A router's start follows from its name alone, so that every rank and every export has
-    the same.
+    blocks: names of the MLPs. A router's seed is derived from its name, so every rank and every export gets the same
+    weights.
     """
 
     def __init__(self, below: Weights, *, blocks: list[str], mixture: Mixture, width: int) -> None:
@@ -172,7 +173,7 @@ class Upcycled:
 
 
 def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A linear layer's start as in torch; of a bias, zeros."""
+    """Initialize like torch's linear layer: uniform weights; zeros for a bias."""
     if len(shape) == 1:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -181,9 +182,9 @@ def _random(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def trained_of(names: list[str], train_modules: str | None) -> set[str]:
-    """Those of a language model's parameters that --train_modules names, by whole words between dots.
+    """Select the parameter names that --train_modules matches, by whole words between dots.
 
-    Raises ConfigError for a word that names none, or if no expert is among them.
+    Raises ConfigError if a word matches no name or no expert is selected.
     """
     if train_modules is None:
         return set(names)
@@ -192,32 +193,30 @@ def trained_of(names: list[str], train_modules: str | None) -> set[str]:
         named = {name for name in names if f".{word}." in f".{name}."}
         if not named:
             parts = sorted({part for name in names for part in name.split(".") if not part.isdecimal()})
-            raise ConfigError(f"--train_modules {word} is in no parameter's name: give some of {', '.join(parts)}")
+            raise ConfigError(f"--train_modules {word} matches no parameter name: use words from {', '.join(parts)}")
         found |= named
     if not any(expert_of(name) for name in found):
         raise ConfigError(
-            f"--train_modules {train_modules} leaves all experts frozen, which DeepSpeed's optimizers don't take: "
-            "name a matrix of the experts, too"
+            f"--train_modules {train_modules} leaves all experts frozen, but DeepSpeed's optimizers need some to"
+            " train: "
+            "add a matrix of the experts"
         )
     return found
 
 
 def upcycled_problems(args: Arguments, config: PreTrainedConfig) -> Iterator[str]:
-    """A line for everything that does not go with an upcycled model; for others, for flags that need one."""
+    """Yield a line per setting that conflicts with an upcycled model, or that needs one and has none."""
     flags = own(args.model)
     if not is_upcycled(config):
         needing = sorted(args.given & OF_UPCYCLED) or (["ep_size"] if flags.ep_size > 1 else [])
         if needing and not flags.moe_enable:
             yield (
-                f"--{needing[0]} is for experts out of --moe_enable True, which --model_name_or_path "
-                f"{args.model.model_name_or_path} has none of: give that, or leave it out"
+                f"--{needing[0]} needs experts made with --moe_enable True, but --model_name_or_path "
+                f"{args.model.model_name_or_path} has none: give --moe_enable True, or leave it out"
             )
         return
     if args.model.tune_mm_mlp_adapter:
-        yield (
-            "--tune_mm_mlp_adapter True: it writes a projector and no model: leave it out, for the language model is "
-            "upcycled"
-        )
+        yield ("--tune_mm_mlp_adapter True writes only a projector, but the language model is upcycled: leave it out")
     yield from clashes([*features(args), Feature("an upcycled language model", breaks=BROKEN)])
     num_experts = Mixture.of(config).num_experts
     if num_experts % flags.ep_size:
@@ -229,13 +228,14 @@ def upcycled_problems(args: Arguments, config: PreTrainedConfig) -> Iterator[str
 
 
 def capacity_note(args: ModelArguments) -> str | None:
-    """A warning where tokens are dropped."""
+    """Return a warning if tokens are dropped."""
     factor = own(args).capacity_factor
     if factor is None:
         return None
     return (
-        f"--capacity_factor {factor:g}: an expert takes so many times its even share of a micro-batch's tokens and "
-        "drops the rest, so the result depends on which samples lie together, and on the number of ranks"
+        f"--capacity_factor {factor:g}: each expert takes up to this multiple of an even share of a "
+        "micro-batch's tokens and "
+        "drops the rest, so the result depends on which samples share a micro-batch and on the number of ranks"
     )
 
 
@@ -244,7 +244,7 @@ def check_stage(config: PreTrainedConfig, raw: dict) -> None:
     zero = raw.get("zero_optimization")
     if is_upcycled(config) and isinstance(zero, dict) and zero.get("stage") == 3:
         raise ConfigError(
-            "zero_optimization.stage is 3 in the DeepSpeed JSON, but an upcycled model has DeepSpeed's layer of "
-            "experts (deepspeed.moe), which works at stages 0 to 2 alone: give ds_configs/zero2.json, and --ep_size to "
-            "share the experts out"
+            "zero_optimization.stage is 3 in the DeepSpeed JSON, but an upcycled model uses DeepSpeed's expert "
+            "layer (deepspeed.moe), limited to stages 0 to 2: give ds_configs/zero2.json, and --ep_size to "
+            "divide the experts over ranks"
         )

@@ -1,1 +1,1 @@
-"""Memory and speed of a run before it starts, and the choice of a configuration that fits."""
+"""Estimate memory and speed of a run before it starts, and choose a configuration that fits."""

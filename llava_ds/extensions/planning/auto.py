@@ -1,4 +1,4 @@
-"""Choices that "auto" leaves to memory: the DeepSpeed JSON, tokens of a micro-batch, and checkpointed layers."""
+"""Choose the "auto" settings by memory: the DeepSpeed JSON, tokens per micro-batch, and checkpointed layers."""
 
 import dataclasses
 import os
@@ -28,29 +28,30 @@ from llava_ds.model.open.model_plan import ModelPlan
 from llava_ds.runtime.device_memory import free_memory
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first, gather, local_ranks, print_first
 
-GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # by data_types.grad_accum_dtype
-FULL_TOKENS = 8192  # a GPU computes no faster with larger micro-batches
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # keyed by data_types.grad_accum_dtype
+FULL_TOKENS = 8192  # larger micro-batches don't speed up a GPU
 MOST_TOKENS_ON_CPU = 8192
-ROUND_TOKENS = 64  # auto chooses a multiple of it, where that is no less than the longest sample
+ROUND_TOKENS = 64  # auto rounds to a multiple, unless the longest sample is larger
 
 
 @dataclass(frozen=True)
 class Data:
-    """Facts of the samples on which memory depends. share: tokens of a rank in the largest step, if auto packs them."""
+    """Sample facts that memory depends on. share: a rank's tokens in the largest step, if auto packs them."""
 
     longest_sample: int
     supervised_fraction: float
     share: int
 
     def shared_by(self, sp: int) -> "Data":
-        """The part of one of the ranks that share samples."""
+        """Return the share of one rank when sp ranks share samples."""
         return dataclasses.replace(self, longest_sample=-(-self.longest_sample // sp), share=-(-self.share // sp))
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices that train. memory: bytes of the smallest one, None if unknown; node_memory: of the smallest node,
-    None for as much as it takes; are_local: this machine is one of them, and has to have what training needs."""
+    """Training devices. memory: bytes of the smallest device, None if unknown; node_memory: of the smallest node, None
+    for unlimited; are_local: True if this machine trains and must meet its requirements.
+    """
 
     num_ranks: int
     ranks_per_node: int
@@ -61,10 +62,10 @@ class Devices:
 
 
 def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices: Devices) -> Run:
-    """The run as training would do it, with the largest micro-batch that its flags allow.
+    """Describe the run as training would do it, with the largest micro-batch that its flags allow.
 
-    Its tiles are as many as the tokens have room for, and each shows its features once. If the devices' memory is
-    unknown, auto checkpoints no layer, and takes micro-batches of whole shares.
+    Assumes as many tiles as the tokens have room for, each with all its features. If device memory is unknown, auto
+    checkpoints no layer and uses micro-batches of whole shares.
     """
     training = resolved.args.training
     sp, weight_bytes = resolved.args.ranks_per_token, resolved.dtype.itemsize
@@ -90,7 +91,7 @@ def planned_run(shape: ModelShape, resolved: ResolvedConfig, data: Data, devices
 
 @dataclass(frozen=True)
 class _MicroBatchChoice:
-    """The choice of tokens and checkpointed layers for a run, by the memory of a device."""
+    """Choose tokens per micro-batch and checkpointed layers for a run and a device's memory."""
 
     run: Run
     args: Arguments
@@ -109,7 +110,7 @@ class _MicroBatchChoice:
             tokens = self.most_tokens(data.share, checkpointed)
             full = min(FULL_TOKENS, data.share)
             if chooses_layers and tokens < full // ROUND_TOKENS * ROUND_TOKENS:
-                tokens = self.most_tokens(full, layers)  # layers are checkpointed for a full micro-batch, not for more
+                tokens = self.most_tokens(full, layers)  # layers are checkpointed only to reach a full micro-batch
         tokens = max(tokens, data.longest_sample)
         if chooses_layers:
             checkpointed = next((n for n in range(layers) if self.has_room(tokens, n)), layers)
@@ -133,7 +134,7 @@ class _MicroBatchChoice:
         return self.memory is None or fits(planned.estimate().total, self.memory)
 
     def most_tokens(self, most: int, checkpointed: int) -> int:
-        """The most tokens up to a number that have room, by bisection; at least a longest sample."""
+        """Bisect for the most tokens that fit, up to a limit; at least a longest sample."""
         low, high = self.data.longest_sample, max(most, self.data.longest_sample)
         while low < high:
             middle = (low + high + 1) // 2
@@ -142,7 +143,7 @@ class _MicroBatchChoice:
 
 
 def zero_placement(config: dict) -> ZeroPlacement:
-    """The devices on which a resolved JSON puts model states."""
+    """Return the devices that a resolved JSON places model states on."""
     return ZeroPlacement(
         config["zero_optimization"].get("stage", 0),
         offload_device(config, "offload_optimizer"),
@@ -153,7 +154,7 @@ def zero_placement(config: dict) -> ZeroPlacement:
 def run_on_ranks(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
 ) -> Run:
-    """The run on these ranks and its data. The rank with the least free memory decides; all ranks call it together."""
+    """Describe the run on these ranks and its data. The rank with the least free memory decides. Collective."""
     sp, dp = resolved.args.ranks_per_token, ranks.world_size // resolved.args.ranks_per_sample
     share = broadcast_from_first(ranks, lambda: largest_share(order, dataset.lengths, dp))
     facts = dataset.index.facts
@@ -170,13 +171,13 @@ def run_on_ranks(
 def choose_tokens_per_micro_batch(
     resolved: ResolvedConfig, plan: ModelPlan, dataset: EncodedDataset, order: SampleOrder, ranks: Ranks
 ) -> int:
-    """Choose the value of --tokens_per_micro_batch auto, and print it. All ranks call it together.
+    """Choose and print the value for --tokens_per_micro_batch auto. Collective.
 
-    It is the value of the checkpoint being resumed, for another would round otherwise; else as many as have room.
+    A resumed run keeps its checkpoint's value, because another one rounds differently; else as many as fit.
     """
     training = resolved.args.training
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
-    tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "as in the checkpoint being resumed"
+    tokens, why = saved.get("flags", {}).get("tokens_per_micro_batch"), "taken from the checkpoint being resumed"
     if tokens is None:
         tokens, why = run_on_ranks(resolved, plan, dataset, order, ranks).batch.num_tokens, "chosen for this memory"
     print_first(f"--tokens_per_micro_batch {tokens} ({why})")
@@ -184,40 +185,39 @@ def choose_tokens_per_micro_batch(
 
 
 def candidates(args: Arguments, world_size: int, device_type: str) -> dict[str, str]:
-    """Names of configurations, the fastest first, and the reason for each.
+    """Map configuration names, fastest first, to the reason for each.
 
-    Sharding costs traffic and frees memory: one rank has nothing to share, and several do best with a sharded
-    optimizer, where gradients travel once per optimizer step, or during backward. Offloaded states cross PCIe.
+    Sharding costs traffic and frees memory. One rank has nothing to shard. Several ranks do best with a sharded
+    optimizer: gradients are sent once per optimizer step, or during backward. Offloaded states cross PCIe.
     """
     training = args.training
     tokens = training.tokens_per_micro_batch
     packed = isinstance(tokens, int) and tokens < training.per_device_train_batch_size * args.data.model_max_length
     if world_size == 1:
         # DeepSpeed's float16 begins at stage 1.
-        found = {"zero1" if training.fp16 else "zero0": "on one rank there is nothing to share out"}
+        found = {"zero1" if training.fp16 else "zero0": "one rank has nothing to shard"}
     elif training.gradient_accumulation_steps > 1 or packed:
         found = {
-            "zero1": "gradients travel once per optimizer step, not once per micro-batch",
-            "zero2": "the rank keeps its own part of the gradients only",
+            "zero1": "gradients are sent once per optimizer step, not once per micro-batch",
+            "zero2": "each rank keeps only its part of the gradients",
         }
     else:
-        found = {"zero2": "gradients travel during backward, and each rank updates its part of the weights"}
-    # On one rank it shares nothing out either, but updates a part of the weights at a time.
-    found["zero3"] = "weights have to be sharded, too" if world_size > 1 else "the optimizer has to go in parts"
-    if device_type != "cpu":  # whose memory is the device's
-        found["zero2_offload"] = "the optimizer's states have to lie in CPU memory"
-        found["zero3_offload"] = "everything has to lie in CPU memory"
+        found = {"zero2": "gradients are sent during backward, and each rank updates its part of the weights"}
+    # On one rank it shards nothing, but updates the weights part by part.
+    found["zero3"] = "weights must be sharded as well" if world_size > 1 else "the optimizer must update in parts"
+    if device_type != "cpu":  # a CPU's memory is the device's
+        found["zero2_offload"] = "the optimizer's states must be in CPU memory"
+        found["zero3_offload"] = "everything must be in CPU memory"
     return found
 
 
 def choose_ds_config(
     folder: Path, shape: ModelShape, args: Arguments, devices: Devices, stage: int | None = None
 ) -> tuple[dict, str]:
-    """Choose the first candidate that fits by the estimate; returns the DeepSpeed JSON, and a line with the reason.
+    """Choose the first candidate whose estimate fits. Returns the DeepSpeed JSON and a line with the reason.
 
-    folder: of the configurations; devices: with all of their memory, not only what is free; stage: of the checkpoint
-    being resumed, which stays. Raises ConfigError where none fits, with a change that would, or where the flags can't
-    be trained with any.
+    folder: of the configurations; devices: with their total memory; stage: ZeRO stage of the checkpoint being resumed,
+    kept. Raises ConfigError if none fits, naming a change that would, or if the flags rule out every candidate.
     """
     longest = args.data.model_max_length
     refused: ConfigError | None = None
@@ -235,29 +235,30 @@ def choose_ds_config(
             continue
         try:
             resolved = resolve(raw, args)
-        except ConfigError as error:  # it can't be compiled on this machine, or the flags rule it out
+        except ConfigError as error:  # can't be compiled on this machine, or conflicts with the flags
             refused = refused or error
             continue
-        # Before the data is read every sample may be a longest one.
+        # Before the data is read, assume that every sample is a longest one.
         data = Data(longest, SUPERVISED, share=resolved.args.training.per_device_train_batch_size * longest)
         run = runs[name] = planned_run(shape, resolved, data, devices)
         needs = run.estimate()
         if fits(needs.total, devices.memory) and (devices.node_memory is None or fits(needs.cpu, devices.node_memory)):
             return raw, (
-                f"--deepspeed_config auto: {name}.json, for {why}; about {needs.total / GB:.1f} of "
-                f"{devices.memory / GB:.1f} GB are needed at most"
+                f"--deepspeed_config auto: {name}.json, because {why}; at most about {needs.total / GB:.1f} of "
+                f"{devices.memory / GB:.1f} GB needed"
             )
     if not runs:
         raise refused
     first = next(iter(runs.values()))
     raise ConfigError(
-        f"--deepspeed_config auto: none of {', '.join(runs)} fits by the estimate. {advice(first, devices.memory)}"
+        f"--deepspeed_config auto: no estimate of {', '.join(runs)} fits. {advice(first, devices.memory)}"
     )
 
 
 def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], ResolvedConfig]) -> Arguments:
-    """The flags with the batch sizes that follow from each other; unchanged where they are refused, for the candidates
-    are refused too."""
+    """Fill in the batch sizes that follow from each other. Refused flags are returned unchanged: the candidates will be
+    refused as well.
+    """
     try:
         return resolve(read_ds_config(folder / "zero1.json"), args).args
     except ConfigError:
@@ -265,9 +266,9 @@ def _filled(folder: Path, args: Arguments, resolve: Callable[[dict, Arguments], 
 
 
 def choose_for_ranks(args: Arguments, model: ModelPlan, ranks: Ranks) -> tuple[dict, str]:
-    """choose_ds_config for these ranks, by the smallest memory that one of them has. All ranks call it together.
+    """Run choose_ds_config for these ranks, with the smallest memory on any of them. Collective.
 
-    On CPU ranks share the machine's memory evenly.
+    On CPU, ranks share the machine's memory evenly.
     """
     local = local_ranks()
     node = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -277,8 +278,8 @@ def choose_for_ranks(args: Arguments, model: ModelPlan, ranks: Ranks) -> tuple[d
     devices = Devices(ranks.world_size, max(locals_), ranks.device.type, min(memories), min(nodes), are_local=True)
     training = args.training
     saved = broadcast_from_first(ranks, lambda: saved_identity(training.resume, Path(training.output_dir)))
-    # Another number of ranks may need another stage, and rounds otherwise anyway.
+    # Another number of ranks may need another stage, and it rounds differently anyway.
     stage = saved["zero_stage"] if saved.get("world_size") == ranks.world_size else None
     shape = shape_of(model.text_config, model.tower, args)
-    # What can be compiled may differ between machines: rank 0 decides.
+    # Machines may differ in what they can compile: rank 0 decides.
     return broadcast_from_first(ranks, partial(choose_ds_config, DS_CONFIGS, shape, args, devices, stage))

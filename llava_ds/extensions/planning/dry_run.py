@@ -1,4 +1,4 @@
-"""The dry run's report on data, memory and time."""
+"""Report the dry run: data, memory and time."""
 
 import statistics
 from functools import partial
@@ -22,13 +22,13 @@ from llava_ds.tracking.series import is_number
 from llava_ds.tracking.wording import duration
 from llava_ds.train.plan import Plan
 
-LONGEST_TEXT = 800  # characters shown of a sample
-# By fit.verdict, the worst first.
+LONGEST_TEXT = 800  # characters of a sample to show
+# Keyed by fit.verdict, the worst first.
 STATES = {"too big": "would run out of memory", "tight": "may run out of memory", "fits": "ready"}
 
 
 def show_dry_run(plan: Plan, ranks: Ranks) -> int:
-    """Print the first batch, the memory that training needs, and whether the run can start. Returns the exit code."""
+    """Print the first batch, the memory estimate and whether the run can start. Returns the exit code."""
     steps, done = plan.steps, plan.resumed_step
     planned = run_on_ranks(plan.resolved, plan.model, steps.dataset, steps.order, ranks)
     if plan.export.is_whole_model:
@@ -44,7 +44,7 @@ def show_dry_run(plan: Plan, ranks: Ranks) -> int:
 
 
 def first_batch(plan: StepPlan, done: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Describe the next step, rank 0's first micro-batch in it, whose images are decoded, and its first sample."""
+    """Describe the next step, rank 0's first micro-batch (its images are decoded), and its first sample."""
     if done >= plan.num_steps:
         return [f"the run is complete: {done:,} of {plan.num_steps:,} steps are done"]
     dataset, (samples, of_ranks) = plan.dataset, plan.step(done + 1)
@@ -77,10 +77,10 @@ def conclusion(
     batch_size: int,
     step_s: float | None,
 ) -> str:
-    """Conclude in one line if the run can start and fits, and how many steps it takes, with the time if it is known.
+    """Return one line: if the run can start and fits, its number of steps and, if known, the time.
 
-    gpu_memory: bytes of a GPU, None on a CPU; host_memory: free bytes of a node; steps: done, and all; step_s: seconds
-    of an optimizer step, None if none was measured.
+    gpu_memory: bytes of a GPU, None on a CPU; host_memory: free bytes of a node; steps: done and total; step_s:
+    measured seconds of an optimizer step, or None.
     """
     done, total = steps
     if done >= total:
@@ -90,7 +90,7 @@ def conclusion(
     host_word = verdict(on_host, host_memory) if on_host else "fits"
     words = [host_word] if gpu_memory is None else [verdict(estimate.total, gpu_memory), host_word]
     state = next(text for word, text in STATES.items() if word in words)
-    host = f"{_size(on_host)} of {_size(host_memory)} that are free on this machine: {host_word}"
+    host = f"{_size(on_host)} of {_size(host_memory)} free on this machine: {host_word}"
     parts = [] if gpu_memory is None else [advice(run, gpu_memory)]
     parts += [host] if on_host else []
     count = f"{total:,} optimizer steps" if done == 0 else f"{total - done:,} of {total:,} optimizer steps left,"
@@ -100,7 +100,7 @@ def conclusion(
 
 
 def measured_step_s(output_dir: Path, from_step: int) -> float | None:
-    """Median seconds of the optimizer steps of the run to be resumed at a step; None for one that begins."""
+    """Return the median seconds per optimizer step before the resume step; None for a new run."""
     if from_step == 0:
         return None
     run = read_run(output_dir)
@@ -111,7 +111,7 @@ def measured_step_s(output_dir: Path, from_step: int) -> float | None:
 
 
 def memory_of_gpu(ranks: Ranks) -> float | None:
-    """Bytes of this rank's GPU; None on a CPU."""
+    """Return the bytes of this rank's GPU; None on a CPU."""
     return torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a run in a GPU's memory, the smallest change with which it fits, and the table of estimates."""
+"""Judge if a run fits a GPU's memory, find the smallest change with which it fits, and print the table of estimates."""
 
 import dataclasses
 import itertools
@@ -10,11 +10,12 @@ from llava_ds.extensions.planning.memory import PLACEMENTS, Estimate, Setup, Zer
 from llava_ds.extensions.planning.shapes import ModelShape
 
 GB, MB = 10**9, 10**6
-HEADROOM = 0.1  # of a GPU's memory, left for the CUDA context, NCCL and fragmentation, which no formula here counts
-MOST_DOUBLINGS = 6  # of the GPUs that are proposed
-DEVICES = ("none", "cpu", "nvme")  # from fast to slow
-OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))  # optimizer, param: as proposed
-CELL = 13  # the least width of a column
+HEADROOM = 0.1  # of a GPU's memory, for the CUDA context, NCCL and fragmentation
+MOST_DOUBLINGS = 6  # of the number of GPUs
+DEVICES = ("none", "cpu", "nvme")  # fastest first
+# (optimizer, param), in the order proposed
+OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
+CELL = 13  # minimum column width
 
 ROWS = {
     "weights": "weights",
@@ -33,7 +34,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, as far as memory goes. batch is None when only the number of parameters is known."""
+    """A training run as memory sees it. batch is None if only the number of parameters is known."""
 
     shape: ModelShape
     placement: ZeroPlacement
@@ -50,23 +51,23 @@ def fits(total: int, gpu_memory: float) -> bool:
 
 
 def verdict(total: int, gpu_memory: float) -> str:
-    """The verdict on a total in a GPU's memory, both in bytes: fits, tight or too big."""
+    """Judge a total against a GPU's memory, both in bytes: fits, tight or too big."""
     if fits(total, gpu_memory):
         return "fits"
     return "tight" if total <= gpu_memory else "too big"
 
 
 def smallest_change(run: Run, gpu_memory: float) -> Run | None:
-    """The run changed as little as possible to fit, itself if it does; None if nothing that is tried does.
+    """Return the run with the smallest change that fits, itself if it fits; None if no tried change does.
 
-    Cheapest first: no offload and no more GPUs before either, then the fewest flags; recomputing layers before a
-    higher stage, and that before fewer tokens.
+    Cheapest first: changes without offload and more GPUs, then the fewest flags; recomputed layers before a higher
+    stage, and a higher stage before fewer tokens.
     """
     return next((other for other in _changed(run) if fits(other.estimate().total, gpu_memory)), None)
 
 
 def describe_change(run: Run, other: Run) -> str:
-    """The settings that change one run to another."""
+    """Name the settings that change one run to another."""
     changes = []
     if other.setup.num_gpus != run.setup.num_gpus:
         changes.append(_gpus(other.setup))
@@ -86,20 +87,20 @@ def describe_change(run: Run, other: Run) -> str:
 
 
 def advice(run: Run, gpu_memory: float) -> str:
-    """One sentence: the run fits, or the smallest change with which it would."""
+    """Return a sentence: the run fits, or the smallest change with which it would."""
     total, memory = run.estimate().total, f"{gpu_memory / GB:g} GB"
     start = f"{placement_name(run.placement)} on {_gpus(run.setup)} needs {total / GB:.1f} GB of {memory}"
     other = smallest_change(run, gpu_memory)
     if other == run:
         return f"{start}: fits"
     if other is None:
-        return f"{start}, and nothing that was tried fits, up to {run.setup.num_gpus << MOST_DOUBLINGS} GPUs and NVMe"
+        return f"{start}, and no tried change fits, up to {run.setup.num_gpus << MOST_DOUBLINGS} GPUs and NVMe"
     needs = f"{other.estimate().total / GB:.1f} GB"
     return f"{start}; the smallest change that fits: {describe_change(run, other)} ({needs})"
 
 
 def table(run: Run, gpu_memory: float | None) -> list[str]:
-    """Every stage and offload side by side, in GB (10**9 bytes) or MB; the run's own column is marked."""
+    """Tabulate every stage and offload, in GB (10**9 bytes) or MB; the run's own column is marked."""
     cells = [other.estimate() for other in columns(run).values()]
     unit, size = ("GB", GB) if cells[0].total >= GB else ("MB", MB)
     rows = [(f"{unit} per GPU", headings(run))]
@@ -110,18 +111,18 @@ def table(run: Run, gpu_memory: float | None) -> list[str]:
 
 
 def headings(run: Run) -> list[str]:
-    """The names of the table's columns, with the run's own in brackets."""
+    """Return the table's column names, with the run's own in brackets."""
     return [f"[{name}]" if other.placement == run.placement else name for name, other in columns(run).items()]
 
 
 def aligned(rows: list[tuple[str, list[str]]]) -> list[str]:
-    """Lines of a label and its cells, as wide as the widest of their column."""
+    """Align labels and cells to the widest of each column."""
     widths = [max(CELL, *(len(cell) + 2 for cell in cells)) for cells in zip(*(cells for _, cells in rows))]
     return [f"{label:22}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)) for label, cells in rows]
 
 
 def description(run: Run) -> list[str]:
-    """The model and how it trains, in words."""
+    """Describe the model and its training in words."""
     parts = ", ".join(
         f"{part.name} {part.num_parameters:,}{'' if part.num_trained else ' frozen'}" for part in run.shape.parts
     )
@@ -129,22 +130,22 @@ def description(run: Run) -> list[str]:
     lines = [
         f"{run.shape.num_parameters:,} parameters, {run.shape.num_trained:,} of them trained ({parts}); "
         f"the largest gathered layer has {largest_unit(run.shape):,}",
-        f"{_gpus(setup)}, {setup.weight_bytes} bytes a weight, "
+        f"{_gpus(setup)}, {setup.weight_bytes} bytes per weight, "
         + (f"{run.shape.packed_bits} bits in {sum(run.shape.packed):,} of them, " if run.shape.packed else "")
         + (
             "no activations: only the number of parameters is known"
             if batch is None
-            else f"{batch.num_tokens:,} tokens a micro-batch at most, {batch.num_supervised:,} supervised, "
+            else f"at most {batch.num_tokens:,} tokens per micro-batch, {batch.num_supervised:,} supervised, "
             f"{batch.num_tiles} image tiles, " + _recomputed(batch.num_recomputed, text.num_layers)
         ),
     ]
     if batch is not None and text is not None and not text.is_llamas:
-        lines.append("activations are Llama's for layers of these widths; this model has other layers: a guide only")
+        lines.append("activations are those of Llama layers with these widths, but this model's differ: a guide only")
     return lines
 
 
 def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
-    """The same figures for a program, in bytes."""
+    """Return the same figures as JSON values, in bytes."""
     found = {}
     for name, other in columns(run).items():
         one = other.estimate()
@@ -165,7 +166,7 @@ def as_json(run: Run, gpu_memory: float | None) -> dict[str, object]:
 
 
 def _changed(run: Run) -> Iterator[Run]:
-    """The run and its changes, the smallest first."""
+    """Yield the run and its changed versions, the smallest change first."""
     recompute, halvings = [False], [0]
     if run.batch is not None:
         recompute += [True] if run.batch.num_recomputed != run.shape.text.num_layers else []
@@ -201,13 +202,13 @@ def _is_further(offload: tuple[str, str], other: tuple[str, str]) -> bool:
 
 
 def columns(run: Run) -> dict[str, Run]:
-    """The table's columns: the run with the usual placements, and with its own if it is another."""
+    """Return the table's columns: the run with the usual placements, and with its own if it is not among them."""
     named = PLACEMENTS | {placement_name(run.placement): run.placement}
     return {name: dataclasses.replace(run, placement=each) for name, each in named.items() if _goes_with(each, run)}
 
 
 def _goes_with(placement: ZeroPlacement, run: Run) -> bool:
-    """False for what a pipeline's stages, shared experts, or an upcycled model can't be trained with."""
+    """False for placements that pipelines, shared experts or upcycled models can't be trained with."""
     setup, is_offloaded = run.setup, placement.optimizer != "none"
     if placement == run.placement:
         return True
@@ -217,12 +218,12 @@ def _goes_with(placement: ZeroPlacement, run: Run) -> bool:
 
 
 def most_stage(shape: ModelShape) -> int:
-    """The last ZeRO stage that a model trains at: 2 if it is upcycled."""
+    """Return the highest ZeRO stage that can train the model: 2 if it is upcycled."""
     return 2 if shape.text is not None and shape.text.expert_rows else 3
 
 
 def placement_name(placement: ZeroPlacement) -> str:
-    """Its column's name."""
+    """Return the column name of a placement."""
     offloaded = {"opt": placement.optimizer, "param": placement.param}
     words = " + ".join(f"{device} {part}" for part, device in offloaded.items() if device != "none")
     return next((name for name, p in PLACEMENTS.items() if p == placement), f"{placement.stage} + {words}")

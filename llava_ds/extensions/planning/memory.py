@@ -1,11 +1,11 @@
-# P parameters, T trained ones, N ranks, w bytes of a weight (2 in bf16 and fp16, 4 in fp32)
-"""The bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
+# P parameters, T trained ones, N ranks, w bytes per weight (2 in bf16 and fp16, 4 in fp32)
+"""Estimate the bytes that a rank needs by ZeRO stage and offload, computed as DeepSpeed 0.19 allocates them.
 
-Under tensor parallelism P and T are those of a rank, and N the ranks with the same parts of matrices. In a pipeline
-they are those of a stage, and N the ranks that have it. The same goes for experts that ranks share (--ep_size): their N
-is that of the ranks with the same ones.
+Under tensor parallelism P and T count a rank's parameters, and N the ranks with the same matrix parts. In a pipeline
+they count a stage's parameters, and N its ranks. For experts shared by ranks (--ep_size), N counts the ranks that hold
+the same experts.
 
-Model states are what exists at the boundary of an optimizer step: after the last backward, before the step.
+Model states are measured at the boundary of an optimizer step: after the last backward, before the update.
 
     stage   weights          gradients   fp32 copy     moments (AdamW's two)
     0       wP               wT          4T if w < 4   8T
@@ -13,27 +13,27 @@ Model states are what exists at the boundary of an optimizer step: after the las
     3       wP / N           wT / N      4T / N        8T / N
 
 In bf16 with everything trained that is 16P at stage 0, 2P + 14P/N at 1 and 2, and 16P/N at 3. In fp32, stages 1 to 3
-keep a second fp32 copy of the weights: 20P on one rank, where stage 0 has 16P. Beyond the table the estimate knows:
-padding of the partitions (stages 1, 2: groups to 2N elements; stage 3: every tensor to N), that a rank holds the whole
-gradient of a tensor whose part it owns (1, 2), and what stage 3 never partitions (tensors up to
+keep a second fp32 copy of the weights: 20P on one rank, against 16P at stage 0. The estimate also includes: padding of
+the partitions (stages 1, 2: groups to 2N elements; stage 3: every tensor to N); at 1 and 2, the whole gradient of each
+tensor that a rank owns a part of; at 3, the tensors that are never partitioned (up to
 stage3_param_persistence_threshold).
 
-Outside the model states, in columns of their own:
+In separate columns:
 
 - buffers: the bucket of gradients under reduction (reduce_bucket_size, twice with overlap_comm at 1 and 2), its copy
-  for the collective and the largest gradient before it gets there; at 0 the flattened bucket of the all-reduce; at 1
-  with accumulation the gradients that wait for the boundary in full.
-- gathered: what ZeRO-3 holds beside its partitions while it computes, at most. That is not one layer: DeepSpeed gathers
-  ahead until stage3_max_live_parameters and keeps what it needs again within stage3_max_reuse_distance.
-- optimizer step: the fp32 gradients of the group (stage 3: sub-group) that is being updated. It and the activations
-  never exist together, so the larger counts.
+  for the collective and the largest gradient before it is copied in; at 0 the flattened bucket of the all-reduce; at 1
+  with accumulation the full gradients that wait for the boundary.
+- gathered: the peak of ZeRO-3's gathered weights. That is more than one layer: DeepSpeed prefetches up to
+  stage3_max_live_parameters and keeps weights that it needs again within stage3_max_reuse_distance.
+- optimizer step: the fp32 gradients of the group (stage 3: sub-group) being updated. They never exist together with the
+  activations, so the larger counts.
 
-Packed weights (--bits) count with their bits in the place of w, and their scales, which stage 3 leaves whole.
+Packed weights (--bits) count their bits instead of w, plus their scales, which stage 3 doesn't partition.
 
-Offload is of two parts, each on its own device. With offload_optimizer, gradients, fp32 copy and moments are in the
-node's memory, pinned: 4T gradients beside the wT that arrive, and at stage 2 a wT copy of the updated weights. With
-offload_param the weights are, and nothing else leaves the GPU. On NVMe the buffers between are those of DeepSpeed's
-default settings; NVMe alone was never compared with a run.
+Offload has two parts, each with its own device. With offload_optimizer, gradients, fp32 copy and moments are in the
+node's pinned memory: 4T of gradients plus the wT that arrive, and at stage 2 a wT copy of the updated weights. With
+offload_param only the weights leave the GPU. For NVMe, buffers have the sizes of DeepSpeed's default settings; the NVMe
+figures were never compared with a run.
 """
 
 import math
@@ -54,14 +54,14 @@ Device = Literal["none", "cpu", "nvme"]
 
 @dataclass(frozen=True)
 class ZeroPlacement:
-    """A ZeRO stage, and where offload_optimizer and offload_param put model states; "none" is the GPU."""
+    """A ZeRO stage and the devices of offload_optimizer and offload_param; "none" is the GPU."""
 
     stage: int
     optimizer: Device = "none"  # gradients, fp32 copy and moments
     param: Device = "none"  # weights
 
 
-# The columns of the table.
+# Columns of the table.
 PLACEMENTS = {
     "ZeRO-0": ZeroPlacement(0),
     "ZeRO-1": ZeroPlacement(1),
@@ -76,7 +76,7 @@ PLACEMENTS = {
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The sizes of zero_optimization that memory depends on, in elements, with DeepSpeed's defaults."""
+    """The sizes in zero_optimization that memory depends on, in elements, with DeepSpeed's defaults."""
 
     reduce_bucket_size: int = 500_000_000
     prefetch_bucket_size: int = 50_000_000
@@ -88,7 +88,7 @@ class ZeroSettings:
 
     @classmethod
     def of(cls, zero: dict) -> "ZeroSettings":
-        """From a resolved zero_optimization section. overlap_comm absent is true at stage 3 only, as in DeepSpeed."""
+        """Read a resolved zero_optimization section. overlap_comm defaults to true at stage 3 only, as in DeepSpeed."""
         names = [each.name for each in fields(cls) if each.name != "overlap_comm"]
         sizes = {name: int(zero[key]) for name in names for key in (name, f"stage3_{name}") if key in zero}
         overlap = zero.get("overlap_comm")
@@ -97,9 +97,10 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class Setup:
-    """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: of an accumulated gradient; moments: fp32
-    numbers that the optimizer keeps for a parameter; sp: ranks that share the tokens of each sample; tp: ranks that
-    share matrices; pp: stages of the pipeline; ep: ranks that share experts."""
+    """Devices and precision of a run. weight_bytes: 2 or 4; gradient_bytes: per accumulated gradient; moments: fp32
+    numbers that the optimizer keeps per parameter; sp: ranks that share the tokens of each sample; tp: ranks that share
+    matrices; pp: pipeline stages; ep: ranks that share experts.
+    """
 
     num_gpus: int
     zero: ZeroSettings = field(default_factory=ZeroSettings)
@@ -115,13 +116,13 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """Ranks that share model states by ZeRO: those with the same parts of matrices and the same stage."""
+        """Number of ranks among which ZeRO divides model states: those with the same matrix parts and stage."""
         return self.num_gpus // (self.tp * self.pp)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the rank that holds most; cpu and nvme: of a node."""
+    """Bytes of the fullest rank; cpu and nvme: bytes of a node."""
 
     weights: int
     gradients: int
@@ -139,14 +140,14 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """The most that exists together: a micro-batch and an optimizer step take turns."""
+        """Peak bytes: a micro-batch and an optimizer step take turns."""
         return self.model_states + max(self.activations + self.gathered + self.buffers, self.optimizer_step)
 
 
 def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: MicroBatch | None = None) -> Estimate:
-    """Estimate a rank's memory; without a micro-batch there are no activations.
+    """Estimate a rank's memory; without a micro-batch, no activations are counted.
 
-    Of a pipeline, that of a rank of the stage that needs most.
+    In a pipeline: the memory of the stage that needs most.
     """
     estimate_stage = {0: _replicated, 3: _sharded}.get(placement.stage, _sharded_optimizer)
     if not shape.stages:
@@ -159,12 +160,12 @@ def estimate(shape: ModelShape, placement: ZeroPlacement, setup: Setup, batch: M
 
 
 def most_activations(shape: ModelShape, setup: Setup, batch: MicroBatch | None) -> int:
-    """Bytes of the activations of the rank that has most; 0 without a micro-batch."""
+    """Return the largest activations of any rank, in bytes; 0 without a micro-batch."""
     return max(_activations(shape, index, setup, batch) for index in range(len(shape.stages) or 1))
 
 
 def _activations(shape: ModelShape, index: int, setup: Setup, batch: MicroBatch | None) -> int:
-    """Those of a rank of the index-th stage, which has begun micro-batches for itself and each stage behind it."""
+    """Return the activations of a rank of stage `index`, with one micro-batch in flight for it and each later stage."""
     if batch is None:
         return 0
     own, w, begun = shape, setup.weight_bytes, 0
@@ -177,7 +178,7 @@ def _activations(shape: ModelShape, index: int, setup: Setup, batch: MicroBatch 
 
 
 def largest_unit(shape: ModelShape) -> int:
-    """Elements of the largest module that is gathered as one."""
+    """Return the elements of the largest module that ZeRO-3 gathers as one."""
     return max(map(sum, shape.units))
 
 
@@ -196,18 +197,18 @@ def _replicated(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activ
 
 def _sharded_optimizer(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activations: int) -> Estimate:
     w, copies = setup.weight_bytes, shape.copies(setup.ranks)
-    # Each group is flattened to a multiple of two elements a rank (nccl_start_alignment_factor).
+    # Each group is padded to a multiple of two elements per rank (nccl_start_alignment_factor).
     flat = [_padded(sum(group), 2 * ranks) for group, ranks in zip(shape.groups, copies)]
     partitions = [size // ranks for size, ranks in zip(flat, copies)]
     owned = sum(partitions)
-    # Accumulated in another precision, gradients lie in a flat buffer of just the partition.
+    # Gradients accumulated in another precision are in a flat buffer of the partition's size.
     held = owned if setup.gradient_bytes > w else _most_held(shape.groups, partitions)
     largest = max(map(max, shape.groups))
     buckets = setup.zero.reduce_bucket_size * (2 if setup.zero.overlap_comm else 1)
     buffers = w * (buckets + largest)
     offloaded = placement.optimizer != "none"
     if offloaded:
-        buffers += w * largest  # where gradients are put together before they leave the GPU
+        buffers += w * largest  # buffer that collects gradients before they leave the GPU
     elif placement.stage == 1 and setup.accumulates:
         buffers += setup.gradient_bytes * max(0, shape.trained_of_rank - held)
     in_cpu = (4 * (setup.moments + 2) + w) * owned + w * largest + (w * held if setup.accumulates else 0)
@@ -262,11 +263,11 @@ def _sharded(shape: ModelShape, placement: ZeroPlacement, setup: Setup, activati
 
 
 def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> int:
-    """The most elements that a rank holds of tensors of which its partitions of the flattened groups have any part.
+    """Return the most elements on a rank, counting whole tensors that its partitions overlap.
 
-    What a rank holds changes at the borders of tensors alone, so ranks between are not looked at.
+    The count changes only at tensor borders, so only ranks at borders are checked.
     """
-    changes: dict[int, int] = defaultdict(int)  # at a rank, against the one before it
+    changes: dict[int, int] = defaultdict(int)  # difference from the previous rank
     for group, partition in zip(groups, partitions):
         start = 0
         for size in group:
@@ -278,7 +279,7 @@ def _most_held(groups: tuple[tuple[int, ...], ...], partitions: list[int]) -> in
 
 
 def _packed_bytes(shape: ModelShape, ranks: int = 1) -> int:
-    """Of packed weights sharded over the ranks, and their scales, which are not."""
+    """Return the bytes of packed weights, sharded over the ranks, and of their unsharded scales."""
     return int(sum(shape.packed) * (shape.packed_bits / ranks + shape.scale_bits) / 8)
 
 

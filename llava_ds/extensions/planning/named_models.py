@@ -1,11 +1,11 @@
-"""Models that an estimate knows by name. Read before torch is imported."""
+"""Named model sizes for estimates. Imported before torch."""
 
-SUPERVISED = 0.25  # of the tokens, before the data is read; LLaVA-1.5's instruction data have about a sixth
+SUPERVISED = 0.25  # share of tokens assumed before the data is read; about a sixth in LLaVA-1.5's instruction data
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32000,
 }  # fmt: skip
-# Language models by the name of what is trained from them; the tower is CLIP-L/336 and the projector the flags'.
+# Language models keyed by the name of the LLaVA trained from them; the tower is CLIP-L/336, the projector the flags'.
 NAMED = {
     "llava-v1.5-7b": LLAMA_7B,
     "llava-v1.5-13b": {

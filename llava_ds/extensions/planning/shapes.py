@@ -1,4 +1,4 @@
-"""The sizes of a model's tensors by trained part, without any weights, as far as memory depends on them."""
+"""The sizes of a model's tensors by trained part, computed without weights, for the estimates."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -36,10 +36,10 @@ from llava_ds.model.open.tower import plan_tower
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tracking.flops import ModelFlops, flops_of_model
 
-LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; other numbers are typing errors
-# Tokens of the busiest expert by an even share, which every expert of an upcycled model computes rows for.
+LEAST_COUNT, MOST_COUNT = 10**6, 10**14  # parameters; anything else is a typo
+# Load of the busiest expert divided by an even share; every expert of an upcycled model computes that many rows.
 UNEVEN = 1.5
-TENSORS_OF_A_COUNT = 1000  # assumed for a mere number of parameters
+TENSORS_OF_A_COUNT = 1000  # assumed if only the number of parameters is known
 
 LLAMAS_LAYER = {
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -53,7 +53,7 @@ CLIP_L_336 = {
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the model: parameters, and how many of them train."""
+    """A part of the model: its parameters and how many of them are trained."""
 
     name: str
     num_parameters: int
@@ -62,21 +62,19 @@ class Part:
 
 @dataclass(frozen=True)
 class TextShape:
-    """Widths of the language model: query and key of all heads together, of those that a rank has, as of its MLP; on
-    average over its layers where they differ.
+    """Widths of the language model on one rank: query and key of all its heads together; averages if layers differ.
 
-    trained: whether the stage trains its weights; intermediate: of the MLP, or for a mixture of experts of one that
-    saves as much for backward as the experts of a token; routed: True for such; expert_rows: how often a token is sent
-    to an expert in all layers of an upcycled model; is_llamas: whether its layers have
-    Llama's tensors, and no others; adapter_rank: the ranks of a layer's adapters together, adapter_dropped: the widths
-    of the inputs that they drop parts of; adapter_scaled: the widths of outputs that they save twice, and adapter_read:
-    elements of the largest matrix, whose rows they measure; tied: whether the output layer is the embedding;
-    norms: of the hidden states in a layer; has_head_norms: whether query and key are normalised, too; fp32_norms:
-    whether norms are multiplied by their weights in fp32, as Gemma's and Qwen3.5's are; in_blocks: share of attention
-    in which the tokens of one image see each other, which is computed apart; convolved, gated: of a layer with a state,
-    what its convolution takes, and its values and their gate, on average over all layers; layer_embedding: width of the
-    embeddings that every layer takes of its own; rotary: of the rotary angles of all kinds of layers; largest: query,
-    key and intermediate of the layer that saves most, where layers differ.
+    trained: the stage trains its weights; intermediate: MLP width, or for a mixture of experts the width of an MLP that
+    saves as much for backward as a token's experts; routed: True for a mixture; expert_rows: expert evaluations per
+    token, summed over the layers of an upcycled model; is_llamas: its layers have exactly Llama's tensors;
+    adapter_rank: sum of the ranks of a layer's adapters; adapter_dropped: widths of adapter inputs with dropout;
+    adapter_scaled: widths of outputs that DoRA saves twice; adapter_read: elements of the largest matrix whose rows
+    DoRA measures; tied: the output layer is the embedding; norms: norms of the hidden states per layer; has_head_norms:
+    query and key are normalised; fp32_norms: norms multiply by their weights in fp32, as in Gemma and Qwen3.5;
+    in_blocks: share of attention in which the tokens of an image see each other, computed separately; convolved, gated:
+    widths of a stateful layer's convolution input, and of its values and gate, averaged over all layers;
+    layer_embedding: width of the embeddings that each layer adds; rotary: width of the rotary angles of all layer
+    kinds; largest: query, key and intermediate of the layer that saves most, if layers differ.
     """
 
     hidden: int
@@ -107,7 +105,7 @@ class TextShape:
 
     @property
     def largest_layer(self) -> "TextShape":
-        """The same with the widths of the layer that saves most, which sees all tokens, and without image blocks."""
+        """Return the shape with the widths of the layer that saves most; it sees all tokens and has no image blocks."""
         if self.largest is None:
             return self
         query, key, intermediate = self.largest
@@ -116,15 +114,15 @@ class TextShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All that memory and speed depend on. Sizes are in elements.
+    """Everything that memory and speed depend on. Sizes are in elements.
 
-    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others but the packed;
-    units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text and tower are None when only
-    the number of parameters is known. packed: the tensors of --bits, of packed_bits a weight, and scale_bits beside it
-    that no stage shares out. flops: None when only the number of parameters is known. tp: ranks that share the matrices
-    of the layers, ep: that share the experts of an upcycled model; parts are whole, all else is what one of them has.
-    of_experts: which groups are of experts, empty for none. stages: of a pipeline, what each has; of these is_first is
-    True for the one with tower, projector and embedding, is_last for that with the output layer.
+    groups: the trained tensors by optimizer group, in the optimizer's order; frozen: all others except packed ones;
+    units: the tensors that ZeRO-3 gathers together (a decoder layer, an embedding); text, tower and flops are None if
+    only the number of parameters is known. packed: the tensors of --bits, with packed_bits per weight and scale_bits
+    that no stage partitions. tp: ranks that share the layers' matrices; ep: ranks that share an upcycled model's
+    experts; parts counts the whole model, all other fields one rank. of_experts: True for groups of experts, empty if
+    none. stages: the shape of each pipeline stage; is_first: True for the stage with tower, projector and embedding;
+    is_last: for the stage with the output layer.
     """
 
     parts: tuple[Part, ...]
@@ -154,33 +152,33 @@ class ModelShape:
 
     @property
     def trained_of_rank(self) -> int:
-        """Those of one of the ranks that share matrices or experts."""
+        """Trained elements on one of the ranks that share matrices or experts."""
         return sum(map(sum, self.groups))
 
     def copies(self, ranks: int) -> list[int]:
-        """Ranks over which ZeRO shares out each group, of so many: experts lie on some of them only."""
+        """Return, per group, the number of ranks that ZeRO divides it over: only some ranks hold an expert."""
         return [ranks // self.ep if routed else ranks for routed in self.of_experts or [False] * len(self.groups)]
 
     @property
     def has_critic(self) -> bool:
-        """True if a second model trains beside the first, on the same batches."""
+        """True if a second model is trained on the same batches."""
         return any(part.name == "critic" for part in self.parts)
 
     @property
     def hidden_size(self) -> int:
-        """The language model's width; that of a 7B where only the number of parameters is known."""
+        """The language model's width; a 7B's if only the number of parameters is known."""
         return 4096 if self.text is None else self.text.hidden
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """Every tensor that is not packed, trained or not."""
+        """Sizes of all tensors that are not packed, trained or frozen."""
         return (*(size for group in self.groups for size in group), *self.frozen)
 
 
 def shape_of_folders(args: Arguments) -> ModelShape:
-    """The model that --model_name_or_path and --vision_tower name, with its own defaults of flags.
+    """Return the shape of the model in --model_name_or_path and --vision_tower, with its own flag defaults.
 
-    Raises ConfigError as training does.
+    Raises the same ConfigError as training.
     """
     args, _ = take_from_model(args)
     parts = read_parts(args.model)
@@ -192,7 +190,7 @@ def shape_of_folders(args: Arguments) -> ModelShape:
 
 
 def shape_named(name: str, args: Arguments) -> ModelShape:
-    """A known size, or a mere number of parameters like 13e9, all trained. Raises ConfigError with the names."""
+    """Return a known size, or a fully trained model with a number of parameters like 13e9. Raises ConfigError."""
     if name in NAMED:
         text = AutoConfig.for_model(**NAMED[name])
         return shape_of(text, plan_tower(CLIPVisionConfig(**CLIP_L_336), {}, "--model", args.model), args)
@@ -206,22 +204,22 @@ def shape_named(name: str, args: Arguments) -> ModelShape:
             "name folders by --model_name_or_path and --vision_tower"
         )
     if count > MOST_COUNT:
-        raise ConfigError(f"--model {name} is more parameters than can be estimated: give {MOST_COUNT:.0e} or fewer")
+        raise ConfigError(f"--model {name} has more parameters than can be estimated: give {MOST_COUNT:.0e} or fewer")
     return shape_of_count(count)
 
 
 def shape_of_count(count: int) -> ModelShape:
-    """A model of which only the number of parameters is known: tensors of equal size, all trained."""
+    """Return a shape with only the number of parameters known: tensors of equal size, all trained."""
     size, rest = divmod(count, TENSORS_OF_A_COUNT)
     tensors = tuple(size + (i < rest) for i in range(TENSORS_OF_A_COUNT))
     return ModelShape((Part("model", count, count),), (tensors,), (), tuple((size,) for size in tensors))
 
 
 def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> ModelShape:
-    """Any causal language model with any tower, as the flags of a run compose and train them.
+    """Return the shape of any causal language model with any tower, composed and trained as the flags say.
 
-    The composition is built without memory, so every tensor is counted as it would be trained, tied ones once.
-    Raises ConfigError for one that can't be trained on the flags' mesh.
+    The model is built without memory, so every tensor is counted as it would be trained, tied ones once. Raises
+    ConfigError if it can't be trained on the flags' mesh.
     """
     for text_of in _functions("text_of", args, text):
         text = text_of(text, args.model)
@@ -271,7 +269,7 @@ def shape_of(text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> Model
 def _stages(
     model: LlavaModel, whole: ModelShape, groups: list[dict], counts: list[int], found: dict[str, int]
 ) -> Iterator[ModelShape]:
-    """What each rank of an axis has that divides the layers. counts: of layers; found: the rank of each parameter."""
+    """Yield the shape of each pipeline stage. counts: layers per stage; found: the rank that holds each parameter."""
     stage_of = {p: found[name] for name, p in model.named_parameters()}
     for stage, count in enumerate(counts):
         ends = {"is_first": stage == 0, "is_last": stage == len(counts) - 1}
@@ -322,9 +320,9 @@ def _text_shape(language_model: nn.Module, text: PreTrainedConfig, args: Argumen
 
 
 def _widths_of_layers(text: PreTrainedConfig, args: Arguments) -> list[tuple[int, int, int]]:
-    """Widths of query and key of each layer, and TextShape.intermediate.
+    """Return each layer's query and key widths and TextShape.intermediate.
 
-    Heads that are too wide for every kernel have a key for each query, which SDPA's kernel for them needs.
+    Heads too wide for every kernel need one key per query: SDPA's kernel for them requires it.
     """
     found, layers, saving = [], layer_configs(text), _saving_width(text, args)
     doubled = getattr(text, "num_kv_shared_layers", None) if getattr(text, "use_double_wide_mlp", False) else 0
@@ -338,13 +336,14 @@ def _widths_of_layers(text: PreTrainedConfig, args: Arguments) -> list[tuple[int
 
 
 def _norms(language_model: nn.Module, hidden: int) -> dict[str, object]:
-    """What TextShape says of the norms in a layer, by their modules' names and widths."""
+    """Return TextShape's fields about norms, from module names and widths."""
     layers = repeated_layers(language_model)
     modules = dict(layers[0].named_modules()) if layers else {}
     norms = {n: m for n, m in modules.items() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None}
     return {
         "norms": sum(norm.weight.numel() == hidden for norm in norms.values()) or 2,
-        "has_head_norms": any(name.endswith("q_norm") for name in norms),  # a gated norm is of a layer with a state
+        # a gated norm belongs to a layer with a state
+        "has_head_norms": any(name.endswith("q_norm") for name in norms),
         "fp32_norms": any(type(norm).__name__.startswith(("Gemma", "Qwen3_5RMSNorm")) for norm in norms.values()),
     }
 
@@ -359,14 +358,14 @@ def _state_widths(text: PreTrainedConfig) -> dict[str, int]:
 
 
 def _functions(name: str, args: Arguments, text: PreTrainedConfig) -> list[Callable]:
-    """The functions of a name in estimated.py of the extensions that the model has: what they add to it."""
+    """Return the functions of this name in estimated.py of the model's extensions."""
     names = active(args.model.own, text).extensions
     modules = [importlib.import_module(f"llava_ds.extensions.{each}.estimated") for each in names]
     return [vars(module)[name] for module in modules if name in vars(module)]
 
 
 def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, args: Arguments) -> None:
-    """Add a critic as large as the actor, which it is unless another model is named."""
+    """Add a critic with the actor's size, the default if no other model is named."""
     model.critic = assemble(text, tower, args.model, torch.zeros(3), torch.zeros(3), value_head=True)
     for add in _functions("add", args, text):
         add(model.critic, tower.architecture, text, args.model)
@@ -374,7 +373,7 @@ def _add_critic(model: LlavaModel, text: PreTrainedConfig, tower: TowerPlan, arg
 
 
 def _saving_width(text: PreTrainedConfig, args: Arguments) -> int:
-    """TextShape.intermediate of a layer."""
+    """Return TextShape.intermediate of a layer."""
     found = (width(text, UNEVEN) for width in _functions("saving_width", args, text))
     return next((width for width in found if width is not None), mlp_width(text))
 
@@ -390,7 +389,7 @@ def _is_tied(language_model: nn.Module) -> bool:
 
 
 def _units(model: LlavaModel, elements: dict[nn.Parameter, int]) -> tuple[tuple[int, ...], ...]:
-    """The tensors that ZeRO-3 gathers together: of each repeated layer, and of every other module by itself."""
+    """Return the tensors that ZeRO-3 gathers together: per repeated layer, and per other module."""
     leaves = tuple(layer_classes(model))
     inside = {id(m) for leaf in model.modules() if isinstance(leaf, leaves) for m in leaf.modules() if m is not leaf}
     sizes = (

@@ -1,14 +1,14 @@
-# T tokens, D language-model width, w bytes of an activation
-"""The time of an optimizer step on GPUs that are not at hand: a roofline of what llava_ds computes and sends.
+# T tokens, D language-model width, w bytes per activation
+"""Estimate the time of an optimizer step on given GPUs: a roofline of computation and communication.
 
 A step is the sum of
 
     compute     FLOPs (tracking/flops.py) over a share of the GPU's peak; attention at a share of its own, with a
                 backward that computes the scores again; forward of checkpointed layers twice
-    memory      bytes that layers read and write beside their products, of the loss, and of the optimizer
-    traffic     what collectives (planning/traffic.py) last longer than the compute that they overlap with
-    CPU, PCIe   the optimizer's time on a CPU, and what copies to and from it last longer than compute
-    bubble      what a stage of a pipeline waits at the beginning and the end of a step
+    memory      bytes that layers read and write outside their products, for the loss, and in the optimizer
+    traffic     time of collectives (planning/traffic.py) beyond the compute that they overlap with
+    CPU, PCIe   the optimizer's time on a CPU, and time of copies to and from it beyond compute
+    bubble      idle time of a pipeline stage at the beginning and end of a step
 
 for the rank with the average load. Not counted: waiting for data, evals, saves, the first steps, Python's own time
 (micro-batches of a few hundred tokens), latency of collectives (small layers on hundreds of ranks), ranks that wait
@@ -27,35 +27,35 @@ from llava_ds.extensions.planning.traffic import Traffic, exchange_traffic, step
 from llava_ds.runtime.gpus import Gpu
 
 TERA, GIGA = 1e12, 1e9
-MATMUL_SHARE = 0.8  # of the peak for the fastest shape, where the table of GPUs has no measurement
-# A layer's products beside the fastest shape, clocks at the power limit: the one constant that was set with the public
-# figures of docs/speed.md in view. Inside a training step of an 8B an H200 reached 47 % in all that is not attention,
-# where the fastest product has 80 % (Bekman, Machine Learning Engineering).
+MATMUL_SHARE = 0.8  # of the peak for the fastest shape, if the GPU table has no measurement
+# A layer's products relative to the fastest shape, clocks at the power limit: the only constant chosen with the public
+# figures of docs/speed.md in view. Inside a training step of an 8B, an H200 reached 47 % outside attention; its fastest
+# product reaches 80 % (Bekman, Machine Learning Engineering).
 LAYER_SHARE = 0.9
 # Forward and backward together, causal, heads of 128: FlashAttention-2 reaches about 60 % of an A100's peak and 35 % of
 # an H100's, version 3 about 55 % of the latter (arXiv 2307.08691 and 2407.08608, figures).
 ATTENTION_SHARE = 0.45
-ATTENTION_BACKWARD = 2.5  # five products in place of forward's two
-MEMORY_SHARE = 0.8  # of the data sheet's bandwidth, of large element-wise kernels
-LINK_SHARE = 0.75  # of NVLink and of the network, of large collectives (nccl-tests' bus bandwidth)
+ATTENTION_BACKWARD = 2.5  # five products instead of forward's two
+MEMORY_SHARE = 0.8  # of the data sheet's bandwidth, for large element-wise kernels
+LINK_SHARE = 0.75  # of NVLink and network, for large collectives (nccl-tests' bus bandwidth)
 PCIE_COLLECTIVE_SHARE = 0.4  # of PCIe, when ranks send through the CPU's memory
-PCIE_SHARE = 0.75  # of copies from pinned memory
-CPU_ADAM_S = 0.25e-9  # a parameter, by all cores of a node (ZeRO-Offload, arXiv 2101.06840, table of Adam's latency)
-# Numbers that a layer's forward reads and writes for a token and unit of its width outside of products and attention,
-# counted in transformers' modeling_llama kernel by kernel, and of Liger's fused ones; backward moves twice as many.
+PCIE_SHARE = 0.75  # for copies from pinned memory
+CPU_ADAM_S = 0.25e-9  # per parameter, on all cores of a node (ZeRO-Offload, arXiv 2101.06840, table of Adam's latency)
+# Numbers that a layer's forward reads and writes per token and unit of width outside products and attention, counted
+# kernel by kernel in transformers' modeling_llama and in Liger's fused kernels; backward moves twice as many.
 LAYER_NUMBERS, FUSED_LAYER_NUMBERS = 75, 22
-LORA = 1.75  # times as many with adapters, whose products are so thin that their bytes count
-LOGIT_BYTES = 36  # read and written for a logit: stored, cast, softmax, gradient, cast, multiplied twice
-NETWORK_GBIT = 100.0  # of a node whose vendor does not say
-OVERLAP = 0.8  # of compute behind which traffic hides: collectives take some of its multiprocessors and bandwidth
+LORA = 1.75  # factor with adapters: their thin products are bound by memory
+LOGIT_BYTES = 36  # read and written per logit: stored, cast, softmax, gradient, cast, multiplied twice
+NETWORK_GBIT = 100.0  # per node, if the vendor doesn't publish it
+OVERLAP = 0.8  # share of compute that can hide traffic: collectives use some multiprocessors and bandwidth
 
 
 @dataclass(frozen=True)
 class Machine:
     """GPUs, and the assumptions that flags change.
 
-    matmul_share: of the peak that a model's products reach; network_gbit: of all cards of a node; overlap: the share of
-    compute behind which traffic can hide; tf32: whether fp32 products may use it.
+    matmul_share: share of the peak that products reach; network_gbit: of all cards of a node; overlap: share of compute
+    that can hide traffic; tf32: True if fp32 products may use it.
     """
 
     gpu: Gpu
@@ -68,18 +68,18 @@ class Machine:
     def of(
         cls, gpu: Gpu, matmul_share: float | None, network_gbit: float | None, overlap: float, tf32: bool
     ) -> "Machine":
-        """With the table's values for what is None."""
+        """Fill in the GPU table's values for None."""
         share = matmul_share or LAYER_SHARE * (gpu.matmul or MATMUL_SHARE)
         return cls(gpu, share, network_gbit or gpu.network or NETWORK_GBIT, overlap, tf32)
 
     def peak(self, weight_bytes: int) -> float:
-        """FLOP/s in a precision."""
+        """Return the FLOP/s in a precision."""
         if weight_bytes == 2:
             return self.gpu.half * TERA
         return (self.gpu.tf32 if self.tf32 and self.gpu.tf32 else self.gpu.fp32) * TERA
 
     def link_bandwidth(self, setup: Setup) -> float:
-        """Bytes/s that a rank of a ring sends. Between nodes all cards of a node serve each ring together."""
+        """Return the bytes/s that a rank of a ring sends. Between nodes, all cards of a node serve each ring."""
         gpu = self.gpu
         inside = GIGA * (LINK_SHARE * gpu.link if gpu.link else PCIE_COLLECTIVE_SHARE * gpu.pcie)
         if setup.num_gpus <= setup.gpus_per_node:
@@ -93,9 +93,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """The work of a rank in an optimizer step, on average. tokens, supervised and tiles: of one of its micro-batches,
-    without padding; sample_tokens: length of a sample; useful: tokens over tokens computed (below 1 with padding);
-    fused_layers: whether norms, positions and activations are Liger's kernels."""
+    """A rank's average work in an optimizer step. tokens, supervised and tiles: per micro-batch, without padding;
+    sample_tokens: length of a sample; useful: tokens divided by computed tokens (below 1 with padding); fused_layers:
+    True if norms, positions and activations are Liger's kernels.
+    """
 
     micro_steps: int
     tokens: float
@@ -108,7 +109,7 @@ class Load:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step by cause, and what it does in them. traffic_s and pcie_s are what does not hide."""
+    """Seconds of an optimizer step by cause, and its work. traffic_s and pcie_s: only the part that does not hide."""
 
     compute_s: float
     memory_s: float
@@ -117,7 +118,7 @@ class StepTime:
     pcie_s: float
     bubble_s: float
     traffic_bytes: float
-    tokens: float  # of all ranks
+    tokens: float  # sum over ranks
     mfu: float
 
     @property
@@ -130,7 +131,7 @@ class StepTime:
 
 
 def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime | None:
-    """Estimate a step of the run with this stage and offload; None for NVMe, where the disk decides."""
+    """Estimate a step of the run with this stage and offload; None for NVMe: its speed depends on the disk."""
     if "nvme" in (placement.optimizer, placement.param):
         return None
     if run.shape.stages:
@@ -147,7 +148,7 @@ def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) 
     exposed_s, pcie_s = _exposed(sent, sum(forward), sum(backward), load, machine, setup)
     updated_s, cpu_s = _optimizer_s(shape, placement, setup, machine)
     pairs = load.tokens * (load.sample_tokens + 1) / 2
-    # Of one micro-batch. Ranks that share matrices repeat each other's work in tower and output layer.
+    # Per micro-batch. Ranks that share matrices repeat each other's work in tower and output layer.
     useful = shape.flops.of(load.tokens, pairs, load.tiles / setup.tp, load.supervised / setup.tp)
     time = StepTime(
         compute_s=forward[0] + backward[0],
@@ -164,8 +165,8 @@ def step_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) 
 
 
 def _pipeline_time(run: Run, placement: ZeroPlacement, load: Load, machine: Machine) -> StepTime:
-    """The step of a pipeline: its slowest stage sets the pace, and waits for as many micro-batches as others stand
-    before it or behind it (arXiv 2104.04473, 2.2.1). What goes to the next stage and comes back hides behind nothing.
+    """Estimate the step of a pipeline: its slowest stage sets the pace, and waits for one micro-batch per other stage
+    (arXiv 2104.04473, 2.2.1). Traffic between stages does not hide.
     """
     setup, layers = run.setup, run.shape.text.num_layers
     times = []
@@ -188,7 +189,7 @@ def _pipeline_time(run: Run, placement: ZeroPlacement, load: Load, machine: Mach
 
 
 def _passes(run: Run, load: Load, machine: Machine) -> list[tuple[float, float]]:
-    """Forward and backward of a micro-batch, padding and recomputation included: FLOPs at the peak, and bytes."""
+    """Return FLOPs at the peak and bytes of a micro-batch's forward and backward, with padding and recomputation."""
     shape, text, tower, w = run.shape, run.shape.text, run.shape.tower, run.setup.weight_bytes
     flops, tokens = shape.flops, load.tokens / load.useful
     pairs, supervised = tokens * (load.sample_tokens / load.useful + 1) / 2, load.supervised / load.useful
@@ -217,7 +218,7 @@ def _passes(run: Run, load: Load, machine: Machine) -> list[tuple[float, float]]
 def _exposed(
     sent: Traffic, forward_s: float, backward_s: float, load: Load, machine: Machine, setup: Setup
 ) -> tuple[float, float]:
-    """Seconds of the collectives and of PCIe that do not hide behind compute."""
+    """Return the seconds of collectives and of PCIe that do not hide behind compute."""
     bandwidth, pcie = machine.link_bandwidth(setup), PCIE_SHARE * machine.gpu.pcie * GIGA
     overlap = machine.overlap if sent.can_overlap else 0.0
     room = overlap * backward_s * sent.backward_micro_steps / load.micro_steps
@@ -228,7 +229,7 @@ def _exposed(
 
 
 def _optimizer_s(shape: ModelShape, placement: ZeroPlacement, setup: Setup, machine: Machine) -> tuple[float, float]:
-    """Seconds of the update: of a rank's part in its GPU's memory, and of a node's parts on its CPU."""
+    """Return the seconds of the update: in a rank's GPU memory, and on a node's CPU."""
     if placement.optimizer == "cpu":
         return 0.0, CPU_ADAM_S * shape.num_trained / math.ceil(setup.num_gpus / setup.gpus_per_node)
     owned = shape.trained_of_rank / (1 if placement.stage == 0 else setup.ranks)

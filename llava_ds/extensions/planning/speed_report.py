@@ -1,4 +1,4 @@
-"""The estimate of speed in words: a table of all stages, what bounds the run's own, and what would make it faster."""
+"""Report the speed estimate: a table of all stages, the bottleneck of the run's own, and possible improvements."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from llava_ds.extensions.planning.speed import (
 )
 from llava_ds.extensions.table import EXTENSIONS
 
-LEAST_GAIN = 0.03  # of the tokens/s: less is not proposed
+LEAST_GAIN = 0.03  # of the tokens/s: smaller gains are not proposed
 
 ROWS = {
     "compute": "compute_s",
@@ -36,7 +36,7 @@ ROWS = {
 
 @dataclass(frozen=True)
 class SpeedRun:
-    """A run, the work of its ranks and the machine; gpu_memory: in bytes, None to propose what may not fit, too."""
+    """A run, its ranks' work and the machine; gpu_memory: bytes, None to also propose runs that may not fit."""
 
     run: Run
     load: Load
@@ -47,7 +47,7 @@ class SpeedRun:
         return step_time(self.run, self.run.placement, self.load, self.machine)
 
     def columns(self) -> dict[str, "SpeedRun"]:
-        """The same in every column of the table."""
+        """Return this run in every column of the table."""
         return {name: dataclasses.replace(self, run=other) for name, other in columns(self.run).items()}
 
     @property
@@ -56,9 +56,9 @@ class SpeedRun:
 
 
 def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, tiles: float, useful: float) -> Load:
-    """The work of a rank that the flags describe, with samples of a mean length and a mean number of tiles.
+    """Return a rank's work under the flags, for samples with a mean length and a mean number of tiles.
 
-    Raises ConfigError where only the number of parameters is known, for its layers decide.
+    Raises ConfigError if only the number of parameters is known, because the layers are needed.
     """
     if run.batch is None:
         raise ConfigError("--speed needs the model's layers: give --model with a named size, or name folders")
@@ -66,9 +66,9 @@ def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, 
     samples = training.per_device_train_batch_size * training.gradient_accumulation_steps
     micro_steps = training.gradient_accumulation_steps
     if training.tokens_per_micro_batch is not None:
-        # Packs of like size, none above the bound: as many as the packer needs at least.
+        # Packs of similar size, all within the bound: the fewest that the packer needs.
         micro_steps = -int(-samples * sample_tokens // (run.batch.num_tokens * run.setup.sp))
-    per_micro_step = samples / micro_steps / run.setup.sp  # of one rank
+    per_micro_step = samples / micro_steps / run.setup.sp  # per rank
     tokens = per_micro_step * sample_tokens
     return Load(
         micro_steps,
@@ -82,34 +82,34 @@ def load_of(run: Run, args: Arguments, supervised: float, sample_tokens: float, 
 
 
 def speed_table(speed: SpeedRun) -> list[str]:
-    """Every stage and offload side by side; the run's own column is marked."""
+    """Tabulate every stage and offload; the run's own column is marked."""
     cells = [each.time() for each in speed.columns().values()]
     unit, times_per_s = ("s", 1) if max(time.total_s for time in cells if time is not None) >= 1 else ("ms", 1000)
     rows = [(f"{unit} of a step", headings(speed.run))]
     shown = {label: name for label, name in ROWS.items() if name != "bubble_s" or speed.run.setup.pp > 1}
     rows += [(label, [_cell(time, name, ".3f", times_per_s) for time in cells]) for label, name in shown.items()]
-    rows += [("traffic, GB a rank", ["-" if time is None else f"{time.traffic_bytes / GB:.1f}" for time in cells])]
+    rows += [("traffic, GB per rank", ["-" if time is None else f"{time.traffic_bytes / GB:.1f}" for time in cells])]
     rows += [("tokens/s, all GPUs", [_cell(time, "tokens_per_s", ",.0f") for time in cells])]
     rows += [("MFU", ["-" if time is None else f"{time.mfu:.1%}" for time in cells])]
     return aligned(rows)
 
 
 def speed_lines(speed: SpeedRun) -> list[str]:
-    """What the figures assume, what bounds the step, and what would make it faster."""
+    """Describe the assumptions, the bottleneck of the step, and possible improvements."""
     time = speed.time()
     if time is None:
-        return [*assumptions(speed), "offload to NVMe: no estimate, for disks differ too much; measure one"]
+        return [*assumptions(speed), "offload to NVMe: no estimate, because disks differ too much; measure yours"]
     share, bound = max((seconds / time.total_s, name) for name, seconds in bounds(speed, time).items())
     lines = [
-        f"{placement_name(speed.run.placement)}: {time.total_s:.3g} s a step, {time.tokens_per_s:,.0f} tokens/s, "
+        f"{placement_name(speed.run.placement)}: {time.total_s:.3g} s per step, {time.tokens_per_s:,.0f} tokens/s, "
         f"MFU {time.mfu:.1%}; bound by {bound}, {share:.0%} of the step"
     ]
     found = [f"faster: {words}: {gain:+.0%} tokens/s" for gain, words in improvements(speed)]
-    return [*assumptions(speed), *lines, *(found or ["faster: nothing that was tried gains 3 %"])]
+    return [*assumptions(speed), *lines, *(found or ["faster: no tried change gains 3 %"])]
 
 
 def bounds(speed: SpeedRun, time: StepTime) -> dict[str, float]:
-    """Seconds of a step by what a faster machine would have more of."""
+    """Return the seconds of a step by the resource that limits them."""
     link = "NVLink" if speed.machine.gpu.link else "PCIe between the GPUs"
     network = "the network" if speed.run.setup.num_gpus > speed.run.setup.gpus_per_node else link
     return {
@@ -117,12 +117,12 @@ def bounds(speed: SpeedRun, time: StepTime) -> dict[str, float]:
         "the GPU's memory bandwidth": time.memory_s,
         network: time.traffic_s,
         "the CPU's optimizer and PCIe": time.cpu_s + time.pcie_s,
-        "stages that wait for each other": time.bubble_s,
+        "stages waiting for each other": time.bubble_s,
     }
 
 
 def improvements(speed: SpeedRun) -> list[tuple[float, str]]:
-    """Changes one at a time that fit in memory and gain tokens/s, the largest gain first."""
+    """Return changes, one at a time, that fit in memory and gain tokens/s, the largest gain first."""
     before = speed.time().tokens_per_s
     found = []
     for words, other in _changes(speed):
@@ -139,7 +139,7 @@ def _changes(speed: SpeedRun) -> Iterator[tuple[str, SpeedRun]]:
     run, load = speed.run, speed.load
     if run.batch.num_recomputed:
         kept = dataclasses.replace(run, batch=dataclasses.replace(run.batch, num_recomputed=0))
-        yield "recompute no layer (--gradient_checkpointing False)", dataclasses.replace(speed, run=kept)
+        yield "recompute no layers (--gradient_checkpointing False)", dataclasses.replace(speed, run=kept)
     timed = {name: time for name, other in speed.columns().items() if other.fits and (time := other.time()) is not None}
     if timed:
         name = min(timed, key=lambda name: timed[name].total_s)
@@ -147,7 +147,7 @@ def _changes(speed: SpeedRun) -> Iterator[tuple[str, SpeedRun]]:
     if load.micro_steps > 1:
         yield "micro-batches of twice the tokens", _larger_micro_batches(speed)
     more = dataclasses.replace(load, micro_steps=2 * load.micro_steps)
-    yield "twice the samples in a step (another optimisation)", dataclasses.replace(speed, load=more)
+    yield "twice the samples per step (changes the optimisation)", dataclasses.replace(speed, load=more)
     if run.setup.num_gpus > run.setup.gpus_per_node:
         faster = dataclasses.replace(speed.machine, network_gbit=4 * speed.machine.network_gbit)
         yield "a network of four times the bandwidth", dataclasses.replace(speed, machine=faster)
@@ -168,7 +168,7 @@ def _larger_micro_batches(speed: SpeedRun) -> SpeedRun:
 
 
 def assumptions(speed: SpeedRun) -> list[str]:
-    """What goes into the figures, in words."""
+    """Describe the assumptions in words."""
     machine, load, setup = speed.machine, speed.load, speed.run.setup
     gpu, peak = machine.gpu, machine.peak(setup.weight_bytes)
     link = (
@@ -178,18 +178,19 @@ def assumptions(speed: SpeedRun) -> list[str]:
     nodes = -(-setup.num_gpus // setup.gpus_per_node)
     if nodes > 1:
         link += f", {nodes} nodes with {machine.network_gbit:g} Gbit/s each at {LINK_SHARE:.0%}"
-    packed = "" if load.useful == 1 else f", {load.useful:.0%} of what is computed (the rest is padding or waiting)"
+    packed = "" if load.useful == 1 else f", {load.useful:.0%} of the computed ones (the rest is padding or waiting)"
     return [
         f"{setup.num_gpus} x {gpu.name}: products at {machine.matmul_share:.0%} of {peak / TERA:g} TFLOP/s, "
         f"attention at {ATTENTION_SHARE:.0%}, memory at {MEMORY_SHARE:.0%} of {gpu.bandwidth:g} GB/s, {link}; "
-        f"traffic hides behind {machine.overlap:.0%} of the compute that DeepSpeed overlaps it with",
-        f"a step of a rank: {load.micro_steps} x {load.tokens:,.0f} tokens on average{packed}, in samples of "
-        f"{load.sample_tokens:,.0f}, with {load.tiles:.3g} image tiles each time; no waiting for data, evals and saves",
+        f"traffic hides behind {machine.overlap:.0%} of the compute that overlaps with it in DeepSpeed",
+        f"a rank's step: {load.micro_steps} x {load.tokens:,.0f} tokens on average{packed}, in samples of "
+        f"{load.sample_tokens:,.0f}, with {load.tiles:.3g} image tiles each; data loading, evals and saves are "
+        "not counted",
     ]
 
 
 def speed_json(speed: SpeedRun) -> dict[str, object]:
-    """The same figures for a program, in seconds and bytes; null where there is no estimate."""
+    """Return the same figures as JSON values, in seconds and bytes; null if not estimated."""
     times, own = {name: each.time() for name, each in speed.columns().items()}, speed.time()
     return {
         "gpu": dataclasses.asdict(speed.machine.gpu),

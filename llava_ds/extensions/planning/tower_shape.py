@@ -1,4 +1,4 @@
-"""The sizes of a vision tower and its connector, as far as memory depends on them."""
+"""The sizes of a vision tower and its connector that memory depends on."""
 
 import math
 from dataclasses import dataclass
@@ -14,13 +14,12 @@ from llava_ds.model.vision import TowerPlan
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Widths and layers of the vision tower, features per tile, and side of a tile in pixels.
+    """Widths and layers of the vision tower, features per tile, and a tile's side in pixels.
 
-    num_patches: features per tile of the projector, each of so many positions of the tower as shuffled says;
-    class_tokens: positions beside those; num_parameters: of the tower alone; trained: whether the stage trains it.
-    saved, saved_fp32: numbers of a position that one of its layers saves for backward where it trains, in the weights'
-    precision and in fp32, on average; connector: numbers of a feature that the projector saves beside what
-    the tower gives.
+    num_patches: projector features per tile, each from `shuffled` tower positions; class_tokens: additional positions;
+    num_parameters: the tower's only; trained: the stage trains it. saved, saved_fp32: numbers that a trained layer
+    saves per position for backward, in the weights' precision and in fp32, on average; connector: numbers that the
+    projector saves per feature in addition to the tower's output.
     """
 
     hidden: int
@@ -38,16 +37,16 @@ class TowerShape:
 
     @property
     def num_positions(self) -> int:
-        """Positions of a tile in the tower, a class token among them."""
+        """Tower positions per tile, including a class token."""
         return self.num_patches * self.shuffled + self.class_tokens
 
 
 def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerShape:
     """Read the sizes off a model on the meta device."""
-    each = [_saved_by(layer) for layer in repeated_layers(model.vision_tower.tower)]  # of a second tower, too
+    each = [_saved_by(layer) for layer in repeated_layers(model.vision_tower.tower)]  # includes a second tower
     saved, saved_fp32 = (math.ceil(sum(numbers) / tower.num_layers) for numbers in zip(*each))
     linears = [layer for layer in model.projector.modules() if isinstance(layer, nn.Linear)]
-    # What lies between two matrices is saved before and behind its activation.
+    # The tensor between two matrices is saved before and after its activation.
     between = [a.out_features for a, b in pairwise(linears) if a.out_features == b.in_features]
     return TowerShape(
         hidden=tower.layer_width,
@@ -66,13 +65,13 @@ def tower_shape(model: LlavaModel, tower: TowerPlan, args: Arguments) -> TowerSh
 
 
 def _saved_by(layer: nn.Module) -> tuple[int, int]:
-    """Numbers that a layer saves of a position for backward: in the weights' precision, and in fp32.
+    """Return the numbers that a layer saves per position for backward: in the weights' precision, and in fp32.
 
-    A LayerNorm's input and output; of a norm without means its input in fp32, normalised, and times its weight; query,
-    key, value and attention's output, and with one matrix for the first three, which rotates two of them, these before
-    it, too; what a scale of a layer's output multiplies; and of the MLP what lies between its matrices: before and
-    behind the activation, the sigmoid of a quick GELU, the other factor and the product behind a gate. Gemma's norms
-    multiply in fp32, by heads, too, and where matrices have bounds, what they are given and give is there twice.
+    LayerNorm: input and output. Norm without means: input in fp32, normalised, and times its weight. Attention: query,
+    key, value and output; a fused matrix for the first three also saves query and key before rotation. Output scale:
+    its input. MLP: the tensors between its matrices: before and after the activation, a quick GELU's sigmoid, and a
+    gate's other factor and product. Gemma's norms, including the head norms, multiply in fp32; matrices with bounds
+    save their inputs and outputs twice.
     """
     modules = dict(layer.named_modules())
     linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
@@ -94,4 +93,4 @@ def _saved_by(layer: nn.Module) -> tuple[int, int]:
     numbers -= hidden * other_norms
     if any(hasattr(module, "input_max") for module in modules.values()):
         numbers += 11 * hidden + 3 * intermediate
-    return numbers, hidden * (2 * other_norms + 5)  # of query and key twice, of values, whose norm has no weight, once
+    return numbers, hidden * (2 * other_norms + 5)  # query and key twice; values once, their norm has no weight

@@ -1,5 +1,5 @@
-# P parameters, T trained ones, N ranks, w bytes of a weight, m micro-batches of an optimizer step
-"""The bytes that a rank sends in an optimizer step, by ZeRO stage and offload, as DeepSpeed 0.19 sends them.
+# P parameters, T trained ones, N ranks, w bytes per weight, m micro-batches per optimizer step
+"""Estimate the bytes that a rank sends in an optimizer step, by ZeRO stage and offload, as DeepSpeed 0.19 sends them.
 
 Between ranks, in rings: an all-reduce of S bytes sends 2 S (N - 1) / N, a reduce-scatter or an all-gather half of it.
 
@@ -10,17 +10,17 @@ Between ranks, in rings: an all-reduce of S bytes sends 2 S (N - 1) / N, a reduc
     3       gather, m      gather and reduce-scatter of wT, m times
 
 Stages 1 and 2 do not reduce-scatter: each bucket is all-reduced, and each rank copies its part out
-(use_multi_rank_bucket_allreduce, which is true by default; stage_1_and_2.py, average_tensor). Stages 0 and 1 send
-gradients at the last micro-batch of a step alone, 2 and 3 at every one.
+(use_multi_rank_bucket_allreduce, true by default; stage_1_and_2.py, average_tensor). Stages 0 and 1 send gradients only
+at the last micro-batch of a step, 2 and 3 at every one.
 
-Stage 3 gathers all weights above stage3_param_persistence_threshold in forward, and once more in backward those through
-which gradients flow, except the last ones of forward, which stage3_max_reuse_distance keeps; not the embedding, and not
-a frozen output layer, whose gradients come with the loss. Checkpointed layers are recomputed with the weights that
-backward needs anyway. tests/distributed/test_traffic.py counts all of this on real ranks.
+Stage 3 gathers all weights above stage3_param_persistence_threshold in forward. In backward it gathers again those that
+gradients flow through, except the last ones of forward, kept by stage3_max_reuse_distance. The embedding and a frozen
+output layer are not gathered again: the output layer's gradients are computed with the loss. Checkpointed layers are
+recomputed with the weights that backward needs anyway. tests/distributed/test_traffic.py counts this on real ranks.
 
-To the CPU, over PCIe: with offload_optimizer a rank's wT/N of gradients at every micro-batch (and back, to add the
-next), 4T/N at the last one, and wT/N of updated weights back; with offload_param a rank's part of the weights comes
-before each gather.
+To the CPU, over PCIe: with offload_optimizer, a rank's wT/N of gradients at every micro-batch (and back, to add the
+next), 4T/N at the last one, and wT/N of updated weights back; with offload_param, a rank's part of the weights before
+each gather.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ from llava_ds.extensions.planning.shapes import UNEVEN, ModelShape, TextShape
 class Traffic:
     """Bytes that a rank sends in an optimizer step: to other ranks in forward, in backward and after it, and over PCIe.
 
-    backward_micro_steps: micro-batches in whose backward the second part is sent; can_overlap: whether DeepSpeed
-    computes meanwhile; exchanged: inside of layers, which wait for it, between ranks that share samples.
+    backward_micro_steps: number of micro-batches that send in backward; can_overlap: True if DeepSpeed computes
+    meanwhile; exchanged: inside layers, between ranks that share samples; layers wait for it.
     """
 
     forward: float
@@ -49,17 +49,17 @@ class Traffic:
 
     @property
     def total(self) -> float:
-        """Between ranks."""
+        """Bytes sent to other ranks."""
         return self.forward + self.backward + self.after + self.exchanged
 
 
 def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: int) -> float:
-    """The bytes that a rank sends to those that share its samples, in one micro-batch.
+    """Return the bytes that a rank sends to ranks that share its samples, in one micro-batch.
 
-    tokens: the rank's; recomputed: checkpointed layers, whose forward runs twice. Sequence parallelism sends as much in
-    backward as in forward; tensor parallelism adds up a layer's T D numbers twice in forward and, for each of five
-    matrices, five times in backward (module_inject/layers.py). Tokens go to the ranks of their experts, and results
-    come back, in forward and in backward; with them the rows that an uneven load leaves empty.
+    tokens: the rank's; recomputed: checkpointed layers; their forward runs twice. Sequence parallelism sends as much in
+    backward as in forward. Tensor parallelism sums a layer's T D numbers twice in forward and five times in backward,
+    once per matrix (module_inject/layers.py). Expert parallelism sends tokens to their experts' ranks and results back,
+    in forward and backward, including rows left empty by an uneven load.
     """
     sent = (setup.sp - 1) / setup.sp * sum(exchanged_bytes(text, tokens, setup.weight_bytes))
     added = 2 * (setup.tp - 1) / setup.tp * tokens * text.hidden * setup.weight_bytes
@@ -69,9 +69,9 @@ def exchange_traffic(text: TextShape, setup: Setup, tokens: float, recomputed: i
 
 
 def step_traffic(shape: ModelShape, placement: ZeroPlacement, setup: Setup, micro_steps: int) -> Traffic:
-    """The traffic of an optimizer step of so many micro-batches."""
+    """Return the traffic of an optimizer step with this many micro-batches."""
     part, w, overlaps = (setup.ranks - 1) / setup.ranks, setup.weight_bytes, setup.zero.overlap_comm
-    once = part * w * shape.trained_of_rank  # an all-gather or a reduce-scatter of what trains
+    once = part * w * shape.trained_of_rank  # an all-gather or a reduce-scatter of the trained part
     if placement.stage == 0:
         return Traffic(0, 0, 2 * once, 1, can_overlap=False)
     pcie, pcie_after = _pcie_bytes(shape, placement, setup, micro_steps)
@@ -85,7 +85,7 @@ def step_traffic(shape: ModelShape, placement: ZeroPlacement, setup: Setup, micr
 
 
 def gathered_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
-    """Bytes of all weights that stage 3 gathers for one micro-batch in forward, and in backward."""
+    """Return the bytes of all weights that stage 3 gathers for one micro-batch, in forward and in backward."""
     zero, w = setup.zero, setup.weight_bytes
     large = sum(size for size in shape.tensors if size > zero.param_persistence_threshold)
     packed = sum(shape.packed) * shape.packed_bits / 8
@@ -96,17 +96,17 @@ def gathered_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
 
 
 def _gathered_once(shape: ModelShape) -> int:
-    """Elements that backward has no use for: a frozen tower, the embedding, a frozen output layer."""
+    """Count elements that backward doesn't need: a frozen tower, the embedding, a frozen output layer."""
     if shape.text is None or shape.tower is None:
         return 0
     text, tower = shape.text, shape.tower
     ends = 1 if text.tied else 2
-    unused = ends - text.trained  # with the output layer trained, its weight comes once more
+    unused = ends - text.trained  # a trained output layer's weight is gathered again
     return unused * text.vocab * text.hidden + (0 if tower.trained else tower.num_parameters)
 
 
 def _pcie_bytes(shape: ModelShape, placement: ZeroPlacement, setup: Setup, micro_steps: int) -> tuple[float, float]:
-    """A rank's bytes to and from its CPU during the micro-batches, and after the last."""
+    """Return a rank's bytes to and from its CPU, during the micro-batches and after the last."""
     w, ranks = setup.weight_bytes, setup.ranks
     owned = shape.trained_of_rank / ranks
     during = after = 0.0

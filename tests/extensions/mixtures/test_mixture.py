@@ -135,7 +135,7 @@ def test_experts_are_computed_as_wanted_with_the_same_result(wanted):
 def test_where_torch_has_no_grouped_product_the_line_says_so():
     model = AutoModelForCausalLM.from_config(toys.language_model_config("qwen3_moe"))
     line = choose_experts(model, None, torch.device("cpu"), compiled=True)
-    assert line == "experts: one matrix product after the other (compiled, torch has it for bf16 alone) (grouped_mm)"
+    assert line == "experts: one matrix product after the other (compiled, torch supports it only in bf16) (grouped_mm)"
     assert "one grouped" in choose_experts(model.bfloat16(), None, torch.device("cpu"), compiled=True)
 
 

@@ -28,7 +28,10 @@ def zero(stage: int, **keys: object) -> dict:
         (["--num_experts", "4"], "--num_experts without --moe_enable would train a dense model"),
         (["--moe_mode", "dense", "--use_residual", "True"], "--moe_mode, --use_residual without --moe_enable"),
         (["--moe_enable", "True", "--top_k_experts", "5"], "--top_k_experts is 5 of --num_experts 4: give fewer"),
-        (["--moe_enable", "True", "--tune_mm_mlp_adapter", "True"], "--moe_enable True with a projector that trains"),
+        (
+            ["--moe_enable", "True", "--tune_mm_mlp_adapter", "True"],
+            "--moe_enable True, but only the projector is trained",
+        ),
         (
             ["--moe_enable", "True", "--moe_mode", "dense", "--moe_layers_idx", "1"],
             "--moe_mode and --moe_layers_idx both",
@@ -57,7 +60,7 @@ def test_flags_of_moe_llavas_scripts_are_read():
     [
         ("--ep", ": did you mean --ep_size?"),
         ("--expert_model_parallel_size", ": did you mean --ep_size?"),
-        ("--eval_capacity_factor", ": leave it out, for eval and answers drop no token"),
+        ("--eval_capacity_factor", ": leave it out, for eval and inference drop no tokens"),
     ],
 )
 def test_other_trainers_flags_lead_to_what_is_meant_here(flag, says):
@@ -67,8 +70,8 @@ def test_other_trainers_flags_lead_to_what_is_meant_here(flag, says):
 
 # The JSON, flags, and the line of the error.
 EP, KEY = "--ep_size is 2, ", "moe_expert_parallel_size"
-OTHER_STAGE = "but DeepSpeed's layer of experts works at ZeRO 0 to 2: give ds_configs/zero2.json"
-OWN_SCALE = "each rank would look for its own loss scale: write bf16"
+OTHER_STAGE = "but DeepSpeed's expert layer works with ZeRO 0 to 2: give ds_configs/zero2.json"
+OWN_SCALE = "each rank would choose its own loss scale: use bf16"
 RECOMPUTED = {"activation_checkpointing": {"number_checkpoints": 4}}
 WRONG = [
     ({"expert_parallel_size": 2}, {}, f'expert_parallel_size is 2 {J}: remove it, write "{KEY}": 2, which shares'),
@@ -80,19 +83,24 @@ WRONG = [
     (
         {"optimizer": {"type": "AdamW", "params": {}}, **zero(2)},
         {"ep_size": 2},
-        f"{EP}which needs torch's AdamW, by flags (with any other DeepSpeed averages norms of experts over the ranks "
-        "that share them): leave optimizer out of the JSON",
+        f"{EP}but expert parallelism needs torch's AdamW, set by flags (with any other, DeepSpeed averages expert "
+        "norms over the ranks that share the experts): leave optimizer out of the JSON",
     ),
-    (zero(2), {"optim": "adamw_8bit", "ep_size": 2}, f"{EP}which needs torch's AdamW: leave out --optim adamw_8bit"),
+    (
+        zero(2),
+        {"optim": "adamw_8bit", "ep_size": 2},
+        f"{EP}but expert parallelism needs torch's AdamW: leave out --optim",
+    ),
     (
         zero(2, offload_optimizer={"device": "cpu"}),
         {"ep_size": 2},
-        f"{EP}but zero_optimization.offload_optimizer steps outside the check of all ranks' norm: remove it",
+        f"{EP}but zero_optimization.offload_optimizer steps before the gradient norm over all ranks is checked: "
+        "remove it",
     ),
     (
         zero(2, compute_grad_norm=False),
         {"ep_size": 2},
-        f"{EP}which needs the norm of gradients: remove zero_optimization.compute_grad_norm",
+        f"{EP}but expert parallelism needs the gradient norm: remove zero_optimization.compute_grad_norm",
     ),
     (
         {"fp16": {"enabled": True}, **zero(2)},
@@ -107,8 +115,8 @@ WRONG = [
     (
         RECOMPUTED,
         {"router_aux_loss_coef": 0.01},
-        f"activation_checkpointing.number_checkpoints is set {J}, whose checkpointing keeps no gradient of what "
-        "routers choose, but --router_aux_loss_coef needs it: remove the section, and give --gradient_checkpointing "
+        f"activation_checkpointing.number_checkpoints is set {J}, and its checkpointing keeps no gradient of the "
+        "routers' choices, but --router_aux_loss_coef needs it: remove the section, and give --gradient_checkpointing "
         "all",
     ),
 ]
@@ -127,7 +135,7 @@ def test_what_the_json_does_not_go_with_is_refused(raw, flags, line):
 
 def test_another_trainers_key_is_answered_with_the_one_to_write():
     (line,) = refused({"ep_size": 8})
-    assert 'remove it, write "moe_expert_parallel_size": 8, which shares experts out over ranks' in line
+    assert 'remove it, write "moe_expert_parallel_size": 8, which divides experts over ranks' in line
 
 
 def test_all_unknown_keys_are_in_one_message():

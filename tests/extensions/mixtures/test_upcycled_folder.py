@@ -86,12 +86,12 @@ def test_its_names_are_those_of_its_format(written):
 
 def test_experts_over_experts_are_refused(written):
     _, _, given, _ = written
-    with pytest.raises(ConfigError, match="has experts already: leave --moe_enable out"):
+    with pytest.raises(ConfigError, match="already has experts: leave --moe_enable out"):
         opened({**given, **MOE})
 
 
 def test_the_reason_for_llavas_format_is_said(tmp_path):
     _, plan, args = opened({**toys.write_base(tmp_path), **MOE})
     kind, why = hf_kind(plan, args.model, plan.tower.image_options(args))
-    assert kind is None and "a llama with experts in some of its layers alone" in why
+    assert kind is None and "a llama with experts in only some of its layers" in why
     assert Path(args.model.model_name_or_path).is_dir()

@@ -94,4 +94,4 @@ def test_it_leaves_nothing_where_nothing_was_and_counts_the_parameters_by_part(a
     assert not nowhere.exists()
     said = done.stdout
     assert re.search(r"[\d,]+ parameters, [\d,]+ of them trained \(vision_tower .* frozen, projector", said)
-    assert "1 GPU, 2 bytes a weight, 250 tokens a micro-batch at most" in said
+    assert "1 GPU, 2 bytes per weight, at most 250 tokens per micro-batch" in said

@@ -145,7 +145,7 @@ def test_the_largest_that_is_estimated_keeps_its_columns_apart(main, capsys):
     ("flags", "message"),
     [
         (["--model", "7b"], "--model 7b is unknown: choose from llava-v1.5-7b"),
-        (["--model", "1e30"], "--model 1e30 is more parameters than can be estimated: give 1e+14 or fewer"),
+        (["--model", "1e30"], "--model 1e30 has more parameters than can be estimated: give 1e+14 or fewer"),
         (["--num_gpus", "0"], "--num_gpus is 0: give 1 or more"),
         (["--num_gpus", "100000000"], "--num_gpus is 100000000: give 100,000 or fewer"),
         (["--gpus_per_node", "0"], "--gpus_per_node is 0: give 1 or more"),
@@ -177,7 +177,7 @@ def test_every_family_is_counted_and_other_layers_than_llamas_are_said(family, m
     lines = capsys.readouterr().out.splitlines()
     assert f"language_model {size:,})" in lines[0]
     others = family not in ("llama", "qwen2", "qwen2_5", "mistral", "granite")
-    assert ("this model has other layers: a guide only" in lines[2]) == others
+    assert ("but this model's differ: a guide only" in lines[2]) == others
 
 
 def test_a_language_model_that_training_refuses_is_refused(main, tmp_path):

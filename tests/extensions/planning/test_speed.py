@@ -171,7 +171,7 @@ def test_the_words_name_the_bound_and_changes_that_fit(main, capsys):
     main([*flags.split(), "--gradient_accumulation_steps", "4", "--gradient_checkpointing", "True"])
     out = capsys.readouterr().out
     assert "in 80 GB" in out  # --gpu says the memory, too
-    assert re.search(r"^ZeRO-3: [\d.]+ s a step, [\d,]+ tokens/s, MFU [\d.]+%; bound by the network", out, re.M)
+    assert re.search(r"^ZeRO-3: [\d.]+ s per step, [\d,]+ tokens/s, MFU [\d.]+%; bound by the network", out, re.M)
     assert "faster: ZeRO-1 in the DeepSpeed JSON: +" in out
     assert "faster: ZeRO-0" not in out  # which does not fit
     assert out.count("in the DeepSpeed JSON") == 1  # the fastest alone
