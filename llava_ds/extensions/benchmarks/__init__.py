@@ -1,1 +1,1 @@
-"""Questions from benchmarks' files, answers that are kept as they come, and the official scores of them."""
+"""Read benchmark questions, store answers as they arrive, and compute the official scores."""

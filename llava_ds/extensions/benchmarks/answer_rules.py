@@ -1,4 +1,4 @@
-"""Rules by which benchmarks read an answer and compare it, as their official code does.
+"""Parse and compare answers with the rules of each benchmark's official code.
 
 Each function names the code whose behaviour it matches; quirks that published figures contain are reproduced.
 """
@@ -7,16 +7,16 @@ import re
 import string
 from collections.abc import Callable
 
-ANLS_THRESHOLD = 0.5  # a similarity below counts as 0
-RELATIVE_CHANGE = 0.05  # of a number in a chart, which still counts as right
+ANLS_THRESHOLD = 0.5  # lower similarities count as 0
+RELATIVE_CHANGE = 0.05  # tolerance for a number in a chart
 FORMULAS = "Handwritten Mathematical Expression Recognition"  # OCRBench's category without spaces in its answers
 
 
 def anls(answer: str, references: list[str]) -> float:
-    """The highest normalised Levenshtein similarity to a reference, 0 below the threshold.
+    """Return the highest normalised Levenshtein similarity to a reference, 0 below the threshold.
 
-    Source: ST-VQA (arXiv 1905.13648), section 5, as the evaluation of DocVQA and InfographicVQA computes it: spaces and
-    case don't count as differences, but the lengths are those before they are removed.
+    Source: ST-VQA (arXiv 1905.13648), section 5, as in the evaluation of DocVQA and InfographicVQA: spaces and case
+    don't count as differences, but lengths are measured before they are removed.
     """
 
     def distance(reference: str) -> float:
@@ -28,7 +28,7 @@ def anls(answer: str, references: list[str]) -> float:
 
 
 def edit_distance(one: str, other: str) -> int:
-    """The Levenshtein distance: inserted, deleted and replaced characters."""
+    """Levenshtein distance: inserted, deleted and replaced characters."""
     before = list(range(len(other) + 1))
     for i, mine in enumerate(one, 1):
         now = [i]
@@ -39,7 +39,7 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def relaxed_match(answer: str, references: list[str]) -> bool:
-    """True if a number differs from a reference by 5 % at most, or a text equals it except for case.
+    """True if a number is within 5 % of a reference, or a text equals it except for case.
 
     Source: ChartQA (arXiv 2203.10244), section 5.1, as pix2struct's metrics compute it.
     """
@@ -61,7 +61,7 @@ def _chart_number(text: str) -> float | None:
 
 
 def contains_text(answer: str, references: list[str], category: str) -> bool:
-    """True if a reference is part of the answer; case counts and spaces don't in formulas, and vice versa elsewhere.
+    """True if the answer contains a reference. Formulas compare case but not spaces, all other categories vice versa.
 
     Source: OCRBench (arXiv 2305.07895), example.py.
     """
@@ -73,7 +73,7 @@ def contains_text(answer: str, references: list[str], category: str) -> bool:
 
 
 def leads_with_letter(answer: str, letter: str) -> bool:
-    """True if an answer begins with the letter, also behind "(", "option " or "the answer is ", in any case.
+    """True if an answer starts with the letter, optionally after "(", "option " or "the answer is ", in any case.
 
     Source: MMStar (arXiv 2403.20330), its evaluation code.
     """
@@ -83,7 +83,7 @@ def leads_with_letter(answer: str, letter: str) -> bool:
 
 
 def first_character(answer: str, letter: str) -> bool:
-    """True if the first character of an answer is the letter, in any case.
+    """True if an answer's first character is the letter, in any case.
 
     Source: lmms-eval's SEED-Bench; the same as LLaVA's script for an answer of one letter.
     """
@@ -91,7 +91,7 @@ def first_character(answer: str, letter: str) -> bool:
 
 
 def letter_alone(answer: str, letter: str) -> bool:
-    """True if an answer is the letter in any case and punctuation, or begins with it and a full stop.
+    """True if an answer is the letter in any case and punctuation, or starts with it and a full stop.
 
     Source: lmms-eval's AI2D.
     """
@@ -101,7 +101,7 @@ def letter_alone(answer: str, letter: str) -> bool:
 
 
 def first_yes_or_no(answer: str) -> str | None:
-    """The word yes or no among the first four characters of an answer, in any case; None where neither is.
+    """Return yes or no if it is in an answer's first four characters, in any case; else None.
 
     Source: MME (arXiv 2306.13394), calculation.py.
     """
@@ -109,9 +109,9 @@ def first_yes_or_no(answer: str) -> str | None:
 
 
 def mmmu_letter(answer: str, options: dict[str, str]) -> str | None:
-    """The option that an answer names last: by "(B)", by "B", by "B.", or in six words or more by its text.
+    """Return the option that an answer names last: as "(B)", "B" or "B.", or with six or more words by its text.
 
-    None where it names none; the official code then draws one at random.
+    None if it names no option; the official code then draws one at random.
     Source: MMMU (arXiv 2311.16502), eval_utils.py.
     """
     for mark in ",.!?;:'":
@@ -130,7 +130,7 @@ def mmmu_letter(answer: str, options: dict[str, str]) -> str | None:
     ]
     for is_named, place in ways:
         if named := list(filter(is_named, options)):
-            return max(named, key=place)  # of several at one place, the first
+            return max(named, key=place)  # the first of several at one place
     return None
 
 
@@ -143,7 +143,7 @@ _MMMU_NUMBERS = (
 
 
 def mmmu_open_match(answer: str, references: list[str]) -> bool:
-    """True if a text that an open answer ends in holds a reference, or one of its numbers equals one to two decimals.
+    """True if a result in the answer contains a reference, or one of its numbers equals one to two decimals.
 
     Source: MMMU (arXiv 2311.16502), eval_utils.py.
     """
@@ -159,7 +159,7 @@ def mmmu_open_match(answer: str, references: list[str]) -> bool:
 
 
 def _mmmu_results(answer: str) -> list[str]:
-    """The end of each line behind the last word that announces a result; the whole answer where no line has one."""
+    """Return the end of each line after its last result word; the whole answer if no line has one."""
     answer = answer.strip().strip(".").lower()
     *lines, last = answer.split("\n")
     results = []
@@ -175,7 +175,7 @@ def _mmmu_results(answer: str) -> list[str]:
 
 
 def _mmmu_values(text: str) -> list[str | float]:
-    """A number, rounded, or a text in lower case; a single character with a space, so that it is found as a word."""
+    """Return a rounded number, or a lower-case text; single characters get a space so that they match as words."""
     text = text.strip()
     try:
         return [round(float(text.replace(",", "")), 2)]
@@ -185,11 +185,11 @@ def _mmmu_values(text: str) -> list[str | float]:
 
 
 def mathvista_extraction(answer: str, reference: dict) -> str | None:
-    """The part of an answer that is compared; None where the official code asks a language model to find it.
+    """Return the part of an answer to compare; None if the official code would use a language model to find it.
 
-    An option's text or letter, an integer, a float or a list by itself, and what follows "The answer is".
-    Source: MathVista (arXiv 2310.02255), extract_answer.py with --quick_extract; a letter or a list by itself, which
-    the language model repeats, is taken as it is.
+    Accepts an option's text or letter, a lone integer, float or list, and the text after "The answer is".
+    Source: MathVista (arXiv 2310.02255), extract_answer.py with --quick_extract. A lone letter or list is used
+    unchanged, because the language model repeats it.
     """
     choices, kind = reference["choices"], reference["answer_type"]
     if not answer or answer in choices:
@@ -209,7 +209,7 @@ def mathvista_extraction(answer: str, reference: dict) -> str | None:
 
 
 def mathvista_match(extraction: str, reference: dict) -> bool:
-    """True if an extraction equals the answer: as the nearest option, an integer, or a float of the given precision.
+    """True if an extraction equals the answer: as the nearest option, an integer, or a float with the given precision.
 
     Source: MathVista (arXiv 2310.02255), calculate_score.py.
     """
@@ -238,7 +238,7 @@ _BOX = re.compile(rf"\[\s*({_NUMBER})" + rf"(?:\s*,\s*|\s+)({_NUMBER})" * 3 + r"
 
 
 def named_box(answer: str) -> Box | None:
-    """The first four numbers in brackets, or else of the whole answer; None where there are fewer.
+    """Return the first four numbers in brackets, or else in the whole answer; None if there are fewer.
 
     Source: VLMEvalKit's RefCOCO.
     """
@@ -253,31 +253,32 @@ def _scaled(box: Box, scale: float, size: tuple[float, float]) -> Box:
 
 
 def _unpadded(box: Box, size: tuple[float, float]) -> Box:
-    """A box relative to the square that an image was padded to, in pixels of the image."""
+    """Convert a box relative to the padded square of an image to pixels of the image."""
     side = max(size)
     left, top = ((side - each) / 2 for each in size)
     return (box[0] * side - left, box[1] * side - top, box[2] * side - left, box[3] * side - top)
 
 
 def _unresized(box: Box, size: tuple[float, float], resized: tuple[float, float]) -> Box:
-    """A box in pixels of an image after its resize, in those before it."""
+    """Convert a box in pixels of the resized image to pixels of the original."""
     return _scaled((box[0] / resized[0], box[1] / resized[1], box[2] / resized[0], box[3] / resized[1]), 1, size)
 
 
-# Units that models give boxes in; each turns one into pixels of an image, of whose (width, height) there are those
-# before and after the model's own resize.
+# Box units of models; each function converts a box to pixels of the original image, given the (width, height) before
+# and after the model's resize.
 BOX_UNITS: dict[str, Callable[[Box, tuple[float, float], tuple[float, float]], Box]] = {
     "0_to_1": lambda box, size, _: _scaled(box, 1, size),
-    "0_to_1_padded": lambda box, size, _: _unpadded(box, size),  # of the padded square, as LLaVA was trained
+    # relative to the padded square, LLaVA's training format
+    "0_to_1_padded": lambda box, size, _: _unpadded(box, size),
     "0_to_1000": lambda box, size, _: _scaled(box, 1 / 1000, size),
     "pixels": lambda box, size, _: box,
-    "resized_pixels": _unresized,  # as Qwen2.5-VL was trained
+    "resized_pixels": _unresized,  # Qwen2.5-VL's training format
     "0_to_1000_y_first": lambda box, size, _: _scaled((box[1], box[0], box[3], box[2]), 1 / 1000, size),  # Gemma 4's
 }
 
 
 def box_iou(one: Box, other: Box) -> float:
-    """Intersection over union of two boxes; 0 where both are empty."""
+    """Intersection over union of two boxes; 0 if both are empty."""
     sides = [min(one[i + 2], other[i + 2]) - max(one[i], other[i]) for i in (0, 1)]
     shared = max(0.0, sides[0]) * max(0.0, sides[1])
     union = sum(max(0.0, box[2] - box[0]) * max(0.0, box[3] - box[1]) for box in (one, other)) - shared

@@ -1,8 +1,8 @@
-"""Answers on disk: kept as they come, found again after a break, and never mixed with another evaluation's.
+"""Store answers on disk as they arrive, resume from them, and keep evaluations separate.
 
-Beside OUTPUT.json, the scores, lie the answers in the questions' order: OUTPUT.jsonl, OUTPUT.without_picture.jsonl,
-OUTPUT.blank_image.jsonl.
-While questions are asked, OUTPUT.partial/ holds identity.json and what each rank has of each column.
+OUTPUT.json holds the scores; the answers, in the questions' order, are in OUTPUT.jsonl, OUTPUT.without_picture.jsonl
+and OUTPUT.blank_image.jsonl. During the evaluation, OUTPUT.partial/ holds identity.json and each rank's answers per
+column.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from llava_ds.files.writing import write_whole
 from llava_ds.runtime.ranks import Ranks, barrier, broadcast_from_first, gather, print_first
 
 IDENTITY = "identity.json"
-MAIN_COLUMN = "with picture"  # its answers lie in OUTPUT.jsonl
+MAIN_COLUMN = "with picture"  # its answers are in OUTPUT.jsonl
 WITHOUT_PICTURE = "without picture"
 BLANK_IMAGE = "blank image"
 COLUMNS = (MAIN_COLUMN, BLANK_IMAGE, WITHOUT_PICTURE)
-PART = re.compile(r"\w+-(?P<attempt>\d+)-\d+\.jsonl")  # of a column, an attempt and a rank
+PART = re.compile(r"\w+-(?P<attempt>\d+)-\d+\.jsonl")  # column, attempt and rank
 
 
 @dataclass(frozen=True)
 class Store:
-    """The files of one evaluation. identity: all that has to be the same for its answers to count."""
+    """The files of one evaluation. identity: everything that must match for stored answers to be reused."""
 
     output: Path
     identity: dict[str, object]
@@ -43,23 +43,23 @@ class Store:
         return self.output.with_suffix(".partial")
 
     def answers_file(self, column: str) -> Path:
-        """The final path of a column's answers."""
+        """Return the final path of a column's answers."""
         name = "" if column == MAIN_COLUMN else f".{column.replace(' ', '_')}"
         return self.output.with_suffix(f"{name}.jsonl")
 
 
 def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], ranks: Ranks) -> tuple[Store, int]:
-    """The files of an evaluation, and the number of this attempt at it. All ranks call it together.
+    """Open the files of an evaluation. Also returns the number of this attempt. Collective.
 
-    What is there of an evaluation with another identity is moved aside, and said. inputs: files that it reads, which
-    may not be among them.
+    Files of an evaluation with another identity are moved aside, with a message. inputs: files that the evaluation
+    reads; none of them may be overwritten.
     """
     store = Store(Path(output).expanduser(), json.loads(json.dumps(identity)))
     if store.output.suffix != ".json":
         raise ConfigError(f"--output {output}: expected a name that ends in .json")
     own = {file.resolve() for file in (store.output, *map(store.answers_file, COLUMNS))}
     if taken := [path for path in inputs if Path(path).expanduser().resolve() in own]:
-        raise ConfigError(f"--output {output} would be written over {taken[0]}, which is read: give another name")
+        raise ConfigError(f"--output {output} would overwrite the input {taken[0]}: give another name")
 
     def begin() -> int:
         try:
@@ -73,7 +73,7 @@ def open_store(output: str, identity: dict[str, object], inputs: Iterable[str], 
 
     attempt = broadcast_from_first(ranks, begin)
     if ranks.local_rank == 0 and _json(store.partial / IDENTITY) != store.identity:
-        shutil.rmtree(store.partial, ignore_errors=True)  # of a machine that does not share rank 0's disk
+        shutil.rmtree(store.partial, ignore_errors=True)  # on a machine that doesn't share rank 0's disk
         _begin_parts(store)
     barrier(ranks)
     return store, attempt
@@ -85,13 +85,13 @@ def _begin_parts(store: Store) -> None:
 
 
 def _set_aside_others(store: Store) -> None:
-    """Move what another evaluation left; turn what this one left when it ended into what it goes on from."""
+    """Move another evaluation's files aside, and turn this evaluation's finished files into a partial state."""
     kept = _json(store.partial / IDENTITY)
     if store.partial.is_dir() and kept != store.identity:
         _move(store.partial, _differences(kept, store.identity))
     finished = [file for file in [store.output, *map(store.answers_file, COLUMNS)] if file.exists()]
     ended = (_json(store.output) or {}).get("identity")
-    broken_off = ended is None and kept == store.identity  # between its answers and its scores
+    broken_off = ended is None and kept == store.identity  # stopped between answers and scores
     if finished and ended != store.identity and not broken_off:
         for file in finished:
             _move(file, _differences(ended, store.identity))
@@ -99,7 +99,7 @@ def _set_aside_others(store: Store) -> None:
 
 def _differences(before: object, now: dict[str, object]) -> str:
     if not isinstance(before, dict):
-        return "it does not say what it is of"
+        return "it has no identity"
     names = [name for name in now if before.get(name) != now[name]]
     return "another " + ", ".join(names)
 
@@ -109,11 +109,11 @@ def _move(path: Path, why: str) -> None:
     while (aside := path.with_name(f"{path.name}.previous-{number}")).exists():
         number += 1
     path.rename(aside)
-    print_first(f"{path} is of another evaluation ({why}): moved to {aside.name}")
+    print_first(f"{path} belongs to another evaluation ({why}): moved to {aside.name}")
 
 
 def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks) -> dict[int, Answer]:
-    """The answers that earlier attempts left, by the questions' numbers, on every rank. All ranks call it together."""
+    """Return earlier attempts' answers by question number, on every rank. Collective."""
     found: dict[int, Answer] = {}
     if store is not None:
         file = store.answers_file(column)
@@ -124,7 +124,7 @@ def answered(store: Store | None, column: str, num_questions: int, ranks: Ranks)
         for part in sorted(store.partial.glob(f"{_spelled(column)}-*.jsonl")):
             for row in _rows(part, lambda row: row["number"] in range(num_questions) and _is_answer(row)):
                 found.setdefault(row["number"], _answer(row))
-    # Machines that share no disk have different parts.
+    # Machines that share no disk hold different parts.
     return {number: answer for each in reversed(gather(found, ranks)) for number, answer in each.items()}
 
 
@@ -139,9 +139,9 @@ def _answer(row: dict) -> Answer:
 
 
 class Part:
-    """This rank's answers of one column: in memory, and in a file of their own if there is a store.
+    """This rank's answers of one column: in memory, and in a file if there is a store.
 
-    A new file for every attempt: the last line of one that was killed may be half a line.
+    Every attempt starts a new file: the last line of a killed attempt may be incomplete.
     """
 
     def __init__(self, store: Store | None, column: str, attempt: int, ranks: Ranks) -> None:
@@ -150,12 +150,12 @@ class Part:
         self.file: TextIO | None = None
 
     def keep(self, answers: dict[int, Answer]) -> None:
-        """Add the answers of a batch, in one piece."""
+        """Append the answers of a batch in one write."""
         self.answers |= answers
         if self.path is None:
             return
         if self.file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # on a machine that doesn't share rank 0's disk
             self.file = self.path.open("w", encoding="utf-8")
         rows = [json.dumps({"number": n, **asdict(each)}, ensure_ascii=False) + "\n" for n, each in answers.items()]
         self.file.write("".join(rows))
@@ -167,13 +167,13 @@ class Part:
 
 
 def write_answers(store: Store, column: str, rows: list[dict[str, object]]) -> None:
-    """Write a column's answers, a line per question, in the questions' order (answer_rows)."""
+    """Write a column's answers, one line per question, in the questions' order (answer_rows)."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     write_whole(store.answers_file(column), "".join(lines))
 
 
 def write_scores(store: Store, scores: dict[str, object]) -> None:
-    """Write OUTPUT.json, and remove what was kept meanwhile."""
+    """Write OUTPUT.json and remove the partial files."""
     write_whole(store.output, json.dumps({**scores, "identity": store.identity}, indent=1, ensure_ascii=False) + "\n")
     shutil.rmtree(store.partial)
 
@@ -183,7 +183,7 @@ def _spelled(column: str) -> str:
 
 
 def _rows(file: Path, is_ours: Callable[[dict], bool]) -> list[dict]:
-    """The whole lines of a file. What is damaged is said, and left out: its questions are asked again."""
+    """Return a file's complete lines. Damaged ones are reported and dropped; their questions are asked again."""
     rows, lines = [], file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     for line in lines:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
@@ -205,9 +205,9 @@ def _json(file: Path) -> dict | None:
 def answer_rows(
     questions: list[Question], answers: list[Answer], scored: Scored, metric: str, model: str
 ) -> list[dict[str, object]]:
-    """The rows of OUTPUT.jsonl, in the questions' order; docs/benchmarks.md has their keys.
+    """Build the rows of OUTPUT.jsonl in the questions' order; docs/benchmarks.md lists their keys.
 
-    question_id, prompt, text and model_id are LLaVA's names, which its scripts and benchmarks' servers read.
+    question_id, prompt, text and model_id are LLaVA's names: its scripts and the benchmarks' servers read them.
     """
     return [
         {
@@ -228,7 +228,7 @@ def answer_rows(
 
 
 def _place(image: str | Media) -> str | dict[str, object]:
-    """An image's path, or all that a FileRef has of a slice of a file; of a video, its file or first frame."""
+    """Return an image's path, or the fields of a FileRef to a slice of a file; for a video, its file or first frame."""
     if isinstance(image, str):
         return image
     ref = image.refs[0]

@@ -1,4 +1,4 @@
-"""All that an evaluation's answers depend on, so that those of another are never taken for its own."""
+"""Compute the identity of an evaluation: everything that its answers depend on."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ from llava_ds.files.model_files import (
 )
 from llava_ds.files.reading import MAX_JSON_BYTES, blocks_digest, read_bytes, read_json, stamp_of
 
-# What decides about answers beside the weights.
+# Files besides the weights that answers depend on.
 SETTINGS = tuple(sorted((*JSON_FILES, *OTHER_FILES)))
 # Flag, file and key of other folders that a model's settings name.
 NAMED_FOLDERS = (
@@ -32,10 +32,9 @@ WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dict[str, object]:
-    """All that has to be the same for answers to count. asked: what is asked, and how.
+    """Return everything that must match for stored answers to be reused. asked: the questions and how they are asked.
 
-    Checkpoints count by what they are, other models also by where their files lie. Raises ConfigError where one is
-    not there.
+    Checkpoints are compared by content, other models also by path. Raises ConfigError if one doesn't exist.
     """
     engine = dataclasses.asdict(options)
     moved = engine.pop("moved")
@@ -50,8 +49,9 @@ def identity_of(model_path: str, options: EngineOptions, **asked: object) -> dic
 
 
 def _folders_in(model_path: str) -> dict[str, str]:
-    """The folders on this machine that a model's settings name, by the flag that moves them: what is under an adapter,
-    and a tower that the model does not bring."""
+    """Return the local folders that a model's settings name, keyed by the flag that moves them: the base of an adapter,
+    and a tower that the model doesn't include.
+    """
     found = {}
     for name, file, key in NAMED_FOLDERS:
         path = Path(model_path).expanduser() / file
@@ -64,22 +64,22 @@ def _folders_in(model_path: str) -> dict[str, str]:
 
 
 def model_digest(path: str, flag: str = "--model_path") -> str:
-    """A hash that changes with the model in a folder, or with a file of weights.
+    """Return a hash that changes with the model in a folder, or with a weight file.
 
-    Of a checkpoint's manifest, which has the hashes of its files; or of a folder's settings, and its weight files'
-    names, sizes, times of change and some of their blocks (hashing 14 GB would take as long as many questions). Raises
-    ConfigError where there are neither, or one is no regular file of its folder.
+    A checkpoint's manifest is hashed, because it contains the hashes of its files. For other folders, settings are
+    hashed, and the weight files' names, sizes, modification times and some blocks (hashing 14 GB would take as long as
+    many questions). Raises ConfigError if there is neither, or if a file is not a regular file of its folder.
     """
     folder = Path(path).expanduser()
     if not folder.exists():
-        raise ConfigError(f"{flag} {path}: there is no such folder")
+        raise ConfigError(f"{flag} {path}: this folder does not exist")
     manifest = folder / commit.MANIFEST
     if manifest.is_file():
         with library_errors(f"{flag} {path}", "its manifest can't be read"):
             return hashlib.sha256(read_bytes(own_file(manifest), MAX_JSON_BYTES)).hexdigest()
     files = [folder] if folder.is_file() else [file for pattern in WEIGHTS for file in folder.glob(pattern)]
     if not files:
-        raise ConfigError(f"{flag} {path} holds no model: give an exported folder, or a checkpoint-<step>")
+        raise ConfigError(f"{flag} {path} contains no model: give an exported folder, or a checkpoint-<step>")
     if folder.is_dir():
         check_folder(folder, f"{flag} {path}")
     with library_errors(f"{flag} {path}", "its files can't be read"):
@@ -91,8 +91,9 @@ def model_digest(path: str, flag: str = "--model_path") -> str:
 
 
 def _seen(file: Path, named: bool) -> tuple[int, int, str]:
-    """Size, time of change and a hash of some blocks, all of which a copy keeps. named: by the flag itself, which may
-    be a link to anywhere."""
+    """Return size, modification time and a hash of some blocks, all unchanged in a copy. named: named by the flag
+    itself; such a file may be a link to anywhere.
+    """
     if not named:
         own_file(file)
     stamp = stamp_of(file)

@@ -1,4 +1,4 @@
-"""Ask a model all questions, on all ranks, so that neither their number nor an interruption changes an answer."""
+"""Generate answers to all questions on all ranks; neither rank count nor interruptions change an answer."""
 
 from collections.abc import Callable, Container
 
@@ -8,16 +8,16 @@ from llava_ds.extensions.infer.generate import Answer, greedy_answers, prompt_id
 from llava_ds.extensions.infer.load import LoadedModel
 from llava_ds.runtime.ranks import Ranks, gather, progress_bar
 
-# Questions and their numbers to an answer each.
+# Maps questions and their numbers to one answer each.
 Answering = Callable[[list[Question], list[int]], list[Answer]]
 
 
 def plan_batches(loaded: LoadedModel, questions: list[Question], batch_size: int, ranks: Ranks) -> list[list[int]]:
-    """Choose the questions, by number, that are asked together: neighbours in length, the longest first.
+    """Group question numbers into batches of similar length, longest first.
 
-    The same on any number of ranks. A batch is always asked whole, because sums are rounded differently beside other
-    texts, which can change a word. The longest come first so that a batch that is too large fails at once. Raises
-    DataError for a question that can't be encoded.
+    Batches are the same for any number of ranks. A batch is always run as a whole: other neighbours would change
+    rounding, and that can change a word. Longest first, so a batch that is too large fails at once. Raises DataError
+    for a question that can't be encoded.
     """
     own = [_length(loaded, question) for question in questions[ranks.rank :: ranks.world_size]]
     shares = gather(own, ranks)
@@ -34,7 +34,7 @@ def _length(loaded: LoadedModel, question: Question) -> int:
 
 
 def open_batches(batches: list[list[int]], answered: Container[int]) -> list[list[int]]:
-    """Return the batches that are not answered as a whole."""
+    """Return the batches that are not fully answered."""
     return [batch for batch in batches if not all(number in answered for number in batch)]
 
 
@@ -48,9 +48,9 @@ def ask(
     max_new_tokens: int,
     progress: str,
 ) -> None:
-    """Ask every batch, and hand each batch's answers to keep.
+    """Run every batch and pass its answers to keep.
 
-    Ranks that each have the whole model take a share each; ranks that hold it together all ask, and rank 0 keeps.
+    Ranks with a whole model each take a share; ranks that share a model run every batch, and rank 0 keeps the answers.
     """
     own = batches[ranks.rank :: ranks.world_size] if loaded.ranks is None else batches
 
@@ -67,7 +67,7 @@ def ask_each(
     keep: Callable[[dict[int, Answer]], None],
     progress: str,
 ) -> None:
-    """Hand the answers to each batch, questions by number, to keep."""
+    """Pass the answers to each batch of question numbers to keep."""
     with progress_bar(total=sum(map(len, batches)), desc=progress, unit="question") as bar:
         for batch in batches:
             keep(dict(zip(batch, answers_to(batch), strict=True)))

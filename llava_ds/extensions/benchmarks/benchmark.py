@@ -1,4 +1,4 @@
-"""What a benchmark whose questions lie in one table declares, and the questions that its records become."""
+"""Declarations of benchmarks with one table of questions, and conversion of their records to questions."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -27,14 +27,14 @@ ANSWER = "answer|answers|label"
 QUESTION = "question|query"
 IDS = ("questionId", "question_id", "index", "id", "pid")
 IMAGES = ("decoded_image", "image", "image_path", "imgname", "image_local_name", "img_path")
-ASKED = "text"  # of LLaVA's question files: the whole prompt
+ASKED = "text"  # in LLaVA's question files, the whole prompt
 LLAVA_KEYS = ("question_id", "image", ASKED)
 
 Options = dict[str, str]  # texts by letter
 
 
 def ask_shortly(record: dict, options: Options) -> str:
-    """The line behind a question: for an option's letter, or for a word or phrase."""
+    """Return the line after a question: it requests an option's letter, or a word or phrase."""
     return LETTER_ONLY if options else SHORT
 
 
@@ -42,10 +42,10 @@ def ask_shortly(record: dict, options: Options) -> str:
 class Benchmark:
     """A benchmark's declaration.
 
-    what: its name in messages; metric: of scores.METRICS; reference: what the metric compares with; kinds: the groups
-    of a record; ask: the line behind the question; keys: of a record, alternatives separated by |; splits: the parts
-    that are read of a folder of parquet files; prepare: the records, one per question, of a file or folder that has
-    them in another form; written: the prompt as the file of answers has it; more: fields beside an answer there.
+    what: its name in messages; metric: a key of scores.METRICS; reference: builds the metric's reference; kinds: the
+    groups of a record; ask: the line after the question; keys: required keys, alternatives separated by |; splits: the
+    parts to read from a folder of parquet files; prepare: reads files in another form, one record per question;
+    written: the prompt in the answers' file; more: additional fields in the answers' file.
     """
 
     what: str
@@ -60,7 +60,7 @@ class Benchmark:
     more: Callable[[dict, Options], dict[str, object]] = lambda record, options: {}
 
     def records(self, given: Given) -> list[dict]:
-        """The records of --data_path as its table has them, each with all keys."""
+        """Read the table's records in --data_path; each has all keys."""
         return self._read(complete(given), given)
 
     def _read(self, path: str, given: Given) -> list[dict]:
@@ -74,9 +74,9 @@ class Benchmark:
         key: Callable[[dict], object],
         official: Callable[[str], list[dict]] | None = None,
     ) -> list[dict]:
-        """The benchmark's own records; of a .jsonl, LLaVA's rows, each completed by the record with the same key.
+        """Read the benchmark's own records; for a .jsonl, LLaVA's rows, each completed by the record with the same key.
 
-        official: reads the benchmark's own file where it is no table; example: that file's name.
+        official: reads the benchmark's own file if it is not a table; example: that file's name.
         """
         read = official or partial(self._read, given=given)
         if not given.data_path.endswith(".jsonl"):
@@ -93,7 +93,7 @@ class Benchmark:
         return record
 
     def read(self, given: Given) -> list[Question]:
-        """The questions of --data_path. Raises ConfigError or DataError."""
+        """Read the questions of --data_path. Raises ConfigError or DataError."""
         records = self.prepare(self, given) if self.prepare else self.records(given)
         images = RecordImages(records, given.image_folder)
         return convert_records(given.data_path, enumerate(records), lambda row: self._question(*row, images))
@@ -122,12 +122,12 @@ class Benchmark:
 
 
 def value_of(record: dict, names: str) -> object:
-    """The value under the first of several names, separated by |, that a record has; None where it has none."""
+    """Return a record's value under the first existing name of several, separated by |; None if none exists."""
     return next((record[name] for name in names.split("|") if record.get(name) is not None), None)
 
 
 def text_of(record: dict, names: str) -> str:
-    """The text under one of several names. Raises DataError where there is none."""
+    """Return the text under one of several names. Raises DataError if it is missing."""
     value = value_of(record, names)
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"has {short(value)} under {names.replace('|', ' or ')}, expected a text")
@@ -135,15 +135,15 @@ def text_of(record: dict, names: str) -> str:
 
 
 def texts_of(record: dict, names: str = ANSWER) -> list[str]:
-    """The answers of a record. Raises DataError where it has none."""
+    """Return a record's answers. Raises DataError if it has none."""
     texts = [str(each) for each in listed(value_of(record, names)) if each is not None]
     if not texts or texts == ["?"]:
-        raise DataError("has no answer, expected a text or a list of them: it is the test split, which a server scores")
+        raise DataError("has no answer, expected a text or a list of texts: this is the test split, scored by a server")
     return texts
 
 
 def options_of(record: dict) -> Options:
-    """The options of a record: a list of texts, or a column each."""
+    """Return a record's options, from a list of texts or from one column each."""
     texts = [str(each) for each in listed(record.get("options", record.get("choices"))) if each is not None]
     if not texts:
         columns = (value_of(record, f"{letter}|choice_{letter.lower()}") for letter in "ABCDEFGH")
@@ -152,7 +152,7 @@ def options_of(record: dict) -> Options:
 
 
 def letter_of(record: dict, options: Options) -> str:
-    """The right option's letter, of a letter or a number from 0. Raises DataError for one that is not among options."""
+    """Convert an answer, a letter or a number from 0, to its option's letter. Raises DataError for other answers."""
     answer = texts_of(record)[0].strip()
     letter = chr(ord("A") + int(answer)) if answer.isascii() and answer.isdigit() else answer
     if letter not in (options or "ABCDEFGH") or len(letter) != 1:
@@ -161,7 +161,7 @@ def letter_of(record: dict, options: Options) -> str:
 
 
 def yes_or_no(record: dict) -> str:
-    """The right word. Raises DataError for another."""
+    """Return the reference, yes or no. Raises DataError for other words."""
     word = texts_of(record)[0].strip().lower()
     if word not in ("yes", "no"):
         raise DataError(f"has the answer {short(word)}, expected yes or no")
@@ -169,7 +169,7 @@ def yes_or_no(record: dict) -> str:
 
 
 def image_cells(record: dict, asked: str) -> list[object]:
-    """The images of a record: those that its text mentions as <image 1>, or else all."""
+    """Return a record's images: those that its text mentions as <image 1>, else all."""
     mentioned = sorted({int(number) for number in re.findall(r"<image ([1-9])>", asked)})
     if any(f"image_{number}" in record for number in mentioned):
         return [record.get(f"image_{number}") for number in mentioned]

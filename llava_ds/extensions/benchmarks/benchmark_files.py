@@ -1,4 +1,4 @@
-"""Benchmarks' files from disk: their records, and the images that they name."""
+"""Read benchmark files: their records and the images that they name."""
 
 import json
 import os
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Given:
     """The command line's flags about the questions.
 
-    data_path: the questions; annotations: their answers, where another file has them; split: of ScienceQA, or of a
-    folder of records; metric, and turns ("together" or "each"): of a LLaVA-format file.
+    data_path: the questions; annotations: answers in another file; split: of ScienceQA or of a folder of records;
+    metric, and turns ("together" or "each"): for LLaVA-format files.
     """
 
     data_path: str
@@ -33,7 +33,7 @@ class Given:
 
 
 def read_json(path: str | Path) -> object:
-    """A JSON file. Raises ConfigError where there is none and DataError for one that can't be read."""
+    """Read a JSON file. Raises ConfigError if it is missing, DataError if it can't be read."""
     text = read_text(path)
     try:
         return json.loads(text)
@@ -42,7 +42,7 @@ def read_json(path: str | Path) -> object:
 
 
 def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dict]:
-    """The objects of a JSONL file. Raises DataError where it is not `what`: its first record lacks one of the keys."""
+    """Read the objects of a JSONL file. Raises DataError if the first record lacks a key of `what`."""
     records = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
@@ -52,14 +52,15 @@ def read_records(path: str | Path, what: str, keys: tuple[str, ...]) -> list[dic
                 record = None
             if not isinstance(record, dict):
                 expected = f"expected {what}: a JSON object with {', '.join(keys)} on every line".replace("|", " or ")
-                raise DataError(f"{path}, line {number}: {short(line)} is no JSON object; {expected}") from None
+                raise DataError(f"{path}, line {number}: {short(line)} is not a JSON object; {expected}") from None
             records.append(record)
     return checked_records(path, what, records, keys)
 
 
 def records_in(path: str | Path, what: str, content: object, keys: tuple[str, ...], under: str = "data|questions"):
-    """The records of a JSON file's content: a list, one in an object under one of the names, or an object of them by
-    their ids. Raises DataError where it is not `what`."""
+    """Find the records in a JSON file's content: a list, a list under one of the names, or an object of records by id.
+    Raises DataError if it is not `what`.
+    """
     if isinstance(content, dict):
         lists = [content[name] for name in under.split("|") if isinstance(content.get(name), list)]
         by_id = [{**each, "id": id} if isinstance(each, dict) else each for id, each in content.items()]
@@ -68,14 +69,14 @@ def records_in(path: str | Path, what: str, content: object, keys: tuple[str, ..
 
 
 def checked_records(path: str | Path, what: str, records: object, keys: tuple[str, ...]) -> list[dict]:
-    """records. Raises DataError unless they are a list of objects, of which the first has the keys.
+    """Return records. Raises DataError unless they are a list of objects and the first has the keys.
 
-    A key with | in it is one of several names.
+    A key may be several names separated by |.
     """
     expected = ", ".join(keys).replace("|", " or ")
     if not isinstance(records, list) or not records:
         found = "no records" if records == [] else short(records)
-        raise DataError(f"{path} is not {what}: it holds {found}, expected records with {expected}")
+        raise DataError(f"{path} is not {what}: it contains {found}, expected records with {expected}")
     for number, record in enumerate(records):
         if not isinstance(record, dict):
             raise DataError(f"{path} is not {what}: record {number}: is {short(record)}, expected an object")
@@ -86,17 +87,17 @@ def checked_records(path: str | Path, what: str, records: object, keys: tuple[st
 
 
 def read_text(path: str | Path) -> str:
-    """A text file. Raises ConfigError where there is none."""
+    """Read a text file. Raises ConfigError if it is missing."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a text in UTF-8: {error}") from None
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from None
 
 
 def convert_records(path: str | Path, records: Iterable, convert: Callable[[Any], T]) -> list[T]:
-    """convert of every record. Raises DataError, with the first problems, where some can't be used."""
+    """Convert every record. Raises DataError with the first problems if some can't be used."""
     converted, problems = [], []
     for index, record in enumerate(records):
         try:
@@ -110,7 +111,7 @@ def convert_records(path: str | Path, records: Iterable, convert: Callable[[Any]
 
 
 def field(record: object, key: str, kind: type | tuple[type, ...]) -> object:
-    """The value under a key of a record. Raises DataError where it is absent or of another kind."""
+    """Return a record's value under a key. Raises DataError if it is missing or of another type."""
     if not isinstance(record, dict):
         raise DataError(f"is {short(record)}, expected an object")
     value = record.get(key)
@@ -121,17 +122,17 @@ def field(record: object, key: str, kind: type | tuple[type, ...]) -> object:
 
 
 class ImageFolder:
-    """The images in a folder, by name; nothing outside it is found."""
+    """Find images in a folder by name; nothing outside the folder is found."""
 
     def __init__(self, folder: str | None) -> None:
         self.root = None
         if folder is not None:
             self.root = os.path.realpath(os.path.expanduser(folder))
             if not os.path.isdir(self.root):
-                raise ConfigError(f"--image_folder {folder}: there is no such folder")
+                raise ConfigError(f"--image_folder {folder}: this folder does not exist")
 
     def __call__(self, *names: str) -> str:
-        """The path of the first of the names that is there. Raises DataError where none is."""
+        """Return the path of the first name that exists. Raises DataError if none does."""
         problem = None
         for name in names:
             try:
@@ -142,21 +143,21 @@ class ImageFolder:
 
 
 def matching(answers: dict, key: object, path: str | Path) -> object:
-    """The answers to a question in an annotation file. Raises DataError where it has none."""
+    """Return the answers to a question in an annotation file. Raises DataError if there are none."""
     if key not in answers:
-        raise DataError(f"is the question {short(key)}, to which {path} has no answer")
+        raise DataError(f"is the question {short(key)}, but {path} has no answer to it")
     return answers[key]
 
 
 def complete(given: Given) -> str:
-    """--data_path of a file that has the answers, too. Raises ConfigError where --annotations is given as well."""
+    """Return --data_path of a file that includes the answers. Raises ConfigError if --annotations is given."""
     if given.annotations is not None:
-        raise ConfigError(f"--annotations {given.annotations}: {given.data_path} has the answers, too: leave it out")
+        raise ConfigError(f"--annotations {given.annotations}: {given.data_path} already has the answers: leave it out")
     return given.data_path
 
 
 def annotations_of(given: Given, task: str, example: str) -> str:
-    """--annotations. Raises ConfigError where it is missing."""
+    """Return --annotations. Raises ConfigError if it is missing."""
     if given.annotations is None:
-        raise ConfigError(f"--annotations is missing: {given.data_path} holds {task}'s questions only, give {example}")
+        raise ConfigError(f"--annotations is missing: {given.data_path} has only {task}'s questions, give {example}")
     return given.annotations

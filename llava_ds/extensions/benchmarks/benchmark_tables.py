@@ -1,6 +1,6 @@
-"""Records of a benchmark in one table: VLMEvalKit's TSV, parquet files, a saved `datasets` folder, JSON or JSONL.
+"""Read a benchmark's table: VLMEvalKit's TSV, parquet files, a saved `datasets` folder, JSON or JSONL.
 
-Images inside a TSV or a parquet file are written to the cache once, and read from there.
+Images inside a TSV or a parquet file are written to the cache once and read from there.
 """
 
 import ast
@@ -31,12 +31,12 @@ from llava_ds.files.reading import sha256
 
 SPOOL_VERSION = 1  # raise it if the same file would be spooled differently
 IMAGE_COLUMNS = ("decoded_image", "image", *(f"image_{number}" for number in range(1, 8)))
-LONGEST_INDEX = 64  # characters of an image cell that may name the row that has the image
-SAVED = "state.json"  # a folder of save_to_disk has it, or a dataset_dict.json
+LONGEST_INDEX = 64  # characters of an image cell that may refer to another row's image
+SAVED = "state.json"  # save_to_disk writes it, or a dataset_dict.json
 
 
 def is_table(path: str) -> bool:
-    """True for a TSV, a parquet file, a folder of them, and a folder that `save_to_disk` wrote."""
+    """True for a TSV, a parquet file, a folder of either, and a folder written by `save_to_disk`."""
     return path.endswith((".tsv", ".parquet")) or _is_saved(path) or any(Path(path).expanduser().rglob("*.parquet"))
 
 
@@ -46,10 +46,10 @@ def _is_saved(path: str) -> bool:
 
 
 def read_table(path: str, what: str, keys: tuple[str, ...], splits: tuple[str, ...], cache_dir: str) -> list[dict]:
-    """The records of a benchmark's file or folder, with images as Media in their columns.
+    """Read the records of a benchmark's file or folder, with Media in their image columns.
 
-    keys: that the first record has, alternatives separated by |; splits: the parts of a folder of parquet files, as in
-    validation-00000-of-00001.parquet, that are read. Raises ConfigError or DataError for what is no such file.
+    keys: required in the first record, alternatives separated by |; splits: the parts to read from a folder of parquet
+    files, as in validation-00000-of-00001.parquet. Raises ConfigError or DataError for other files.
     """
     if not is_table(path):
         if path.endswith(".jsonl"):
@@ -74,7 +74,7 @@ def _columns(names: list[str]) -> Columns:
 
 
 def _parquet_files(path: str, splits: tuple[str, ...]) -> list[Path]:
-    """The file, or those of the splits in a folder; all of a folder whose files name no split."""
+    """Return the file, or the files of the splits in a folder; all files if no name has a split."""
     if path.endswith(".parquet"):
         return [Path(path).expanduser()]
     files = sorted(Path(path).expanduser().rglob("*.parquet"))
@@ -87,10 +87,10 @@ def _parquet_files(path: str, splits: tuple[str, ...]) -> list[Path]:
 
 
 def _spooled_records(files: list[Path], rows: partial[Iterator[Row]], cache_dir: str) -> list[dict]:
-    """The rows, whose images are in a folder of the cache.
+    """Read rows, with their images in a folder of the cache.
 
-    Its name follows from the files' names and whole content: blocks of a large file that another one replaces may all
-    be the same.
+    The folder's name is derived from the files' names and full content: a changed large file may have the same first
+    and last blocks.
     """
     try:
         digests = [(file.name, sha256(file)) for file in files]
@@ -112,7 +112,7 @@ def _spooled_records(files: list[Path], rows: partial[Iterator[Row]], cache_dir:
 
 
 def _media(cell: object, spool: str) -> object:
-    """An image cell with Media in the place of references to the spool. What else a row brings is no reference."""
+    """Replace spool references in an image cell by Media. Other values in a row are not references."""
     if isinstance(cell, list):
         return [_media(each, spool) for each in cell]
     if isinstance(cell, dict) and cell.get(REFERENCE) == spool:
@@ -121,7 +121,7 @@ def _media(cell: object, spool: str) -> object:
 
 
 def _tsv_rows(path: str, what: str, store: ImageStore) -> Iterator[Row]:
-    """The rows of a TSV by lower-case column, but for A to H, without empty cells."""
+    """Yield a TSV's rows with lower-case column names, except A to H, and without empty cells."""
     limit = csv.field_size_limit(sys.maxsize)  # an image is one field
     try:
         with Path(path).expanduser().open(encoding="utf-8-sig", newline="") as file:
@@ -137,7 +137,7 @@ def _tsv_rows(path: str, what: str, store: ImageStore) -> Iterator[Row]:
 
 
 def _stored(cell: str, store: ImageStore) -> object:
-    """References to the images that a cell holds in base64, one or a list of them; any other text unchanged."""
+    """Return references to a cell's base64 images, one or a list; other text unchanged."""
     if cell.startswith("["):
         return [_stored(each, store) for each in listed(cell)]
     if len(cell) > LONGEST_INDEX:
@@ -149,7 +149,7 @@ def _stored(cell: str, store: ImageStore) -> object:
 
 
 def listed(value: object) -> list:
-    """A list, or one that a text spells as Python does; any other value as the only element."""
+    """Return a list, or a list spelled in Python syntax; any other value as the only element."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             value = ast.literal_eval(value.strip())
@@ -159,14 +159,14 @@ def listed(value: object) -> list:
 
 
 class RecordImages:
-    """The images of records: inside the table, of another row of it by index, or in a folder by name."""
+    """Find images of records: inside the table, in another row by index, or in a folder by name."""
 
     def __init__(self, records: list[dict], folder: str | None) -> None:
         self._by_index = {str(each["index"]): each.get("image") for each in records if "index" in each}
         self._folder = ImageFolder(folder)
 
     def __call__(self, cell: object) -> str | Media:
-        """The image of a cell. Raises DataError where there is none."""
+        """Return the image of a cell. Raises DataError if it is missing."""
         if isinstance(cell, str) and len(cell) <= LONGEST_INDEX:
             cell = self._by_index.get(cell, cell)
         if isinstance(cell, Media):
@@ -174,5 +174,5 @@ class RecordImages:
         cell = cell.get("path") if isinstance(cell, dict) else cell
         names = cell if isinstance(cell, tuple) else (cell,)  # a tuple: the file has one of these names
         if not all(isinstance(name, str) and name for name in names):
-            raise DataError(f"has {short(cell)} as its image, expected an image inside the table or a file's name")
+            raise DataError(f"has {short(cell)} as its image, expected an image inside the table or a file name")
         return self._folder(*names)

@@ -1,7 +1,7 @@
-"""Benchmarks whose questions lie in one table: for each, a declaration of its records, prompts, groups and references.
+"""Benchmarks with one table of questions: their records, prompts, groups and references.
 
-Sources of the prompts: LLaVA-1.5's scripts and lmms-eval; of the files: the benchmarks' own releases, the Hugging Face
-hub's parquet files, and VLMEvalKit's TSVs.
+Sources of prompts: LLaVA-1.5's scripts and lmms-eval; of files: the benchmarks' own releases, the Hugging Face hub's
+parquet files, and VLMEvalKit's TSVs.
 """
 
 import re
@@ -56,10 +56,12 @@ _DISCIPLINE_OF = {subject: name for name, subjects in DISCIPLINES.items() for su
 
 
 def _mmmu_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """The validation questions, of files that have others, too."""
+    """Return the validation questions; files may contain others."""
     records = [each for each in benchmark.records(given) if str(value_of(each, "split|id")).startswith("validation")]
     if not records:
-        raise DataError(f"{given.data_path} has no question of MMMU's validation split, expected ids like validation_…")
+        raise DataError(
+            f"{given.data_path} has no questions of MMMU's validation split, expected ids like validation_…"
+        )
     return records
 
 
@@ -76,13 +78,13 @@ def _mmmu_reference(record: dict, options: Options) -> dict[str, object]:
 
 
 def _chartqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """The records of a table, or of test_human.json and test_augmented.json, one of them or their folder."""
+    """Read a table, test_human.json, test_augmented.json, or a folder with both."""
     path = Path(complete(given)).expanduser()
     if is_table(given.data_path) or not path.exists():
         return benchmark.records(given)
     files = [path] if path.is_file() else sorted(path.glob("test_*.json"))
     if not files:
-        raise ConfigError(f"{path} holds neither parquet files nor test_human.json and test_augmented.json")
+        raise ConfigError(f"{path} contains no parquet files and no test_human.json and test_augmented.json")
     records = []
     for file in files:
         found = benchmark.records(replace(given, data_path=str(file)))
@@ -104,7 +106,7 @@ DIMENSIONS = ("Scene Understanding", "Instance Identity", "Instance Attributes",
 
 
 def _seed_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """The questions about images, of SEED-Bench.json, of LLaVA's question file with it, or of a table."""
+    """Read image questions from SEED-Bench.json, from LLaVA's question file with it, or from a table."""
     records = benchmark.paired(given, "SEED-Bench.json", lambda record: str(record.get("question_id")))
     records = [{"image": each.get("data_id"), **each} for each in records]
     return [each for each in records if each.get("data_type", "image") == "image"]
@@ -120,11 +122,11 @@ def _seed_kinds(record: dict) -> tuple[str, ...]:
 
 COGNITION = ("code_reasoning", "commonsense_reasoning", "numerical_calculation", "text_translation")
 PERCEPTION = ("existence", "count", "position", "color", "posters", "celebrity", "scene", "landmark", "artwork", "OCR")
-YES_OR_NO = "Please answer yes or no."  # of MME's own files; LLaVA asks for a word or phrase
+YES_OR_NO = "Please answer yes or no."  # MME's own prompt; LLaVA's requests a word or phrase
 
 
 def _mme_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Two questions about each image: of the official folder, of LLaVA's question file with it, or of a table."""
+    """Read two questions per image, from the official folder, LLaVA's question file with it, or a table."""
     path = given.data_path
     if path.endswith(".jsonl") or (Path(path).expanduser().is_dir() and not is_table(path)):
         records = benchmark.paired(given, "the folder of MME_Benchmark_release_version", _mme_key, _mme_folder)
@@ -135,12 +137,12 @@ def _mme_records(benchmark: Benchmark, given: Given) -> list[dict]:
     counts = Counter((record.get("category"), str(record["pair"])) for record in records)
     for (category, pair), count in counts.items():
         if count != 2:
-            raise DataError(f"{path} asks {count} questions about {category}'s image {short(pair)}, expected two")
+            raise DataError(f"{path} has {count} questions about {category}'s image {short(pair)}, expected two")
     return records
 
 
 def _mme_folder(path: str) -> list[dict]:
-    """The questions of MME_Benchmark_release_version: a folder per category, with a text file beside every image."""
+    """Read MME_Benchmark_release_version: a folder per category, with a text file for every image."""
     root = Path(path).expanduser()
     records = []
     for file in sorted(file for name in (*PERCEPTION, *COGNITION) for file in (root / name).rglob("*.txt")):
@@ -148,19 +150,19 @@ def _mme_folder(path: str) -> list[dict]:
         for line in filter(str.strip, read_text(file).split("\n")):
             question, tab, answer = line.rstrip().rpartition("\t")
             if not tab:
-                raise DataError(f"{file}: {short(line)} is no question of MME, expected a question, a tab, yes or no")
+                raise DataError(f"{file}: {short(line)} is not an MME question, expected a question, a tab, yes or no")
             folders = [file.parent, file.parent.parent / "images"]
             images = [place / f"{file.stem}{end}" for place in folders for end in (".jpg", ".png", ".jpeg")]
             image = next((each for each in images if each.is_file()), images[0]).relative_to(root)
             records.append({"question": question, "answer": answer, "category": category, "pair": file.stem,
                             "id": f"{category}/{image.name}", "image": str(image)})  # fmt: skip
     if not records:
-        raise ConfigError(f"{path} holds no folder that is called like a category of MME: {', '.join(PERCEPTION)}")
+        raise ConfigError(f"{path} contains no folder named like an MME category: {', '.join(PERCEPTION)}")
     return records
 
 
 def _mme_key(record: dict) -> tuple[str, str, str]:
-    """Category, image and question of a record, as MME's own files and LLaVA's have them in common."""
+    """Return a record's category, image and question, in MME's and in LLaVA's spelling."""
     question = str(record.get(ASKED, record.get("question"))).replace(SHORT.strip(), "").replace(YES_OR_NO, "")
     image = str(record.get("question_id", record.get("id")))
     return field(record, "category", str), Path(image).stem, " ".join(question.split())
@@ -184,7 +186,7 @@ _HINTS = {
 
 
 def _mathvista_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """Records with their metadata, their unit in the question, and choices only where one of them is the answer."""
+    """Read records with metadata, units in the question, and choices only if the answer is a choice."""
 
     def prepared(record: dict) -> dict:
         metadata = record.get("metadata")
@@ -217,7 +219,7 @@ def _mathvista_reference(record: dict, options: Options) -> dict[str, object]:
 
 
 def _precision(record: dict) -> int:
-    """Decimals of the answer: as the record says, or else as the answer has them."""
+    """Decimals of the answer: from the record, else from the answer itself."""
     try:
         return int(float(record.get("precision") or len(str(record["answer"]).partition(".")[2])))
     except ValueError:
@@ -232,7 +234,7 @@ _EXPRESSION = "sent|expression|answer|caption"
 
 
 def _refcoco_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """A record per expression, with its box as corners in pixels: of JSONL, of MDETR's JSON, or of parquet files."""
+    """Read a record per expression with its box as pixel corners, from JSONL, MDETR's JSON, or parquet files."""
     path = given.data_path
     if not is_table(path) and not path.endswith(".jsonl"):
         return _mdetr_records(benchmark, complete(given))
@@ -249,7 +251,7 @@ def _refcoco_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
 
 def _mdetr_records(benchmark: Benchmark, path: str) -> list[dict]:
-    """The records of finetune_refcoco_val.json: an image with a caption per expression, and boxes by image."""
+    """Read finetune_refcoco_val.json: an image with a caption per expression, and boxes by image."""
     what, content = f"{benchmark.what}'s questions in MDETR's layout", read_json(path)
     keys = ("id", "file_name", "caption", "width", "height")
     images = records_in(path, what, content, keys, "images")
@@ -280,23 +282,23 @@ def _box(record: dict) -> list[float]:
 
 
 def _corners(box: list[float]) -> list[float]:
-    """Left, top, right, bottom, of left, top, width and height."""
+    """Convert left, top, width, height to left, top, right, bottom."""
     left, top, width, height = box
     return [left, top, left + width, top + height]
 
 
 def _refcoco_reference(record: dict, options: Options) -> dict[str, object]:
-    """The box, and the image's (width, height): of its header where the image is inside the table."""
+    """Return the box and the image's (width, height), read from its header if it is inside the table."""
     size, image = record["size"], record.get("image")
     if size == [None, None] and isinstance(image, Media):
         size = list(image_size(image.refs[0]))
     if not all(isinstance(side, int) and side > 0 for side in size):
-        raise DataError(f"has {short(size)} as width and height of its image, expected two numbers")
+        raise DataError(f"has {short(size)} as its image's width and height, expected two numbers")
     return {"answer": record["box"], "size": size}
 
 
 def _refcoco_kinds(record: dict) -> tuple[str, ...]:
-    """The split: of a name that ends with it, or begins with it as parquet files do."""
+    """Return the split, from the end of a name or, in parquet files, from its beginning."""
     words = re.split(r"[^A-Za-z]+", str(record["split"]))
     return tuple(split for split in SPLITS if split in words)[:1]
 
@@ -327,7 +329,7 @@ BENCHMARKS = {
         "leading_letter",
         letter_of,
         lambda record: (record.get("category"), record.get("l2_category")),
-        ask=lambda record, options: LETTER_ONLY,  # some files have the options inside the question
+        ask=lambda record, options: LETTER_ONLY,  # some files include the options in the question
         splits=("val",),
     ),
     "docvqa": Benchmark(

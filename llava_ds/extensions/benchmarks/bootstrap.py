@@ -1,5 +1,5 @@
 # U scored units, C columns
-"""Figures with the interval that another sample of as many questions would mostly fall into."""
+"""Bootstrap intervals of scores."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ import numpy as np
 from llava_ds.extensions.benchmarks.scores import Scored
 
 OVERALL = "overall"
-COVERED = (2.5, 97.5)  # percentiles of the resampled figures: 95 % lie between them
+COVERED = (2.5, 97.5)  # percentiles of the resampled scores: a 95 % interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, and its 95 % interval."""
+    """A score and its 95 % interval."""
 
     value: float
     low: float
@@ -21,9 +21,9 @@ class Estimate:
 
 
 def estimates(scored: Scored, resamples: int, seed: int) -> dict[str, dict[str, Estimate]]:
-    """Every metric of every kind, by name, and of all units under "overall", which comes last. resamples: 1 or more.
+    """Estimate each metric per question kind, and over all units as "overall", the last key. resamples: 1 or more.
 
-    Percentile bootstrap (Efron 1979) over units, the same for the same seed.
+    Percentile bootstrap (Efron 1979) over units, deterministic for a seed.
     """
     result = {}
     for kind, chosen in units_of(scored).items():
@@ -40,7 +40,7 @@ def estimates(scored: Scored, resamples: int, seed: int) -> dict[str, dict[str, 
 
 
 def units_of(scored: Scored) -> dict[str, np.ndarray]:
-    """The units of every kind, by number, in the kinds' order, and all of them under "overall"."""
+    """Return the unit numbers of each kind, in the kinds' order, and of all units as "overall"."""
     kinds = sorted({kind for each in scored.kinds for kind in each} - {OVERALL})
     chosen = {kind: np.array([i for i, each in enumerate(scored.kinds) if kind in each]) for kind in kinds}
     return {**chosen, OVERALL: np.arange(len(scored.kinds))}

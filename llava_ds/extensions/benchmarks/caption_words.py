@@ -1,20 +1,20 @@
-"""A caption's words as COCO's evaluation counts them: Penn Treebank tokens in lower case, without punctuation.
+"""Split captions into words like COCO's evaluation: lower-case Penn Treebank tokens without punctuation.
 
-Source: the Stanford tokenizer (CoreNLP 3.4.1, PTBTokenizer -preserveLines -lowerCase) that pycocoevalcap runs in
-Java, for the text that captions are made of; docs/benchmarks.md names what is not followed.
+Source: the Stanford tokenizer (CoreNLP 3.4.1, PTBTokenizer -preserveLines -lowerCase) that pycocoevalcap runs in Java,
+for the text in captions; docs/benchmarks.md lists the differences.
 """
 
 import re
 
 DROPPED = {"''", "'", "``", "`", ".", "?", "!", ",", ":", "-", "--", "...", ";"}
-# Their names are dropped in upper case only, by an oversight of the official code: in lower case they are words.
+# The official code drops their names only in upper case, by an oversight: in lower case they are words.
 BRACKETS = {"(": "-lrb-", ")": "-rrb-", "[": "-lsb-", "]": "-rsb-", "{": "-lcb-", "}": "-rcb-"}
 PARTED = {
     "cannot": "can not", "gonna": "gon na", "gotta": "got ta", "wanna": "wan na", "lemme": "lem me", "gimme": "gim me",
     "'tis": "'t is", "'twas": "'t was",
 }  # fmt: skip
 
-# Keep their full stop, which is dropped behind other words.
+# They keep their full stop; after other words it is dropped.
 ABBREVIATIONS = (
     "mr mrs ms dr prof jr sr st ave blvd rd bros inc ltd co corp vs etc gen col sgt capt lt gov sen rep rev hon "
     "jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri"
@@ -46,7 +46,7 @@ _TOKEN = re.compile(
 
 
 def caption_words(text: str) -> list[str]:
-    """The words of a caption, lower case."""
+    """Return a caption's words in lower case."""
     text = text.lower().replace("…", "...").replace("’", "'").replace("‘", "`").replace("“", "``").replace("”", "''")
     text = text.replace('"', "''")
     words = (word for token in _TOKEN.findall(text) for word in PARTED.get(token, BRACKETS.get(token, token)).split())

@@ -1,6 +1,6 @@
 """Scores of captions, one per image: CIDEr-D and ROUGE-L.
 
-A caption is a list of words (words.caption_words). Both functions take the model's captions and, for each of them, the
+A caption is a list of words (words.caption_words). Both functions take the model's captions and, per caption, the
 references of the same image.
 """
 
@@ -8,15 +8,15 @@ import math
 from collections import Counter
 
 LONGEST = 4  # words of an n-gram
-SIGMA = 6.0  # of the penalty for another length than the reference's
-BETA = 1.2  # how much more recall weighs than precision in ROUGE-L
+SIGMA = 6.0  # of the penalty for a length that differs from the reference's
+BETA = 1.2  # weight of recall against precision in ROUGE-L
 
 NGram = tuple[str, ...]
 Vector = tuple[list[dict[NGram, float]], list[float], int]  # weights and norm per length of n-gram, number of pairs
 
 
 def cider(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:
-    """CIDEr-D of every caption, 0 to 10. How rare an n-gram is, is counted over the images given here.
+    """CIDEr-D of each caption, 0 to 10. An n-gram's rarity is counted over the images given.
 
     Source: "CIDEr: Consensus-based Image Description Evaluation" (arXiv 1411.5726), section 5, as COCO computes it.
     """
@@ -45,7 +45,7 @@ def _ngrams(words: list[str]) -> Counter[NGram]:
 
 
 def _similarity(caption: Vector, reference: Vector) -> list[float]:
-    """The cosine per length of n-gram, clipped at the reference's counts, less for another length."""
+    """Return the cosine per n-gram length, clipped at the reference's counts and reduced for a different length."""
     (own, own_norms, own_length), (theirs, their_norms, their_length) = caption, reference
     penalty = math.exp(-((own_length - their_length) ** 2) / (2 * SIGMA**2))
     similarities = []
@@ -57,13 +57,13 @@ def _similarity(caption: Vector, reference: Vector) -> list[float]:
 
 
 def rouge_l(captions: list[list[str]], references: list[list[list[str]]]) -> list[float]:
-    """ROUGE-L of every caption, 0 to 1: the best precision and the best recall that any reference gives.
+    """ROUGE-L of each caption, 0 to 1, from the best precision and the best recall over its references.
 
     Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, as COCO computes it.
     """
     scores = []
     for caption, own in zip(captions, references, strict=True):
-        # An empty text is one empty word to the official code: two empty texts are the same.
+        # The official code treats an empty text as one empty word: two empty texts are equal.
         caption, own = caption or [""], [reference or [""] for reference in own]
         common = [_common_length(caption, reference) for reference in own]
         precision = max(common) / len(caption)
@@ -74,7 +74,7 @@ def rouge_l(captions: list[list[str]], references: list[list[list[str]]]) -> lis
 
 
 def _common_length(one: list[str], other: list[str]) -> int:
-    """The length of the longest common subsequence."""
+    """Length of the longest common subsequence."""
     before = [0] * (len(other) + 1)
     for word in one:
         now = [0]

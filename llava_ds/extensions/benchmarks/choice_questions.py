@@ -1,4 +1,4 @@
-"""ScienceQA and MMBench: their own files, and the question files of LLaVA's evaluation."""
+"""Read ScienceQA and MMBench: their own files, and the question files of LLaVA's evaluation."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from llava_ds.extensions.benchmarks.benchmark_files import (
 )
 from llava_ds.extensions.benchmarks.option_letters import LETTERS
 
-ROUND = 1_000_000  # MMBench's later rounds have the question's index and this many times their number
+ROUND = 1_000_000  # later rounds of an MMBench question have its index plus a multiple of this
 GRADES = {f"grade{n}": "G1-6" if n <= 6 else "G7-12" for n in range(1, 13)}
 
 
 def _scienceqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """The folder of problems.json and pid_splits.json, by itself or with llava_test_CQM-A.json."""
+    """Read the folder of problems.json and pid_splits.json, alone or with llava_test_CQM-A.json."""
     path = Path(given.data_path).expanduser()
     from_llava = not path.is_dir()
     folder = annotations_of(given, benchmark.what, "the folder of problems.json") if from_llava else complete(given)
@@ -57,7 +57,7 @@ def _scienceqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
 
 def _problem_text(problem: dict) -> str:
-    """Context, question and options as LLaVA asks for them (CQM-A of its convert_sqa_to_llava.py)."""
+    """Format context, question and options like LLaVA (CQM-A of its convert_sqa_to_llava.py)."""
     options = " ".join(f"({letter}) {text}" for letter, text in zip(LETTERS, field(problem, "choices", list)))
     context = problem.get("hint") or "N/A"
     text = f"Context: {context}\nQuestion: {field(problem, 'question', str)}\nOptions: {options}"
@@ -65,15 +65,14 @@ def _problem_text(problem: dict) -> str:
 
 
 def _problem_kinds(problem: dict) -> tuple[str | None, ...]:
-    """The columns of ScienceQA's table: subject, kind of context, grades."""
+    """Return the columns of ScienceQA's table: subject, kind of context, grades."""
     subject = {"natural science": "NAT", "social science": "SOC", "language science": "LAN"}
     context = [name for name, key in (("TXT", "hint"), ("IMG", "context")) if problem.get(key)]
     return (subject.get(problem.get("subject")), *(context or ["NO"]), GRADES.get(problem.get("grade")))
 
 
 def _mmbench_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """A TSV of MMBench; all rounds of a question where the file has them, of which later ones name the first's row
-    for its image."""
+    """Read an MMBench TSV, with all rounds of a question if present; later rounds refer to the first round's image."""
 
     def of_row(row: dict) -> dict:
         record = {key: cell for key, cell in row.items() if not _is_absent(cell)}
@@ -106,7 +105,7 @@ SCIENCEQA = Benchmark(
     lambda record, options: [field(record, "answer", int), len(field(record, "choices", list))],
     _problem_kinds,
     prepare=_scienceqa_records,
-    # LLaVA's evaluation tells questions with pictures by this mark in the answers' file.
+    # LLaVA's evaluation recognizes questions with images by this mark in the answers' file.
     written=lambda asked, record: f"{IMAGE_TOKEN}\n{asked}" if record["image"] else asked,
 )
 MMBENCH = Benchmark(

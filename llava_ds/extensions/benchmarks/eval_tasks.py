@@ -1,5 +1,5 @@
 # Q questions of a task
-"""Answers to benchmark questions while a run trains, scored as run/evaluate.py scores them (--eval_tasks)."""
+"""Answer benchmark questions during training and score them like run/evaluate.py (--eval_tasks)."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -33,14 +33,14 @@ from llava_ds.train.plan import Plan
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 TAKEN = ("loss", "step", "seconds", "samples", "broken_samples", "supervised_tokens", "source_losses")
-MAX_BYTES = 2**20  # of the file that lists tasks
-BATCH = 16  # questions that are answered together
+MAX_BYTES = 2**20  # size limit of the task file
+BATCH = 16  # questions per batch
 UNBOUNDED = 2**31
-NOT_BY_TASK = {"metric", "turns", "split"}  # keys that say nothing to a benchmark with its own scoring and files
+NOT_BY_TASK = {"metric", "turns", "split"}  # keys that benchmarks with their own scoring and files don't use
 
 
 class _Entry(TypedDict):
-    """A task as the file has it: run/evaluate.py's flags of these names."""
+    """A task in the file, with run/evaluate.py's flags as keys."""
 
     task: NotRequired[str]
     data_path: str
@@ -59,7 +59,7 @@ _KEYS = set(_Entry.__annotations__)
 
 @dataclass(frozen=True)
 class EvalTask:
-    """Questions, and what scores the answers to them. max_new_tokens: of an answer."""
+    """Questions of a task and their scoring. max_new_tokens: per answer."""
 
     name: str
     questions: list[Question]
@@ -68,30 +68,30 @@ class EvalTask:
 
 
 def read_eval_tasks(path: str, cache_dir: str) -> tuple[EvalTask, ...]:
-    """Read the tasks that a YAML file lists by name, and their questions.
+    """Read the tasks in a YAML file by name, and their questions.
 
-    Raises ConfigError or DataError, with the name of the task.
+    Raises ConfigError or DataError with the task's name.
     """
     tasks = []
     for name, entry in _entries(path).items():
         where = f"--eval_tasks {path}: {name}"
         if not NAME.fullmatch(name) or name in TAKEN or name.endswith("loss") or name.startswith("eval_"):
             raise ConfigError(
-                f"{where} is no name for a score: take letters, digits, '.', '_' and '-', not eval_ at its beginning, "
-                "and no name of a loss"
+                f"{where} can't name a score: use letters, digits, '.', '_' and '-', don't start with eval_, "
+                "and don't use a loss's name"
             )
         task = entry.get("task", "llava")
         if task not in TASKS or task == "preference":
             known = ", ".join(sorted(TASKS.keys() - {"preference"}))
-            raise ConfigError(f"{where}: there is no task {task}: give one of {known}")
+            raise ConfigError(f"{where}: task {task} is unknown: give one of {known}")
         read = {"llava": {"metric", "turns", "split"}, "scienceqa": {"split"}}.get(task, set())
         unread = entry.keys() & NOT_BY_TASK - read
         if unread:
-            raise ConfigError(f"{where}: {', '.join(sorted(unread))} says nothing to task {task}: leave it out")
+            raise ConfigError(f"{where}: {', '.join(sorted(unread))} has no effect on task {task}: leave it out")
         metric = TASKS[task].metric or entry.get("metric", "exact")
         if metric not in CHOSEN_METRICS and ":" not in metric and TASKS[task].metric is None:
             known = ", ".join(CHOSEN_METRICS)
-            raise ConfigError(f"{where}: there is no metric {metric}: give one of {known}, or file.py:function")
+            raise ConfigError(f"{where}: metric {metric} is unknown: give one of {known}, or file.py:function")
         given = Given(
             entry["data_path"],
             entry.get("annotations"),
@@ -102,7 +102,7 @@ def read_eval_tasks(path: str, cache_dir: str) -> tuple[EvalTask, ...]:
             cache_dir,
         )
         if given.turns not in ("together", "each"):
-            raise ConfigError(f"{where}: turns is {given.turns}: give together or each")
+            raise ConfigError(f"{where}: turns is {given.turns}, expected together or each")
         try:
             questions, score = read_questions(task, given, entry.get("limit")), metric_of(metric)
         except (ConfigError, DataError) as error:
@@ -112,7 +112,7 @@ def read_eval_tasks(path: str, cache_dir: str) -> tuple[EvalTask, ...]:
 
 
 def _entries(path: str) -> dict[str, Any]:
-    expected = "a YAML file with the names of tasks, and task, data_path, image_folder and metric under each"
+    expected = "a YAML file of task names, each with task, data_path, image_folder and metric"
     try:
         with Path(path).expanduser().open("rb") as file:
             found = yaml.safe_load(file.read(MAX_BYTES).decode("utf-8"))
@@ -130,14 +130,14 @@ def _entries(path: str) -> dict[str, Any]:
             f"--eval_tasks {path}: {', '.join(sorted(unknown))} is unknown: {', '.join(sorted(_KEYS))} are known"
         )
     if not entries:
-        raise ConfigError(f"--eval_tasks {path} lists no task: give {expected}")
+        raise ConfigError(f"--eval_tasks {path} lists no tasks: give {expected}")
     return entries
 
 
 def open_tasks(plan: Plan, ranks: Ranks) -> Asked:
-    """Read the questions of --eval_tasks: what asks them of a model, and the names of the tasks.
+    """Read the questions of --eval_tasks. Returns the function that answers them with a model, and the tasks' names.
 
-    All ranks call it together. Raises ConfigError or DataError on each.
+    Collective. Raises ConfigError or DataError on every rank.
     """
     args = plan.args
     tasks = on_every_rank(ranks, partial(read_eval_tasks, args.own["benchmarks"].eval_tasks, args.data.cache_dir))
@@ -145,8 +145,7 @@ def open_tasks(plan: Plan, ranks: Ranks) -> Asked:
 
 
 def refuse_without_rows(tasks: Sequence[EvalTask], encoder: Encoder) -> None:
-    """Raise DataError for a question with a token beyond the rows of the model's embedding: before the first step, not
-    at the first evaluation."""
+    """Raise DataError, before the first step, for a question with a token outside the model's embedding."""
     for task in tasks:
         for question in task.questions:
             try:
@@ -156,14 +155,14 @@ def refuse_without_rows(tasks: Sequence[EvalTask], encoder: Encoder) -> None:
 
 
 class EvalTasks(Measure):
-    """Asks the questions of all tasks, by the weights as they are, and scores the answers.
+    """Answers the questions of all tasks with the current weights and scores the answers.
 
-    Greedy, with a cache of keys and values, through transformers' own attention. Nothing of the engine is used or
-    changed: the steps afterwards are those of a run that asks nothing.
+    Greedy decoding with a key-value cache and transformers' attention. It uses and changes nothing in the engine: later
+    steps are the same as without evaluation.
     """
 
     def __init__(self, model: LlavaModel, tasks: tuple[EvalTask, ...], plan: Plan, ranks: Ranks) -> None:
-        """All ranks call it together, before the engine is started, which changes the model's modules."""
+        """Call on all ranks together, before the engine starts and changes the model's modules."""
         self._twin, self._ranks, self._images = twin_of(model), ranks, plan.images
         self._tasks = [replace(task, questions=with_resized_sizes(task.questions, plan.images)) for task in tasks]
         self._tokenizer, args = plan.model.tokenizer, plan.args.model
@@ -176,10 +175,10 @@ class EvalTasks(Measure):
         self._positions = getattr(plan.model.text_config, "max_position_embeddings", None) or UNBOUNDED
 
     def scores(self, precision: torch.autocast) -> dict[str, float]:
-        """The score of each task by its name. All ranks call it together.
+        """Return the score of each task by name. Collective.
 
-        precision: the engine's own. Raises DataError, on every rank, for a question that can't be shown, and for a
-        metric that fails.
+        precision: the engine's. Raises DataError on every rank for a question that can't be encoded, and for a metric
+        that fails.
         """
         with whole_weights(self._twin):
             answers = on_every_rank(self._ranks, lambda: self._answers(precision))
@@ -199,9 +198,9 @@ class EvalTasks(Measure):
         return found
 
     def _answers(self, precision: torch.autocast) -> list[dict[int, str]]:
-        """This rank's share of the answers to each task, by the questions' numbers.
+        """Return this rank's share of each task's answers, by question number.
 
-        Batches are the same on any number of ranks, for what a question is computed beside rounds its numbers.
+        Batches are the same for any number of ranks, because other neighbours would change rounding.
         """
         found = []
         for task in self._tasks:
@@ -220,7 +219,7 @@ class EvalTasks(Measure):
     def _texts(self, task: EvalTask, numbers: range) -> list[str]:
         rules = DrawRules(1, task.max_new_tokens, self._positions, self._ends, self._images, top_k=1)
         samples = [self._sample(task.questions[number], rules) for number in numbers]
-        # The most probable token is drawn whatever the number: it alone is left.
+        # Only the most probable token is left, so the random number doesn't matter.
         drawn = draw_answers(self._twin, samples, [np.zeros((1, task.max_new_tokens))] * len(samples), rules)
         return [self._tokenizer.decode(answer.ids, skip_special_tokens=True).strip() for [answer] in drawn]
 
@@ -230,7 +229,7 @@ class EvalTasks(Measure):
         sample = LoadedSample(ids, ids, decode_media(media, question.prompt.blank, self._images))
         if rules.room(sample) < 1:
             raise DataError(
-                f"--eval_tasks: question {question.id} has {len(ids):,} tokens: the model has no position left for an "
+                f"--eval_tasks: question {question.id} has {len(ids):,} tokens: the model has no positions left for an "
                 "answer. Leave it out"
             )
         return sample

@@ -1,4 +1,4 @@
-"""Benchmarks that are asked while a run trains."""
+"""Evaluate benchmarks during training."""
 
 from llava_ds.extensions.base import Extension
 from llava_ds.extensions.benchmarks.eval_tasks import open_tasks

@@ -1,4 +1,4 @@
-"""The flag of benchmarks that are asked while a run trains."""
+"""Flag for benchmarks during training."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,30 +15,31 @@ _, _tasks = flags_of("benchmarks")
 
 @dataclass(frozen=True)
 class Flags(ExtensionFlags):
-    """The flag of benchmarks that are asked while a run trains."""
+    """Flag for benchmarks during training."""
 
     needs_text: ClassVar = True
 
     eval_tasks: str | None = _tasks(
         None,
-        "YAML file that lists benchmarks by names of yours, with run/evaluate.py's task, data_path, image_folder, "
-        "metric and limit under each (docs/benchmarks.md): they are asked and scored at every evaluation, of "
-        "which the names are numbers.",
+        "YAML file of benchmarks under names that you choose, each with run/evaluate.py's task, data_path, "
+        "image_folder, "
+        "metric and limit (docs/benchmarks.md): they are answered and scored at every evaluation, and the scores "
+        "are logged under these names.",
         path="file",
     )
 
     @property
     def evaluates(self) -> bool:
-        """True if an evaluation has scores."""
+        """True if evaluations have scores."""
         return self.eval_tasks is not None
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """What a rank needs to answer alone."""
+        """Return the properties that a rank needs to answer alone."""
         whole = ("whole_matrices", "whole_layers", "whole_sample", "plain_weights")
-        return dict.fromkeys(whole, "each answers alone") | {"dense_mlps": "it is not tried with these experts"}
+        return dict.fromkeys(whole, "each answers alone") | {"dense_mlps": "it is not tested with these experts"}
 
     def problems(self, args: "Arguments") -> Iterator[str]:
-        """A model that gives text is needed."""
+        """Yield a line for a model that doesn't generate text."""
         if args.traits.scores:
-            yield "--eval_tasks can't be used with --objective reward, whose model scores answers and gives none"
+            yield "--eval_tasks can't be used with --objective reward, because a reward model generates no answers"

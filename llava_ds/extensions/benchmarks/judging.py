@@ -1,4 +1,4 @@
-"""Answers by a judge: of two given ones the better, or of several drawn ones the best."""
+"""Answer with a judge: choose the better of two given answers, or the best of several drawn ones."""
 
 import math
 from dataclasses import dataclass
@@ -23,27 +23,27 @@ from llava_ds.train.evaluating.twin import twin_of
 
 
 class Judge:
-    """A model that scores answers: with its value head, or by their log-probability where it has none."""
+    """A model that scores answers: with its value head or, without one, by their log-probability."""
 
     def __init__(self, flag: str, path: str, options: EngineOptions, ranks: Ranks, must_score: bool = False) -> None:
-        """flag: that names the folder; must_score: refuse a model without a value head. All ranks call it together."""
+        """flag: the flag that names the folder; must_score: refuse a model without a value head. Collective."""
         plan = _plan(flag, path, options, must_score)
         self.has_value_head = plan.model.has_value_head
         self._model = Scorer(plan, options.precision or torch.float32, ranks)
         self._plan, self._encoder = plan, _encoder(plan)
 
     def describe(self) -> str:
-        """A line that says what is compared."""
+        """Return a line that names the score."""
         return "answers are judged by " + ("the value head" if self.has_value_head else "their log-probability")
 
     def scores(self, prompts: list[Prompt], answers: list[list[str]]) -> list[list[float]]:
-        """Of each answer to each prompt."""
+        """Return the score of each answer to each prompt."""
         samples = [self._samples(prompt, texts) for prompt, texts in zip(prompts, answers, strict=True)]
         found = iter(self._model.scores([sample for some in samples for sample in some]))
         return [[next(found) for _ in some] for some in samples]
 
     def _samples(self, prompt: Prompt, answers: list[str]) -> list[LoadedSample]:
-        """A prompt with each of the answers, over the same images."""
+        """Return a prompt with each of the answers, over the same images."""
         media = media_of(prompt, self._plan.images)
         features = [layout.num_tokens for *_, layout in media]
         tiles = decode_media(media, prompt.blank, self._plan.images)
@@ -61,7 +61,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class Preferring:
-    """Answers each question by that of its two answers that the judge prefers, the chosen one if both are equal."""
+    """Answers each question with the judge's preferred answer of its two; the chosen one if both are equal."""
 
     judge: Judge
 
@@ -69,19 +69,19 @@ class Preferring:
         pairs = [[question.reference, question.more["rejected"]] for question in questions]
         scores = self.judge.scores([question.prompt for question in questions], pairs)
         return [
-            # The probability that the preferred answer is the better one, as pairs are learnt.
+            # The probability that the preferred answer is better, as in training on pairs.
             Answer(pair[b > a], -math.log1p(math.exp(-abs(a - b))), 0)
             for pair, (a, b) in zip(pairs, scores)
         ]
 
 
 class BestOfN:
-    """Answers each question by that of n drawn answers to which the judge gives the highest score."""
+    """Answers each question with the best-scored of n drawn answers."""
 
     def __init__(
         self, path: str, judge: Judge, rules: tuple[int, int, int], options: EngineOptions, ranks: Ranks
     ) -> None:
-        """rules: n, tokens of the longest answer, and the seed of drawing. All ranks call it together."""
+        """rules: n, tokens of the longest answer, and the sampling seed. Collective."""
         self._plan, self._judge = _plan("--model_path", path, options, False), judge
         count, max_new_tokens, self._seed = rules
         self._encoder, self._tokenizer = _encoder(self._plan), self._plan.model.tokenizer
@@ -102,7 +102,7 @@ class BestOfN:
         scores = self._judge.scores([question.prompt for question in questions], texts)
         answers = []
         for some, own, of in zip(drawn, texts, scores):
-            best = max(range(len(of)), key=of.__getitem__)  # the first of equal ones
+            best = max(range(len(of)), key=of.__getitem__)  # the first if several are equal
             answers.append(Answer(own[best], round(sum(some[best].log_probs), 4), len(some[best].ids)))
         return answers
 
@@ -111,16 +111,16 @@ class BestOfN:
         ids = torch.tensor(self._encoder.prompt_ids(prompt.transcript, [layout.num_tokens for *_, layout in media]))
         sample = LoadedSample(ids, ids, decode_media(media, prompt.blank, self._plan.images))
         if self._rules.room(sample) < 1:
-            raise DataError(f"a question has {len(ids):,} tokens: the model has no position left for an answer")
+            raise DataError(f"a question has {len(ids):,} tokens: the model has no positions left for an answer")
         return sample
 
 
 def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> FrozenPlan:
-    """Raises ConfigError for folders and options that only inference through transformers takes."""
+    """Raise ConfigError for folders and options that this inference doesn't support."""
     if options.engine != "hf":
-        raise ConfigError(f"--engine {options.engine} does not judge or draw answers: leave it out")
+        raise ConfigError(f"--engine {options.engine} can't judge or draw answers: leave it out")
     if given := [f"--{name}" for name in CHECKPOINT_FLAGS if name in options.moved]:
-        raise ConfigError(f"{', '.join(given)} goes with a checkpoint: give the folder that run/export.py makes of it")
+        raise ConfigError(f"{', '.join(given)} needs a checkpoint: give the folder that run/export.py makes from it")
     if not any(is_there(Path(path) / name) for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(f"{flag} {path} has no config.json: give an exported folder (run/export.py makes one)")
     named = {"version": options.version, "chat_template_kwargs": options.chat_template_kwargs}
@@ -128,14 +128,14 @@ def _plan(flag: str, path: str, options: EngineOptions, must_score: bool) -> Fro
     plan = plan_alone(flag, path, 1, must_score or value_head_file(path) is not None, **options.moved, **given)
     if (own := plan.model.architecture) is not None:
         raise ConfigError(
-            f"{flag} {path} is a {own.config.model_type}: {own.kind} does not judge or draw answers so "
-            "far: give a LLaVA, or leave --best_of_n and the judge out"
+            f"{flag} {path} is a {own.config.model_type}: {own.kind} can't judge or draw answers "
+            "yet: give a LLaVA, or leave --best_of_n and the judge out"
         )
     return plan
 
 
 def _encoder(plan: FrozenPlan) -> Encoder:
-    """The encoder of training, without a bound on the length, which supervises the last answer."""
+    """Return the training encoder, without a length limit; it supervises the last answer."""
     args = plan.args
     options = EncodingOptions(
         args.version,

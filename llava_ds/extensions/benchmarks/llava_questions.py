@@ -1,4 +1,4 @@
-"""Questions of any file that training reads: one with references, or one of preferences."""
+"""Read questions from training files: with references, or from preferences."""
 
 import json
 from collections import Counter
@@ -17,17 +17,17 @@ from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.extensions.benchmarks.scores import reference_for
 from llava_ds.extensions.infer.generate import Prompt
 
-TURNS = ("together", "each")  # how the questions of a record are asked
-MIN_SAME_WORDS = 5  # questions that make a group where no kinds are given
+TURNS = ("together", "each")  # ask a record's questions after each other, or separately
+MIN_SAME_WORDS = 5  # smallest group, if no kinds are given
 MAX_GROUPS = 20
-METRICS_OF_SEVERAL = ("vqa", "caption")  # that compare with all answers of a record
-LONGEST_NAME = 100  # characters of a question that may name a group
+METRICS_OF_SEVERAL = ("vqa", "caption")  # metrics with several reference answers
+LONGEST_NAME = 100  # characters of a question that may become a group's name
 
 
 def llava(given: Given) -> list[Question]:
-    """Every answered turn of every record, asked after the record's own earlier turns, or by itself.
+    """Read every answered turn of every record, asked after the record's earlier turns, or alone.
 
-    "kind" in a record or in one of a question's two turns groups the scores; "references", a list of texts, stands for
+    "kind" in a record or in either of a question's two turns groups the scores; "references", a list of texts, replaces
     a record's last answer.
     """
 
@@ -36,12 +36,12 @@ def llava(given: Given) -> list[Question]:
 
     questions = _converted(given, SourceOptions(), convert)
     if not questions:
-        raise DataError(f"{given.data_path}: there is no question with an answer in the data")
+        raise DataError(f"{given.data_path}: the data has no question with an answer")
     return questions if any(question.kinds for question in questions) else _grouped_by_words(questions)
 
 
 def preferences(given: Given) -> list[Question]:
-    """The pairs of answers in a file of preferences (docs/preference.md): which of the two does a model prefer?"""
+    """Read answer pairs from a file of preferences (docs/preference.md), to test which one the model prefers."""
     return _converted(given, SourceOptions(are_preferences=True), lambda sample, *_: [_pair(sample)])
 
 
@@ -49,7 +49,7 @@ def _pair(sample: Sample) -> Question:
     *before, chosen = sample.messages
     rejected = sample.rejected[-1]
     if any(each.thought is not None or each.tool_calls for each in (chosen, rejected)):
-        raise DataError("has answers with thoughts or tool calls, and answers are judged by their texts alone")
+        raise DataError("has answers with thoughts or tool calls, but answers are judged only by their text")
     return Question(
         sample.id,
         _prompt(sample, tuple(before), sample.media),
@@ -63,7 +63,7 @@ def _pair(sample: Sample) -> Question:
 def _converted(
     given: Given, options: SourceOptions, convert: Callable[[Sample, RawRecord, Source], list[Question]]
 ) -> list[Question]:
-    """The questions of all records. Raises DataError, with the first problems, where some can't be used."""
+    """Return the questions of all records. Raises DataError with the first problems if some can't be used."""
     questions, problems, total = [], [], 0
     options = replace(options, image_folder=given.image_folder, cache_dir=given.cache_dir, split=given.split)
     for source in open_sources(complete(given), options):
@@ -79,20 +79,20 @@ def _converted(
 
 
 def _sample(record: RawRecord, source: Source) -> Sample:
-    """Raises DataError for a record that can't be asked about."""
+    """Convert a record. Raises DataError if it can't become a question."""
     sample = to_sample(record.text, source, record.index)
     if sample.boxes or sample.refs:
         raise DataError(
-            "has boxes under 'objects', which are written for a model when it is trained: score boxes with --task "
+            "has boxes under 'objects', but these are only used in training: score boxes with --task "
             "refcoco, and leave these records out"
         )
     return sample
 
 
 def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] | None, list[str]]:
-    """References, and the kinds of the turns ("" where one has none): fields of a record beside its conversation.
+    """Return references and the kinds of the turns ("" if missing): fields of a record outside its conversation.
 
-    Raises DataError for references that are no texts. record: one that to_sample takes.
+    Raises DataError for references that are not texts. record: accepted by to_sample.
     """
     has_answers = source.format == "question_answer" and metric in METRICS_OF_SEVERAL
     if "references" not in record.text and "kind" not in record.text and not has_answers:
@@ -114,13 +114,14 @@ def _scoring(record: RawRecord, source: Source, metric: str) -> tuple[list[str] 
 
 def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], given: Given) -> list[Question]:
     questions, (references, turn_kinds) = [], scoring
-    # An answer that was switched off may be wrong, and a call is no text.
+    # An answer with weight 0 may be wrong, and a call is not text.
     answered = [i for i, m in enumerate(sample.messages) if m.role == "gpt" and i > 0 and m.weight and not m.tool_calls]
     if given.turns == "each" and any(message.role == "tool" for message in sample.messages):
-        raise DataError("has results of tools, which mean nothing without their calls: leave --turns each out")
-    of_its_own = len(sample.messages) - len(turn_kinds)  # a system message that is no turn
+        raise DataError("has tool results, but they mean nothing without their calls: leave --turns each out")
+    of_its_own = len(sample.messages) - len(turn_kinds)  # a system message is not a turn
     for number, i in enumerate(answered, 1):
-        own = turn_kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]  # of the question's turn and the answer's
+        # kinds of the question's turn and the answer's
+        own = turn_kinds[max(0, i - 1 - of_its_own) : i + 1 - of_its_own]
         kind = next(filter(None, own), sample.kind)
         texts = references if references and i == answered[-1] else [shown_text(sample.messages[i].text)]
         before = sample.messages[:i]
@@ -139,13 +140,13 @@ def _questions_of(sample: Sample, scoring: tuple[list[str] | None, list[str]], g
 
 
 def _prompt(sample: Sample, messages: tuple[Message, ...], media: tuple[Media, ...]) -> Prompt:
-    """A part of a record's conversation that ends with a question."""
+    """Return the part of a record's conversation that ends with a question."""
     images = tuple(map(_by_path, media))
     return Prompt(messages, images, tools=sample.tools, template_kwargs=sample.template_kwargs)
 
 
 def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The last question without the turns before it; images that these showed stand before it."""
+    """Return the last question without earlier turns; their images are moved before it."""
     *earlier, question = messages
     system = [message for message in earlier if message.role == "system"]
     marks = sum(message.text.count(IMAGE_TOKEN) for message in earlier)
@@ -154,7 +155,7 @@ def _by_itself(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _grouped_by_words(questions: list[Question]) -> list[Question]:
-    """The questions with their own words as their kind, those of the words that many have."""
+    """Return the questions with their own words as their kind, if many share the words."""
     counts = Counter(question.asked for question in questions)
     groups = {
         words: " ".join(words.split())
@@ -162,12 +163,12 @@ def _grouped_by_words(questions: list[Question]) -> list[Question]:
         if count >= MIN_SAME_WORDS and 0 < len(words) <= LONGEST_NAME
     }
     if sum(counts[words] for words in groups) == len(questions) and len(groups) == 1:
-        return questions  # the group would say what all of them do
+        return questions  # the group would contain all questions
     return [replace(q, kinds=(groups[q.asked],)) if q.asked in groups else q for q in questions]
 
 
 def _by_path(media: Media) -> str | Media:
-    """An image that is a whole file by its path, which is what other questions have."""
+    """Return the path of an image that is a whole file, like other questions have."""
     [first, *more] = media.refs
     is_file = media.kind == "image" and not more and first.num_bytes < 0 and not media.settings
     return first.path if is_file else media

@@ -1,7 +1,7 @@
-"""Answers as VQA's and TextVQA's evaluations spell them before they compare.
+"""Normalise answers like VQA's and TextVQA's evaluations before they are compared.
 
 Source: "VQA: Visual Question Answering" (arXiv 1505.00468) and its evaluation code (GT-Vision-Lab/VQA), EvalAI's
-processor as MMF and LLaVA use it. Their quirks are kept, for they are part of the published figures.
+processor in MMF's and LLaVA's version. Their quirks are kept because published figures include them.
 """
 
 import re
@@ -16,7 +16,7 @@ NUMBERS = {
 ARTICLES = {"a", "an", "the"}
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 
-# Right spellings; what is mapped to one is the same with an apostrophe missing, whichever it is.
+# Correct spellings; a spelling with any apostrophe missing is mapped to them.
 _CONTRACTIONS = """
 ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't he'd he'd've
 he's how'd how'll how's isn't it'd it'd've it'll ma'am mightn't mightn't've might've mustn't must've needn't not've
@@ -31,15 +31,15 @@ CONTRACTIONS = {
     for word in _CONTRACTIONS.split()
     for match in re.finditer("'", word)
 }
-CONTRACTIONS["somebody'd"] = "somebodyd"  # the official table has this one the wrong way round
+CONTRACTIONS["somebody'd"] = "somebodyd"  # reversed in the official table
 
 _POINT = re.compile(r"\.(?!\d)")
 _THOUSANDS = re.compile(r"\d,\d")
-MAX_POINTS = 32  # the official code gives re.UNICODE, which is 32, where re.sub takes the number of replacements
+MAX_POINTS = 32  # the official code passes re.UNICODE (32) as re.sub's count
 
 
 def vqa_punctuation(text: str) -> str:
-    """The text without punctuation: a mark beside a space is dropped, one between two letters becomes a space."""
+    """Remove punctuation: a mark next to a space is dropped, one between two letters becomes a space."""
     drops_all = _THOUSANDS.search(text) is not None
     result = text
     for mark in PUNCTUATION:
@@ -49,22 +49,22 @@ def vqa_punctuation(text: str) -> str:
 
 
 def vqa_words(text: str) -> str:
-    """The text in lower case with numbers as digits, without articles, and with apostrophes in contractions."""
+    """Return the text in lower case with numbers as digits, without articles, and with apostrophes in contractions."""
     words = [NUMBERS.get(word, word) for word in text.lower().split()]
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
 
 def vqa_answer(text: str) -> str:
-    """A model's answer as VQA compares it."""
+    """Normalise a model's answer like VQA."""
     return vqa_words(vqa_punctuation(text.replace("\n", " ").replace("\t", " ").strip()))
 
 
 def evalai_answer(text: str) -> str:
-    """An answer, a model's or a person's, as TextVQA's evaluation compares it."""
+    """Normalise a model's or a person's answer like TextVQA's evaluation."""
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's").strip()
     return vqa_answer(text)
 
 
 def plain_answer(text: str) -> str:
-    """The text in lower case without spaces around it and without the full stop."""
+    """Return the text in lower case, without surrounding spaces and the full stop."""
     return text.strip().rstrip(".").lower()

@@ -1,4 +1,4 @@
-"""VQAv2, TextVQA, GQA, POPE and COCO's captions: their own files, and the question files of LLaVA's evaluation."""
+"""Read VQAv2, TextVQA, GQA, POPE and COCO captions: their own files, and LLaVA's question files."""
 
 from pathlib import Path
 
@@ -27,14 +27,14 @@ from llava_ds.extensions.benchmarks.benchmark_files import (
 )
 from llava_ds.extensions.benchmarks.benchmark_tables import is_table, read_table
 
-CAPTION = "Provide a one-sentence caption for the provided image."  # as LLaVA-1.5 was trained to be asked
+CAPTION = "Provide a one-sentence caption for the provided image."  # LLaVA-1.5's training prompt
 
 
 def _vqav2_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """v2_OpenEnded_…_questions.json or llava_vqav2_….jsonl, with v2_…_annotations.json."""
+    """Read v2_OpenEnded_…_questions.json or llava_vqav2_….jsonl, with v2_…_annotations.json."""
     path = given.data_path
     rows = read_table(path, "VQAv2's questions", ("question_id", "text|image_id", "text|question"), (), given.cache_dir)
-    file = annotations_of(given, "VQAv2", "v2_mscoco_val2014_annotations.json (there is none for test)")
+    file = annotations_of(given, "VQAv2", "v2_mscoco_val2014_annotations.json (the test split has none)")
     content = read_json(file)
     annotated = records_in(file, "VQAv2's annotations", content, ("question_id", "answers"), "annotations")
     answers = {each.get("question_id"): each for each in annotated}
@@ -53,13 +53,13 @@ def _vqav2_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
 
 def _textvqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """TextVQA_0.5.1_val.json, by itself or with llava_textvqa_val_v051_ocr.jsonl, which has OCR tokens in its texts."""
+    """Read TextVQA_0.5.1_val.json, alone or with llava_textvqa_val_v051_ocr.jsonl, whose texts include OCR tokens."""
 
     def key(record: dict) -> tuple[str, str]:
-        """Image and text, which is what LLaVA's files have of a question."""
+        """Return image and text, the fields that LLaVA's files have."""
         if "image_id" in record:
             return str(record["image_id"]), str(record.get("question")).lower()
-        # The question stands alone on the first line, or on the second, behind a line of OCR tokens.
+        # The question is on the first line, or on the second after a line of OCR tokens.
         lines = field(record, ASKED, str).split("\n")
         line = 1 if lines[0].startswith("Reference OCR token:") and len(lines) > 1 else 0
         return str(record.get("question_id")), lines[line].lower()
@@ -73,7 +73,7 @@ def _textvqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
 
 def _gqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """testdev_balanced_questions.json, by itself or with llava_gqa_testdev_balanced.jsonl."""
+    """Read testdev_balanced_questions.json, alone or with llava_gqa_testdev_balanced.jsonl."""
 
     def of_record(record: dict) -> dict:
         image, question = field(record, "imageId", (str, int)), field(record, "question", str)
@@ -81,7 +81,7 @@ def _gqa_records(benchmark: Benchmark, given: Given) -> list[dict]:
 
     file = "testdev_balanced_questions.json"
     records = benchmark.paired(given, file, lambda record: str(value_of(record, "question_id|id")))
-    # The official accuracy is over the balanced questions only.
+    # The official accuracy only counts the balanced questions.
     balanced = [each for each in records if ASKED in each or each.get("isBalanced") is not False]
     return convert_records(given.data_path, balanced, of_record)
 
@@ -95,30 +95,30 @@ def _gqa_kinds(record: dict) -> tuple[str, ...]:
 
 
 def _pope_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """coco_pope_*.json, one file or a folder of them, by themselves or with llava_pope_test.jsonl; or one table."""
+    """Read coco_pope_*.json, a file or a folder, alone or with llava_pope_test.jsonl; or one table."""
     path = given.data_path
     if is_table(path):
         return benchmark.records(given)
     from_llava = path.endswith(".jsonl")
     labels = annotations_of(given, "POPE", "the folder of coco_pope_*.json") if from_llava else complete(given)
-    # By category: adversarial, popular or random.
+    # Keyed by category: adversarial, popular or random.
     labelled = {file.stem.split("_pope_")[-1]: _label_lines(file) for file in _label_files(labels)}
     rows = [{**line, "category": kind} for kind, lines in labelled.items() for line in lines]
     if from_llava:
         rows = read_records(path, "POPE's questions in LLaVA's layout", (*LLAVA_KEYS, "category"))
-    for kind, lines in labelled.items():  # they belong together by their order
+    for kind, lines in labelled.items():  # matched by order
         count = sum(row.get("category") == kind for row in rows)
         if count != len(lines):
-            raise DataError(f"{path} asks {count:,} questions of the category {kind!r}, {labels} has {len(lines):,}")
+            raise DataError(f"{path} has {count:,} questions of the category {kind!r}, but {labels} has {len(lines):,}")
     if unknown := {str(row.get("category")) for row in rows} - set(labelled):
-        raise DataError(f"{path} has the categories {', '.join(sorted(unknown))}, of which {labels} has no file")
+        raise DataError(f"{path} has the categories {', '.join(sorted(unknown))}, but {labels} has no file for them")
     remaining = {kind: iter(lines) for kind, lines in labelled.items()}
 
     def of_row(row: dict) -> dict:
         name, line = field(row, "image", str), next(remaining[row["category"]])
         if name != line.get("image"):
-            found = f"{name!r} where the labels have {line.get('image')!r}"
-            raise DataError(f"asks about {found}: they are not in one order")
+            found = f"{name!r}, but the labels have {line.get('image')!r}"
+            raise DataError(f"is about {found}: their order differs")
         text = field(row, ASKED, str) + ("" if from_llava else SHORT)
         return {**row, "label": field(line, "label", str), ASKED: text}
 
@@ -131,12 +131,12 @@ def _label_files(path: str) -> list[Path]:
         return [folder]
     files = sorted(folder.glob("*_pope_*.json"))
     if not files:
-        raise ConfigError(f"{path} holds no file that is called like coco_pope_random.json")
+        raise ConfigError(f"{path} contains no file named like coco_pope_random.json")
     return files
 
 
 def _label_lines(file: Path) -> list[dict]:
-    """The lines of a label file, which is JSONL for all its name."""
+    """Read a label file: JSONL, in spite of its name."""
     what, keys = "POPE's questions", ("question_id", "image", ASKED, "label")
     if read_text(file).lstrip().startswith("{"):
         return read_records(file, what, keys)
@@ -144,7 +144,7 @@ def _label_lines(file: Path) -> list[dict]:
 
 
 def _caption_records(benchmark: Benchmark, given: Given) -> list[dict]:
-    """captions_val2014.json and others in COCO's layout: one question per image, all its captions as references."""
+    """Read captions_val2014.json or others in COCO's layout: one question per image, all its captions as references."""
     path, what = complete(given), "captions in COCO's layout"
     content = read_json(path)
     images = records_in(path, what, content, ("id", "file_name"), "images")
@@ -156,7 +156,7 @@ def _caption_records(benchmark: Benchmark, given: Given) -> list[dict]:
     def of_image(image: dict) -> dict:
         id = field(image, "id", (int, str))
         if id not in captions:
-            raise DataError(f"is the image {id}, which has no caption")
+            raise DataError(f"is the image {id}, but it has no caption")
         return {"id": id, "image": field(image, "file_name", str), ASKED: CAPTION, "answers": captions[id]}
 
     return convert_records(path, images, of_image)
@@ -176,7 +176,7 @@ GQA = Benchmark(
     keys=("imageId", "question", "answer"),
     prepare=_gqa_records,
 )
-# POPE's own files are JSONL for all their name.
+# POPE's own files are JSONL, in spite of their names.
 POPE = Benchmark(
     "POPE",
     "yes_no",

@@ -1,4 +1,4 @@
-"""The option that an answer to a multiple-choice question names; None where it names none."""
+"""Find the option that an answer to a multiple-choice question names."""
 
 import re
 
@@ -10,7 +10,7 @@ _AROUND += [(":", ""), (":", ","), (":", "."), (":", ")"), (":", ").")]
 
 
 def named_letter(answer: str, num_choices: int) -> int | None:
-    """The option that "B", "B. text" or "The answer is B." names, counted from 0.
+    """Return the option, counted from 0, that "B", "B. text" or "The answer is B." names; None if there is none.
 
     Source: LLaVA's evaluation of ScienceQA (llava/eval/eval_science_qa.py).
     """
@@ -28,10 +28,10 @@ def named_letter(answer: str, num_choices: int) -> int | None:
 
 
 def matched_letter(answer: str, options: dict[str, str]) -> str | None:
-    """The letter that stands alone in an answer, or else the letter of the only option whose text is in it.
+    """Return the letter that stands alone in an answer, else the letter of the only option whose text is in it.
 
-    options: by letter, A to D. Nobody is asked what an answer could have meant: what names no option is wrong.
-    Source: "MMBench" (arXiv 2307.06281), section 4.2, step 1, as its evaluation code does it.
+    options: by letter, A to D. An answer that names no option is wrong: no language model interprets it.
+    Source: "MMBench" (arXiv 2307.06281), section 4.2, step 1, as in its evaluation code.
     """
     pieces = set(answer.split())
     for before, after in [("", ""), *_AROUND]:
@@ -46,7 +46,7 @@ def matched_letter(answer: str, options: dict[str, str]) -> str | None:
 
 
 def says_yes(answer: str) -> bool:
-    """True if an answer is a yes: its first sentence holds none of the words No, no and not.
+    """True if an answer means yes: its first sentence has none of the words No, no and not.
 
     Source: POPE (arXiv 2305.10355), evaluate.py.
     """

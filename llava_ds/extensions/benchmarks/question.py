@@ -1,4 +1,4 @@
-"""A question to a model, and the reference that its answer is compared with."""
+"""A question to a model with its reference."""
 
 import contextlib
 import hashlib
@@ -17,10 +17,9 @@ from llava_ds.geometry import ImageOptions, coordinate_frame
 class Question:
     """One question.
 
-    id: as its file has it, not always unique; of a record with several questions, with # and the turn behind it;
-    prompt: the conversation that ends with it; asked: its text for the file of answers; reference: what the metric
-    compares with (scores.METRICS says what each expects); kinds: groups that it is scored in; more: written beside its
-    answer.
+    id: from its file, not always unique; # and the turn are added if a record has several questions; prompt: the
+    conversation that ends with it; asked: its text in the answers' file; reference: as the metric expects it
+    (scores.METRICS); kinds: its score groups; more: additional fields in the answers' file.
     """
 
     id: str | int
@@ -32,7 +31,7 @@ class Question:
 
 
 def _shown(image: str | Media) -> list[object]:
-    """Where an image or video lies, and a hash of some of its blocks; without one of a file that can't be read."""
+    """Return an image's or video's location and a hash of some blocks; no hash if the file can't be read."""
     refs = [FileRef(image)] if isinstance(image, str) else image.refs
     rest = [] if isinstance(image, str) else [image.kind, image.settings]
     with contextlib.suppress(OSError, DataError):
@@ -41,7 +40,7 @@ def _shown(image: str | Media) -> list[object]:
 
 
 def without_image(question: Question) -> Question:
-    """The same question with its images withheld: neither features nor marks remain."""
+    """Return the question without its images: no features and no marks."""
     messages = tuple(
         replace(m, text=m.text.replace(IMAGE_TOKEN, "").replace(PART_END, "").strip(), keeps_spaces=False)
         for m in question.prompt.messages
@@ -50,12 +49,12 @@ def without_image(question: Question) -> Question:
 
 
 def with_blank_image(question: Question) -> Question:
-    """The same question with a blank image in the place of each."""
+    """Return the question with each image replaced by a blank one."""
     return replace(question, prompt=replace(question.prompt, blank=True))
 
 
 def with_resized_sizes(questions: list[Question], options: ImageOptions) -> list[Question]:
-    """The questions, with the sizes that the model resizes their images to where it answers with boxes in them."""
+    """Add the sizes that the model resizes images to, for models that answer with boxes in resized pixels."""
     if options.boxes.bbox_type != "real":
         return questions
     return [
@@ -67,7 +66,7 @@ def with_resized_sizes(questions: list[Question], options: ImageOptions) -> list
 
 
 def digest(questions: list[Question]) -> str:
-    """A hash of all that is asked and compared with, and of some blocks of every image and video."""
+    """Hash everything that is asked and compared, and some blocks of every image and video."""
     hashed = hashlib.sha256()
     for question in questions:
         messages = [astuple(message) for message in question.prompt.messages]

@@ -1,4 +1,4 @@
-"""The scores of an evaluation as JSON, and as the table that is printed."""
+"""Format the scores of an evaluation as JSON and as a printed table."""
 
 from dataclasses import asdict
 
@@ -11,8 +11,11 @@ LONGEST_KIND = 32  # characters
 
 
 def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, object]:
-    """scores: of the first metric, [sum, number of units] by column and kind; metrics: every metric by column and kind,
-    with its 95 % interval; resamples and seed: of the intervals."""
+    """Return the scores as JSON values.
+
+    scores: [sum, number of units] of the first metric by column and kind; metrics: every metric by column and kind,
+    with its 95 % interval; resamples and seed: of the intervals.
+    """
     return {
         "metric": next(iter(next(iter(columns.values())).metrics)),
         "scores": {
@@ -32,7 +35,7 @@ def as_json(columns: dict[str, Scored], resamples: int, seed: int) -> dict[str, 
 
 
 def interval_lines(scores: dict) -> list[str]:
-    """A line per column with every metric over all questions, and its interval."""
+    """Return a line per column with every metric over all questions and its interval."""
     lines = []
     for name, kinds in scores["metrics"].items():
         figures = (
@@ -44,19 +47,19 @@ def interval_lines(scores: dict) -> list[str]:
 
 
 def legend(columns: list[str], rows: list[dict], turns: str) -> list[str]:
-    """Lines on what the table's columns mean, and on what later questions of a record were asked after."""
+    """Explain the table's columns, and the context of later questions in a record."""
     lines = [f"  {name}: {CONDITIONS[name]}" for name in columns if name in CONDITIONS]
     later = sum(row.get("turn", 1) > 1 for row in rows)
     if later and turns == "together":
         lines.append(
             f"{later:,} of {len(rows):,} questions are later turns, asked with the true earlier answers before them, "
-            "which may give theirs away: --turns each asks every question by itself"
+            "and these may reveal theirs: --turns each asks every question separately"
         )
     return lines
 
 
 def table(scores: dict) -> list[str]:
-    """Lines of a table: a row per kind, a column of the first metric per run, and the number of questions."""
+    """Return the table's lines: a row per kind, a column of the first metric per run, and the question count."""
     sums = scores["scores"]
     first = next(iter(sums.values()))
     width = max(len(_shortened(kind)) for kind in first) + 2
@@ -68,6 +71,6 @@ def table(scores: dict) -> list[str]:
 
 
 def _shortened(kind: str) -> str:
-    """A kind's name without its middle, where that would make the table too wide."""
+    """Shorten a kind's name in the middle if it would make the table too wide."""
     half = LONGEST_KIND // 2
     return printable(kind if len(kind) <= LONGEST_KIND else f"{kind[:half]}…{kind[1 - half :]}")

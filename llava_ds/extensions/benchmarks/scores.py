@@ -1,5 +1,5 @@
-# U scored units (questions; for MMBench, all rounds of one), C columns of figures per unit
-"""Scores of answers, by the rules of each benchmark."""
+# U scored units (questions; for MMBench, all rounds of a question), C columns of figures per unit
+"""Score answers by the rules of each benchmark."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,18 +32,18 @@ from llava_ds.extensions.benchmarks.option_letters import LETTERS, matched_lette
 from llava_ds.extensions.benchmarks.question import Question
 from llava_ds.files.python_function import function_of_file
 
-LEAST_IOU = 0.5  # of a box that counts as found
-LEAST_REFERENCES = 4  # for VQA accuracy: with fewer no answer could count in full
+LEAST_IOU = 0.5  # minimum IoU of a correct box
+LEAST_REFERENCES = 4  # for VQA accuracy: with fewer, no answer could get the full score
 
 Figures = Callable[[np.ndarray], np.ndarray]  # (..., C) means over units -> (...)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """columns (U, C); kinds: the groups that each unit counts in; metrics: each a function of the columns' means;
-    per_question: what each question's own answer is worth by the first metric.
+    """columns (U, C); kinds: the groups of each unit; metrics: functions of the columns' means; per_question: the first
+    metric's score of each question's own answer.
 
-    The first metric is the mean of the first column: the one figure of the benchmark.
+    The first metric, the mean of the first column, is the benchmark's main score.
     """
 
     columns: np.ndarray
@@ -73,13 +73,13 @@ def preferred(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def gqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
-    """As LLaVA hands answers to GQA's evaluation, which compares them to the letter."""
+    """Compare exactly, with answers in the form that LLaVA submits to GQA's evaluation."""
     right = [a.rstrip(".").lower() == q.reference for q, a in zip(questions, answers, strict=True)]
     return _per_question("accuracy", right, questions)
 
 
 def vqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: people's answers, as in VQAv2's file. Punctuation is taken from them only where they differ."""
+    """reference: people's answers, as in VQAv2's file. Their punctuation is only removed if they differ."""
 
     def score(answer: str, people: list[str]) -> float:
         spelled = [vqa_punctuation(each) for each in people] if len(set(people)) > 1 else people
@@ -91,7 +91,7 @@ def vqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def textvqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: people's answers, which are spelled by EvalAI's rules like the model's."""
+    """reference: people's answers; EvalAI's rules normalise them like the model's."""
     scores = [
         _leave_one_out(evalai_answer(a), [evalai_answer(each) for each in q.reference])
         for q, a in zip(questions, answers, strict=True)
@@ -100,7 +100,7 @@ def textvqa_accuracy(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def _leave_one_out(answer: str, people: list[str]) -> float:
-    """The mean, over the people, of min(1, how many of the others said the same / 3).
+    """Return the mean over the people of min(1, number of others with the same answer / 3).
 
     Source: VQA (arXiv 1505.00468), section 3.2, as its evaluation code averages it.
     """
@@ -109,7 +109,7 @@ def _leave_one_out(answer: str, people: list[str]) -> float:
 
 
 def yes_no(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: "yes" or "no". A yes is what precision and recall count, as POPE does."""
+    """reference: "yes" or "no". Precision and recall count yes as positive, like POPE."""
     said = np.array([says_yes(answer) for answer in answers], dtype=bool)
     true = np.array([question.reference == "yes" for question in questions], dtype=bool)
     columns = np.stack([said == true, said & true, said, true], axis=1).astype(np.float64)
@@ -128,18 +128,18 @@ def yes_no(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """0 where there is nothing to divide by: no yes among answers, or labels."""
+    """Divide; 0 if the denominator is 0: no yes among answers or labels."""
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 def multiple_choice(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: [index of the right option, number of options]."""
+    """reference: [index of the correct option, number of options]."""
     right = [named_letter(a, q.reference[1]) == q.reference[0] for q, a in zip(questions, answers, strict=True)]
     return _per_question("accuracy", right, questions)
 
 
 def circular_choice(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: [question, right letter, options by letter]; a question counts if all its rounds are right.
+    """reference: [question, correct letter, options by letter]; a question counts if all its rounds are correct.
 
     Source: MMBench (arXiv 2307.06281), section 4.1, CircularEval.
     """
@@ -167,7 +167,7 @@ def caption_scores(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def _graded(grade: Callable[[str, Any], object], *names: str) -> Callable[[list[Question], list[str]], Scored]:
-    """A metric whose columns, by name, are what grade(answer, reference) returns: one number, or several."""
+    """Build a metric with named columns from grade(answer, reference), which returns one number or several."""
 
     def score(questions: list[Question], answers: list[str]) -> Scored:
         grades = [grade(a, q.reference) for q, a in zip(questions, answers, strict=True)]
@@ -179,7 +179,7 @@ def _graded(grade: Callable[[str, Any], object], *names: str) -> Callable[[list[
 
 
 def _mmmu_grade(answer: str, reference: dict) -> tuple[bool, bool]:
-    """Right, and not read: no option is named. reference: {"answer": letter or texts, "options": texts by letter}."""
+    """Return (correct, no option named). reference: {"answer": letter or texts, "options": texts by letter}."""
     if not reference["options"]:
         return mmmu_open_match(answer, reference["answer"]), False
     letter = mmmu_letter(answer, reference["options"])
@@ -187,23 +187,24 @@ def _mmmu_grade(answer: str, reference: dict) -> tuple[bool, bool]:
 
 
 def _mathvista_grade(answer: str, reference: dict) -> tuple[bool, bool]:
-    """Right, and not read: the official code would ask a language model."""
+    """Return (correct, not parsed: the official code would use a language model)."""
     extraction = mathvista_extraction(answer, reference)
     return extraction is not None and mathvista_match(extraction, reference), extraction is None
 
 
 def ocrbench(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: {"answer": texts, "category": its type of question}. points: of 1,000 questions, as many as the whole
-    file has."""
+    """reference: {"answer": texts, "category": question type}. points: scaled to 1,000 questions, the size of the full
+    file.
+    """
     grade = _graded(lambda answer, ref: contains_text(answer, ref["answer"], ref["category"]), "accuracy")
     scored = grade(questions, answers)
     return replace(scored, metrics={**scored.metrics, "points": lambda means: 1000 * means[..., 0]})
 
 
 def mme(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: {"answer": "yes" or "no", "pair": of questions about one image}, kinds: category and ability.
+    """reference: {"answer": "yes" or "no", "pair": id of the questions about one image}, kinds: category and ability.
 
-    The sums of an ability add, over its categories, the percentages of right answers and of pairs that are all right.
+    An ability's score sums, over its categories, the percentages of correct answers and of fully correct pairs.
     Source: MME (arXiv 2306.13394), section 2.3.
     """
     right = [first_yes_or_no(a) == q.reference["answer"] for q, a in zip(questions, answers, strict=True)]
@@ -214,7 +215,7 @@ def mme(questions: list[Question], answers: list[str]) -> Scored:
         pairs[pair].append(each)
         kinds[pair] = question.kinds
     categories = list(dict.fromkeys(kinds.values()))
-    columns = np.zeros((len(pairs), 2 + 2 * len(categories)))  # of a category: 1 for its pairs, and their scores
+    columns = np.zeros((len(pairs), 2 + 2 * len(categories)))  # per category: 1 for its pairs, and their scores
     for row, (pair, both) in zip(columns, pairs.items()):
         row[:2] = np.mean(both), all(both)
         place = 2 + 2 * categories.index(kinds[pair])
@@ -230,10 +231,10 @@ def mme(questions: list[Question], answers: list[str]) -> Scored:
 
 
 def grounding(questions: list[Question], answers: list[str]) -> Scored:
-    """reference: {"answer": box in pixels, "size": (width, height), "resized": the same after the model's own resize,
-    where that is known}; right from an IoU of 0.5 on.
+    """reference: {"answer": box in pixels, "size": (width, height), "resized": size after the model's resize, if
+    known}; correct at an IoU of at least 0.5.
 
-    All answers are taken in the one unit in which most of them are right.
+    All answers are read in the box unit in which most are correct.
     """
     boxes = [named_box(answer) for answer in answers]
     ious = np.zeros((len(answers), len(BOX_UNITS)))
@@ -274,9 +275,9 @@ METRICS = {
 
 
 def metric_of(name: str) -> Callable[[list[Question], list[str]], Scored]:
-    """The metric of a name: of METRICS, or path.py:function, as function_of_file takes it.
+    """Return the metric of a name in METRICS, or path.py:function, loaded by function_of_file.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if it doesn't exist.
     """
     if ":" not in name:
         return METRICS[name]
@@ -291,7 +292,7 @@ def metric_of(name: str) -> Callable[[list[Question], list[str]], Scored]:
 
 
 def shown_reference(metric: str, reference: object) -> object:
-    """A question's reference as a person reads it: of a multiple-choice question, its letter."""
+    """Return a question's reference in readable form: for multiple choice, its letter."""
     if isinstance(reference, dict):
         return reference["answer"]
     if metric == "choice":
@@ -300,27 +301,27 @@ def shown_reference(metric: str, reference: object) -> object:
 
 
 def reference_for(metric: str, texts: list[str]) -> object:
-    """References of a LLaVA-format record as a metric wants them. Raises DataError for what it can't compare with."""
+    """Convert a LLaVA-format record's references to a metric's form. Raises DataError if they don't fit it."""
     if metric == "caption":
         return texts
     if metric == "vqa":
         if len(texts) < LEAST_REFERENCES:
             raise DataError(
-                f"has {len(texts)} reference answers, and VQA accuracy needs {LEAST_REFERENCES} or more (VQAv2 has "
+                f"has {len(texts)} reference answers, but VQA accuracy needs {LEAST_REFERENCES} or more (VQAv2 has "
                 '10): list them under "references", or use another --metric'
             )
         return texts
     if len(texts) != 1:
-        raise DataError(f"has {len(texts)} references, and --metric {metric} compares with one")
+        raise DataError(f"has {len(texts)} references, but --metric {metric} takes one")
     text = texts[0]
     if metric == "yes_no":
         word = plain_answer(text).split(",")[0].split(" ")[0].rstrip(".")
         if word not in ("yes", "no"):
-            raise DataError(f"has the reference {text[:60]!r}, expected yes or no, for --metric yes_no")
+            raise DataError(f"has the reference {text[:60]!r}, expected yes or no for --metric yes_no")
         return word
     if metric == "choice":
         letter = named_letter(text.strip().removesuffix("."), len(LETTERS))
         if letter is None:
-            raise DataError(f"has the reference {text[:60]!r}, expected a letter from A to E, for --metric choice")
+            raise DataError(f"has the reference {text[:60]!r}, expected a letter from A to E for --metric choice")
         return [letter, len(LETTERS)]
     return text

@@ -1,9 +1,9 @@
-"""Words that flags and files of an evaluation take. Read before torch is imported."""
+"""Values of an evaluation's flags. Imported before torch."""
 
 TASK_NAMES = (  # keys of tasks.TASKS
     *("llava", "caption", "vqav2", "textvqa", "pope", "scienceqa", "gqa", "mmbench", "preference"),
     *("mmmu", "mmstar", "docvqa", "infovqa", "chartqa", "ai2d", "ocrbench", "mathvista", "seed", "mme", "refcoco"),
 )
-# What --metric offers for a LLaVA-format file.
+# Values of --metric for a LLaVA-format file.
 CHOSEN_METRICS = ("exact", "vqa", "yes_no", "choice", "caption")
-TURNS = ("together", "each")  # how the questions of a record are asked
+TURNS = ("together", "each")  # ask a record's questions after each other, or separately

@@ -1,4 +1,4 @@
-"""The benchmarks by name: who reads their files, and how they are scored."""
+"""Benchmarks by name, with their readers and metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from llava_ds.extensions.benchmarks.question import Question
 
 @dataclass(frozen=True)
 class Task:
-    """metric: of scores.METRICS; None: the user's --metric."""
+    """A benchmark. metric: a key of scores.METRICS; None: the user's --metric."""
 
     read: Callable[[Given], list[Question]]
     metric: str | None
 
 
-# Whose files name images in --image_folder, all that they ask about.
+# Benchmarks whose files name images in --image_folder.
 WITH_IMAGE_FOLDER = {"caption": CAPTIONS, "vqav2": VQAV2, "textvqa": TEXTVQA, "scienceqa": SCIENCEQA, "gqa": GQA}
 TASKS = {
     "llava": Task(llava, None),
@@ -33,10 +33,10 @@ TASKS = {
 
 
 def read_questions(task: str, given: Given, limit: int | None) -> list[Question]:
-    """The first questions of a benchmark, all if there is no limit. Raises ConfigError or DataError."""
+    """Read the first questions of a benchmark, all if limit is None. Raises ConfigError or DataError."""
     if given.image_folder is None and task in WITH_IMAGE_FOLDER:
-        raise ConfigError(f"--image_folder is missing: {task}'s files name images, say where they lie")
+        raise ConfigError(f"--image_folder is missing: {task}'s files name images: give their folder")
     questions = TASKS[task].read(given)[:limit]
     if not questions:
-        raise DataError(f"{given.data_path}: there is no question in it")
+        raise DataError(f"{given.data_path}: it contains no questions")
     return questions

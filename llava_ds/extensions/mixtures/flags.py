@@ -103,7 +103,7 @@ class Flags(ExtensionFlags):
             name = "--moe_enable True" if self.moe_enable else f"--ep_size {self.ep_size}"
             yield name, {}, ("routerless_mlps", "sharded_weights", *(("offload",) if self.ep_size > 1 else ()))
         if self.router_aux_loss_coef:
-            needs = {"whole_sample": "it balances the experts over all tokens of a micro-batch"}
+            needs = {"whole_sample": "it balances experts over all tokens of a micro-batch"}
             yield f"--router_aux_loss_coef {self.router_aux_loss_coef:g}", needs, ()
 
     def converted(self) -> "tuple[Flags, list[str]]":

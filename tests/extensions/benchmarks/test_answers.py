@@ -143,7 +143,7 @@ def test_the_script_goes_on_where_it_was_broken_off_and_leaves_the_same_files(mo
     assert again == whole and f"without picture: {len(rows)} of {len(rows)} questions are answered" in printed
 
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model_path", str(tmp_path), "--output", "x.json", *asked[:4]])
-    with pytest.raises(ConfigError, match="holds no model"):
+    with pytest.raises(ConfigError, match="contains no model"):
         main(sys.argv[1:])
     assert (broken / "x.json").read_bytes() == whole[1]  # a slip moves nothing aside
 

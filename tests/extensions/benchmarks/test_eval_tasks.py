@@ -47,22 +47,22 @@ def test_a_file_lists_several(tmp_path, data):
     [
         ("- a\n- b\n", r"tasks.yaml: it: Input should be a valid dictionary"),
         ("{", "can't be read"),
-        ("{}", "lists no task"),
+        ("{}", "lists no tasks"),
         ({"a": {"task": "llava"}}, r"a\.data_path: Field required"),
         ({"a": {"data_path": 3}}, r"a\.data_path: Input should be a valid string"),
         ({"a": {"data_path": "x", "limit": 0}}, r"a\.limit: Input should be greater than or equal to 1"),
         ({"a": {"data_path": "x", "metrics": "exact"}}, r"a\.metrics is unknown: annotations, data_path, .* are known"),
-        ({"loss": {"data_path": "x"}}, "loss is no name for a score"),
-        ({"my_loss": {"data_path": "x"}}, "my_loss is no name for a score"),
-        ({"a b": {"data_path": "x"}}, "a b is no name for a score"),
-        ({"eval_a": {"data_path": "x"}}, "eval_a is no name for a score"),
-        ({"a": {"data_path": "x", "task": "pope", "metric": "exact"}}, "a: metric says nothing to task pope"),
-        ({"a": {"data_path": "x", "task": "scienceqa", "turns": "each"}}, "a: turns says nothing to task scienceqa"),
-        ({"a": {"data_path": "x", "task": "pope", "split": "val"}}, "a: split says nothing to task pope"),
-        ({"a": {"data_path": "x", "task": "mmvet"}}, "there is no task mmvet: give one of ai2d, caption, chartqa"),
-        ({"a": {"data_path": "x", "task": "preference"}}, "there is no task preference"),
-        ({"a": {"data_path": "x", "metric": "bleu"}}, "there is no metric bleu: give one of exact, vqa"),
-        ({"a": {"data_path": "x", "turns": "last"}}, "turns is last: give together or each"),
+        ({"loss": {"data_path": "x"}}, "loss can't name a score"),
+        ({"my_loss": {"data_path": "x"}}, "my_loss can't name a score"),
+        ({"a b": {"data_path": "x"}}, "a b can't name a score"),
+        ({"eval_a": {"data_path": "x"}}, "eval_a can't name a score"),
+        ({"a": {"data_path": "x", "task": "pope", "metric": "exact"}}, "a: metric has no effect on task pope"),
+        ({"a": {"data_path": "x", "task": "scienceqa", "turns": "each"}}, "a: turns has no effect on task scienceqa"),
+        ({"a": {"data_path": "x", "task": "pope", "split": "val"}}, "a: split has no effect on task pope"),
+        ({"a": {"data_path": "x", "task": "mmvet"}}, "task mmvet is unknown: give one of ai2d, caption, chartqa"),
+        ({"a": {"data_path": "x", "task": "preference"}}, "task preference is unknown"),
+        ({"a": {"data_path": "x", "metric": "bleu"}}, "metric bleu is unknown: give one of exact, vqa"),
+        ({"a": {"data_path": "x", "turns": "last"}}, "turns is last, expected together or each"),
         ({"a": {"data_path": "/nowhere.json"}}, r"tasks.yaml: a: .*nowhere"),
         ({"a": {"data_path": "x", "metric": "/nowhere.py:f"}}, r"tasks.yaml: a: "),
     ],
@@ -73,7 +73,7 @@ def test_what_is_wrong_is_said_with_the_task(tmp_path, content, said):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"--eval_tasks .*tasks.yaml can't be read .* give a YAML file with"):
+    with pytest.raises(ConfigError, match=r"--eval_tasks .*tasks.yaml can't be read .* give a YAML file of"):
         read_eval_tasks(str(tmp_path / "tasks.yaml"), str(tmp_path))
 
 

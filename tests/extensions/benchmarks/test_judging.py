@@ -131,12 +131,12 @@ def test_a_judge_that_can_not_score_is_refused(toy):
     ready_models = pytest.importorskip("ready_models")
     with pytest.raises(ConfigError, match=r"--reward_model_name_or_path .* has no value_head.safetensors"):
         Judge("--reward_model_name_or_path", str(toy.folder / "plain"), EngineOptions(), RANKS, must_score=True)
-    with pytest.raises(ConfigError, match=r"--engine deepspeed does not judge"):
+    with pytest.raises(ConfigError, match=r"--engine deepspeed can't judge"):
         Judge("--model_path", str(toy.folder / "plain"), EngineOptions("deepspeed"), RANKS)
     with pytest.raises(ConfigError, match=r"--model_path .* has no config.json"):
         Judge("--model_path", str(toy.folder), EngineOptions(), RANKS)
     ready_models.write_ready(toy.folder / "ready", "qwen2_vl")
-    with pytest.raises(ConfigError, match=r"is a qwen2_vl: a ready model does not judge"):
+    with pytest.raises(ConfigError, match=r"is a qwen2_vl: a ready model can't judge"):
         Judge("--model_path", str(toy.folder / "ready"), EngineOptions(), RANKS)
 
 

@@ -107,7 +107,7 @@ def test_pope(tmp_path):
         del line["label"]
     llavas = read("pope", dump_lines(tmp_path / "llava.jsonl", lines), tmp_path, str(tmp_path / "coco"))
     assert summary(official) == summary(llavas)
-    with pytest.raises(DataError, match=r"asks 1 questions of the category 'random', .* has 2"):
+    with pytest.raises(DataError, match=r"has 1 questions of the category 'random', but .* has 2"):
         read("pope", dump_lines(tmp_path / "few.jsonl", lines[:3]), tmp_path, str(tmp_path / "coco"))
 
 
@@ -209,7 +209,7 @@ def test_llavas_format(tmp_path):
     assert withheld.prompt.images == () and IMAGE_TOKEN not in withheld.prompt.messages[0].text
     assert digest([withheld]) != digest([second])
     assert [(q.id, q.more["id"], q.more["turn"]) for q in (first, second)] == [("a#1", "a", 1), ("a#2", "a", 2)]
-    with pytest.raises(DataError, match="has 2 references, and --metric exact compares with one"):
+    with pytest.raises(DataError, match="has 2 references, but --metric exact takes one"):
         read("llava", path, tmp_path)
 
 
@@ -250,7 +250,7 @@ def test_calls_and_answers_that_are_switched_off_are_not_asked_for(tmp_path):
     assert asked.prompt.messages[3].thought == "Closer?" and without_image(asked).prompt == asked.prompt
     [other] = read("llava", dump(tmp_path / "other.json", [{**record, "tools": []}]), tmp_path)
     assert digest([other]) != digest([asked])
-    with pytest.raises(DataError, match="results of tools, which mean nothing without their calls"):
+    with pytest.raises(DataError, match="tool results, but they mean nothing without their calls"):
         read("llava", path, tmp_path, turns="each")
 
 
@@ -258,7 +258,7 @@ def test_answers_that_are_judged_are_texts(tmp_path):
     answers = {"chosen": {"role": "assistant", "content": "A cat.", "thinking": "x"}, "rejected": "A dog."}
     path = dump(tmp_path / "data.json", [{"prompt": "What is it?", **answers}])
     with pytest.raises(
-        DataError, match="has answers with thoughts or tool calls, and answers are judged by their texts"
+        DataError, match="has answers with thoughts or tool calls, but answers are judged only by their text"
     ):
         read("preference", path, tmp_path)
 
@@ -325,7 +325,7 @@ def test_a_file_without_pairs_is_refused_with_the_forms_that_are_known(tmp_path)
 def test_what_is_missing_is_named(tmp_path, vqav2):
     with pytest.raises(ConfigError, match=r"--annotations is missing: .* VQAv2's questions only"):
         read("vqav2", vqav2[0], tmp_path)
-    with pytest.raises(ConfigError, match="has the answers, too: leave it out"):
+    with pytest.raises(ConfigError, match="already has the answers: leave it out"):
         read("gqa", vqav2[0], tmp_path, vqav2[1])
     with pytest.raises(ConfigError, match="--image_folder is missing"):
         read_questions("vqav2", Given(vqav2[0], vqav2[1]), None)

@@ -245,7 +245,7 @@ def test_references_of_a_record_are_what_the_metric_compares_with():
         ("yes_no", ["perhaps"], "expected yes or no"),
         ("choice", ["a cat"], "expected a letter"),
         ("vqa", ["a"], "needs 4 or more"),
-        ("exact", ["a", "b"], "compares with one"),
+        ("exact", ["a", "b"], "takes one"),
     ]:
         with pytest.raises(DataError, match=message):
             reference_for(metric, texts)
