@@ -50,9 +50,9 @@ class Flags(ExtensionFlags):
         """Yield a line for every conflict: questions need steps, and a model that generates answers."""
         yield from part_of_steps_problem("sample_steps", self.sample_steps)
         if self.sample_data_path is not None and not self.sample_steps:
-            yield f"--sample_data_path {self.sample_data_path} has questions for --sample_steps: give it, too"
+            yield f"--sample_data_path {self.sample_data_path} has questions for --sample_steps: give that as well"
         if self.sample_steps and args.traits.scores:
             yield (
-                f"--sample_steps can't be used with --objective {args.training.objective}, whose model scores answers "
-                "and gives none"
+                f"--sample_steps can't be used with --objective {args.training.objective}, because a reward "
+                "model generates no answers"
             )
