@@ -1,1 +1,1 @@
-"""Vision tower, projector, language model, and how they are built and loaded."""
+"""Vision tower, projector and language model: building and loading them."""

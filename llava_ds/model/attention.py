@@ -1,5 +1,5 @@
-# H query heads, K key heads, T tokens of all samples laid end to end, S of them with a query, L tokens of one sample,
-# R tokens of images that see each other, E head width
+# H query heads, K key heads, T tokens of a pack, S of them with a query, L tokens of one sample, R image tokens that
+# see each other, E head width
 """Attention over samples laid end to end: no sample sees another, and no T x T mask exists."""
 
 import functools
@@ -22,23 +22,23 @@ from llava_ds.model.families.language import head_width, layer_configs
 
 NAME = "llava_ds_varlen"
 FLEX_NAME = "llava_ds_flex"
-TOWER_NAME = "llava_ds_flash_varlen"  # transformers' towers give lengths to attentions with "flash" in their name
+TOWER_NAME = "llava_ds_flash_varlen"  # transformers' towers pass lengths only to attentions with "flash" in their name
 
 # The kernels, best first.
 FLASH_3, FLASH_2, TORCH, SEGMENTS = "flash-attn 3", "flash-attn 2", "torch's varlen kernel", "SDPA sample by sample"
 
 HALF = (torch.float16, torch.bfloat16)
-# Head widths of flash-attn 2 and 3, and of torch's kernels, which are flash-attn's: multiples of 8, up to this.
+# Head widths of flash-attn 2 and 3, and of torch's kernels (the same code): multiples of 8, up to this.
 MAX_FUSED_WIDTH, WIDTH_STEP = 256, 8
-# Their backward has no place for heads of this width (with dropout, up to MAX_FUSED_WIDTH) on other GPUs than those.
+# Their backward supports heads of these widths (with dropout, up to MAX_FUSED_WIDTH) on these GPUs only.
 CROWDED_WIDTHS, ROOMY_CAPABILITIES = (192, 224), ((8, 0), (9, 0))
-BLOCK = 512  # queries at a time under a window or a soft cap, where no kernel does it
+BLOCK = 512  # query block size of the fallback for windows and soft caps
 
 
 class Rule(NamedTuple):
-    """Attention options. window: of the tokens before it a token sees the window - 1 last; None: all; causal: False if
-    it sees all tokens behind it, too; lengths: of the samples, on the host; None: it waits for them where no kernel
-    fits."""
+    """Attention options. window: a token sees itself and the window - 1 tokens before it (None: all); causal: False if
+    a token also sees the tokens after it; lengths: of the samples, on the host; with None, the fallback waits for the
+    device to read them."""
 
     scaling: float
     dropout: float = 0.0
@@ -49,9 +49,9 @@ class Rule(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Where samples start among the queries and among the keys (samples + 1,) int32, and the longest of each.
+    """Starts of the samples in queries and keys, (samples + 1,) int32, and the largest number of each.
 
-    Of a sample with fewer queries than keys they are its last tokens.
+    A sample with fewer queries than keys has queries for its last tokens.
     """
 
     queries: torch.Tensor
@@ -78,17 +78,17 @@ def varlen_attention(
     lengths: tuple[int, ...] | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of a pack; with image_blocks, tokens of an image see each other, too.
+    """Causal attention within each sample of a pack; with image_blocks, tokens of an image also see each other.
 
-    query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32, where samples start, and T;
-    max_seqlen, the longest sample. sliding_window and softcap as transformers means them: token i sees token j if
-    0 <= i - j < sliding_window, and a score s counts as softcap * tanh(s / softcap).
-    lengths: of the samples, on the host, which otherwise waits for them where no kernel fits.
+    query (1, H, T, E); key and value (1, K, T, E); cu_seqlens (samples + 1,) int32: start of each sample, and T;
+    max_seqlen: tokens of the longest sample. sliding_window and softcap have transformers' meaning: token i sees token
+    j if 0 <= i - j < sliding_window, and a score s becomes softcap * tanh(s / softcap). lengths: of the samples, on the
+    host; without them the fallback waits for the device.
     Returns (1, T, H, E), and None for the weights. Raises ConfigError for attention sinks.
-    The signature is dictated by transformers' AttentionInterface, which passes the model's own keyword arguments on.
+    transformers' AttentionInterface dictates the signature; it forwards the model's own keyword arguments.
     """
     if s_aux is not None:
-        raise ConfigError("the language model has attention sinks, which are not supported: choose another model")
+        raise ConfigError("the language model has attention sinks, and these are not supported: choose another model")
     rule = Rule(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout,
@@ -115,10 +115,10 @@ def tower_attention(
     max_length_q: int,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a tower among the patches of an image, or of a window: all see each other.
+    """Bidirectional attention of a tower within each image or window.
 
-    query, key and value (1, H, T, E); cu_seq_lens_q int32, where images or windows start, and T; max_length_q, the
-    longest. Returns (1, T, H, E), and None for the weights. The signature is dictated as varlen_attention's is.
+    query, key and value (1, H, T, E); cu_seq_lens_q int32: start of each image or window, and T; max_length_q: patches
+    of the longest. Returns (1, T, H, E), and None for the weights. Signature: see varlen_attention.
     """
     return attend(query, key, value, cu_seq_lens_q, max_length_q, Rule(scaling, dropout, causal=False)), None
 
@@ -133,9 +133,9 @@ def flex_attention(
     dropout: float = 0.0,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """tower_attention for SigLIP 2, whose layers pass nothing on but a mask.
+    """tower_attention for SigLIP 2: its layers forward the mask only.
 
-    attention_mask: in its place cu_seq_lens_q and max_length_q. The signature is dictated as varlen_attention's is.
+    attention_mask: carries (cu_seq_lens_q, max_length_q) instead of a mask. Signature: see varlen_attention.
     """
     return attend(query, key, value, *attention_mask, Rule(scaling, dropout, causal=False)), None
 
@@ -151,7 +151,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute varlen_attention under a Rule: (1, T, H, E).
 
-    With query_positions (S,), ascending in T, query is (1, H, S, E), and so is the result (1, S, H, E).
+    With query_positions (S,), ascending in T, query is (1, H, S, E), and the result is (1, S, H, E).
     """
     query, key, value = in_autocast(query, key, value)
     bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
@@ -168,9 +168,9 @@ def attend(
 def attend_in_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: ImageBlocks, rule: Rule
 ) -> torch.Tensor:
-    """Attention of the image tokens of blocks, which see their sample up to the block's end: (1, R, H, E).
+    """Attention of the image tokens in blocks: each sees its sample up to the block's end. Returns (1, R, H, E).
 
-    query, key, value: of all tokens, as varlen_attention has them. A window bounds what they see before them alone.
+    query, key, value: of all tokens, shaped as in varlen_attention. A window limits only how far they see back.
     Source: transformers' create_masks_for_vision_model.
     """
     query = query.index_select(2, blocks.rows)  # (1, H, R, E)
@@ -184,7 +184,7 @@ def attend_in_blocks(
 
 
 def _chosen_for(query: torch.Tensor, value: torch.Tensor, rule: Rule) -> str:
-    """The kernel for such tensors."""
+    """Choose the kernel for tensors of this device, dtype and width."""
     width = query.shape[-1]
     return _choose(
         query.device.type,
@@ -197,7 +197,7 @@ def _chosen_for(query: torch.Tensor, value: torch.Tensor, rule: Rule) -> str:
 
 
 def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in autocast's precision if it is on: rotary angles have made float32 of what half precision gave."""
+    """Cast the tensors to autocast's precision if it is on: rotary angles have turned half precision into float32."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -205,7 +205,7 @@ def in_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _spread(query: torch.Tensor, query_positions: torch.Tensor, length: int) -> torch.Tensor:
-    """Queries (1, H, S, E) at their positions, zeros elsewhere: (1, H, length, E)."""
+    """Place queries (1, H, S, E) at their positions, with zeros elsewhere: (1, H, length, E)."""
     heads, width = query.shape[1], query.shape[3]
     return query.new_zeros(1, heads, length, width).index_copy(2, query_positions, query)
 
@@ -223,9 +223,9 @@ def _best_kernel(device: str, dtype: torch.dtype, width: int | None, window: boo
 def _kernels(
     device: str, dtype: torch.dtype, width: int | None, window: bool, softcap: bool, dropout: bool
 ) -> tuple[str, dict[str, str]]:
-    """The best kernel for such tensors, and a reason against each better one.
+    """Return the best usable kernel, and the reason against each better one.
 
-    width: of a head; None if queries and values differ in it. window, softcap, dropout: True if there is one.
+    width: of a head; None if queries and values differ in width. window, softcap, dropout: True if the model has one.
     """
     why: dict[str, str] = {}
     for kernel in (FLASH_3, FLASH_2, TORCH):
@@ -271,7 +271,7 @@ def _problem(
 
 
 def _indeterminism(kernel: str) -> str | None:
-    """The reason against flash-attn under --deterministic: versions before 2.4.1 can't be asked for it."""
+    """Return the reason against flash-attn under --deterministic: versions before 2.4.1 lack the option."""
     if not torch.are_deterministic_algorithms_enabled():
         return None
     module = importlib.import_module("flash_attn_interface" if kernel == FLASH_3 else "flash_attn")
@@ -280,7 +280,7 @@ def _indeterminism(kernel: str) -> str | None:
 
 
 def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """A line with the kernels of the language model's attention on a device, and the reasons against better ones."""
+    """Describe, in one line, the attention kernels of the language model on a device and the reasons against others."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
@@ -295,7 +295,7 @@ def attention_report(config: PreTrainedConfig, device: torch.device, dtype: torc
 
 
 def needs_lengths(config: PreTrainedConfig) -> bool:
-    """True for a language model with heads that are too wide for every kernel."""
+    """True for a language model with heads too wide for every kernel."""
     return any(head_width(layer) > MAX_FUSED_WIDTH for layer in layer_configs(config))
 
 
@@ -303,10 +303,9 @@ def needs_lengths(config: PreTrainedConfig) -> bool:
 def _per_segment(
     query, key, value, given: Bounds, rule: Rule, query_positions: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Attention sample by sample: on the CPU, where reading the boundaries costs nothing.
+    """Compute attention sample by sample: on the CPU, and on CUDA if no kernel fits.
 
-    On CUDA it is the fallback where no kernel fits, and waits for the device once a layer, unless the rule has the
-    lengths of the samples.
+    On CUDA it waits for the device once per layer, unless the rule has the lengths of the samples.
     """
     if rule.lengths is None:
         lengths = [end - start for start, end in itertools.pairwise(given.keys.tolist())]
@@ -323,15 +322,15 @@ def _per_segment(
     else:
         numbers = [end - start for start, end in itertools.pairwise(given.queries.tolist())]
     samples = zip(query.split(numbers, 2), key.split(lengths, 2), value.split(lengths, 2), parts)
-    # Some models take a view of it, so it has to be contiguous.
+    # Contiguous, because some models call view() on the result.
     return torch.cat([_sample(q, k, v, rule, part).transpose(1, 2) for q, k, v, part in samples], 1)  # (1, T, H, E)
 
 
 def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None = None) -> torch.Tensor:
-    """(1, H, queries, E), by blocks of queries where torch has no kernel for the rule: no L x L matrix is stored.
+    """Attention of one sample, (1, H, queries, E). Without a torch kernel for the rule, computes blocks of queries, so
+    that no L x L matrix is stored.
 
-    query_positions: the queries' places within the sample; None for its last ones, which are all of them where the rule
-    is causal.
+    query_positions: positions of the queries in the sample; None: the last ones (all of them if the rule is causal).
     """
     length = key.shape[2]
     window = rule.window if rule.window is not None and rule.window < length else length
@@ -357,14 +356,14 @@ def _sample(query, key, value, rule: Rule, query_positions: torch.Tensor | None 
         if rule.softcap is None:
             blocks.append(_sdpa(q, k, v, rule, seen))
         else:
-            # Recomputed in backward, or every score of every layer would be stored.
+            # Recompute in backward; otherwise every score of every layer would be stored.
             keep_rng = rule.dropout > 0
             blocks.append(checkpoint(_capped, q, k, v, seen, rule, use_reentrant=False, preserve_rng_state=keep_rng))
     return torch.cat(blocks, 2)
 
 
 def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's own attention of one sample (1, H, queries, E): under a mask (queries, keys), or by the rule without."""
+    """torch's attention of one sample (1, H, queries, E), under the mask seen (queries, keys) or under the rule."""
     groups = query.shape[1] // key.shape[1]
     width = max(query.shape[3], value.shape[3])
     special = seen is not None or query.shape[3] != value.shape[3]
@@ -383,10 +382,10 @@ def _sdpa(query, key, value, rule: Rule, seen: torch.Tensor | None = None) -> to
 
 
 def _takes_groups(device: str, dtype: torch.dtype, width: int, special: bool) -> bool:
-    """True if SDPA keeps its kernel where several query heads share a key head. special: masked, or of two widths.
+    """True if SDPA stays memory-efficient when query heads share a key head. special: masked, or of two widths.
 
-    On CUDA only its flash kernel does. For what that one does not compute, SDPA has a memory-efficient kernel, but with
-    shared heads it would store all scores, L x L for each head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
+    On CUDA only its flash kernel supports shared heads. Other cases use its memory-efficient kernel, and with shared
+    heads fall back to storing all scores, L x L per head. Source: torch's sdp_utils.cpp, 2.10 to 2.13.
     """
     if device != "cuda":
         return True
@@ -405,7 +404,7 @@ def _flash_attn_3(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor
     from flash_attn_interface import flash_attn_varlen_func
 
     out = flash_attn_varlen_func(**_flash_attn_arguments(query, key, value, bounds, rule))
-    out = out[0] if isinstance(out, tuple) else out  # versions up to 2025 return the log-sums, too
+    out = out[0] if isinstance(out, tuple) else out  # versions up to 2025 also return the log-sums
     return out[None]  # (1, T, H, E)
 
 
@@ -437,7 +436,7 @@ def _flash_attn_arguments(query, key, value, bounds: Bounds, rule: Rule) -> dict
 def _torch_varlen(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.10 has neither windows nor a scale, and another name for causal.
+    # torch 2.10 lacks windows and a scale, and has another name for causal.
     if _varlen_takes("window_size"):
         options = {"window_size": _window_size(rule), "scale": rule.scaling}
     else:
@@ -455,7 +454,7 @@ def _torch_varlen(query, key, value, bounds: Bounds, rule: Rule) -> torch.Tensor
 
 @torch.compiler.assume_constant_result
 def _varlen_takes(option: str) -> bool:
-    """True if torch's kernel has an option in this version."""
+    """True if torch's kernel has the option in this version."""
     from torch.nn.attention.varlen import varlen_attn
 
     return option in inspect.signature(varlen_attn).parameters
@@ -465,31 +464,33 @@ KERNELS = {FLASH_3: _flash_attn_3, FLASH_2: _flash_attn_2, TORCH: _torch_varlen}
 
 
 def _window_size(rule: Rule) -> tuple[int, int]:
-    """The kernels' window: tokens before a token's own (-1: all), and none after it, or all where it isn't causal.
+    """Return the kernels' window (left, right): tokens seen before and after a token, -1 for all.
 
-    Where there are fewer queries than keys, kernels count as if the queries were the last ones.
+    With fewer queries than keys, kernels treat the queries as the last tokens.
     """
     return (-1 if rule.window is None else rule.window - 1), (0 if rule.causal else -1)
 
 
 def register() -> str:
-    """Register the attention with transformers, and return the name to build a model with.
+    """Register the attention with transformers. Returns the name to build a model with.
 
-    No mask function is registered: without one, transformers builds no mask, and does not wait for the device to look
-    for packed samples.
+    Registers no mask function, so that transformers builds no mask and does not wait for the device to find packed
+    samples.
     """
     AttentionInterface.register(NAME, varlen_attention)
     return NAME
 
 
 def register_for_flex() -> str:
-    """Register the attention of a SigLIP 2 that takes images in any shape, and return its name, as the next one's."""
+    """Register the attention of a SigLIP 2 on images of any shape. Returns its name; set it as for towers."""
     AttentionInterface.register(FLEX_NAME, flex_attention)
     return FLEX_NAME
 
 
 def register_for_towers() -> str:
-    """Register the attention of towers that take images in any shape, and return its name, for the configuration of a
-    tower that is built: transformers' constructors refuse it."""
+    """Register the attention of towers on images of any shape. Returns its name.
+
+    Set it in the configuration of a tower after building it: transformers' constructors refuse it.
+    """
     AttentionInterface.register(TOWER_NAME, tower_attention)
     return TOWER_NAME

@@ -1,5 +1,5 @@
-# N cells of all images, of M x M patches each, S side of a cell, C width of the tower, P patches of all images
-"""SigLIP 2 over images in their own shape, laid end to end: no image sees another, and nothing is padded."""
+# N cells over all images, M x M patches per cell, S side of a cell, C tower width, P patches over all images
+"""SigLIP 2 on images of any shape, laid end to end: no image sees another, and nothing is padded."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from llava_ds.batch import Inputs
 
 
 def patches_of(pixels: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """(N, 3, S, S) to (N, patches, 3 * patch_size**2), row by row. Source: Siglip2ImageProcessor."""
+    """Cut (N, 3, S, S) into patches (N, patches, 3 * patch_size**2), row by row. Source: Siglip2ImageProcessor."""
     n, channels, height, width = pixels.shape
     down, across = height // patch_size, width // patch_size
     cut = pixels.reshape(n, channels, down, patch_size, across, patch_size).permute(0, 2, 4, 3, 5, 1)
@@ -17,9 +17,10 @@ def patches_of(pixels: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 
 def flex_features(tower: Siglip2VisionModel, cells: torch.Tensor, tower_inputs: Inputs) -> torch.Tensor:
-    """Normalised cells (N, 3, S, S), and Batch.tower, to (N, M * M, C).
+    """Compute features (N, M * M, C) of normalised cells (N, 3, S, S).
 
-    tower: built with the attention of register_for_flex(). Source: transformers' Siglip2VisionModel, which pads.
+    tower: built with the attention of register_for_flex(); tower_inputs: Batch.tower. Source: transformers'
+    Siglip2VisionModel, without its padding.
     """
     patches = patches_of(cells, tower.config.patch_size)
     hidden = tower.embeddings.patch_embedding(patches)  # (N, M * M, C)
@@ -33,9 +34,9 @@ def flex_features(tower: Siglip2VisionModel, cells: torch.Tensor, tower_inputs: 
 
 
 def _positions(tower: Siglip2VisionModel, shapes: tuple[tuple[int, int], ...], side: int) -> torch.Tensor:
-    """(P, C) float32: the table of positions scaled to the shape of each image, cell by cell."""
+    """Scale the table of positions to the shape of each image: (P, C) float32, cell by cell."""
     embedding = tower.embeddings.position_embedding
-    # By its forward, for which ZeRO-3 gathers it.
+    # Call its forward, so that ZeRO-3 gathers the table.
     table = embedding(torch.arange(embedding.num_embeddings, device=embedding.weight.device)).float()
     grid = table.T.unflatten(1, (tower.embeddings.position_embedding_size, -1))[None]  # (1, C, rows, columns)
     scaled = {
@@ -46,6 +47,6 @@ def _positions(tower: Siglip2VisionModel, shapes: tuple[tuple[int, int], ...], s
 
 
 def _by_cells(grid: torch.Tensor, side: int) -> torch.Tensor:
-    """(C, rows, columns) to (rows * columns, C), the M x M patches of a cell after those of the one before."""
+    """Reorder (C, rows, columns) to (rows * columns, C), cell by cell with M x M patches each."""
     cells = grid.unflatten(1, (-1, side)).unflatten(3, (-1, side))  # (C, cells down, M, cells across, M)
     return cells.permute(1, 3, 2, 4, 0).flatten(0, 3)

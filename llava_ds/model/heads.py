@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, S supervised positions, n positions, D language-model width, V vocabulary
-"""Heads: results of the language model's last hidden states at some positions of a micro-batch."""
+"""Heads compute a result from the language model's last hidden states at some positions of a micro-batch."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -12,7 +12,7 @@ from llava_ds.model.families.language import final_logits, logits_divisor
 
 
 class Head(Protocol):
-    """What a forward pass returns. shortens: True if the last layer may be computed at the positions only."""
+    """The result of a forward pass. shortens: True if the last layer may be computed at the head's positions only."""
 
     shortens: ClassVar[bool]
 
@@ -27,10 +27,10 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class SummedLoss:
-    """The cross-entropy summed over the supervised positions, each by its weight: a scalar, float32.
+    """The weighted sum of the cross-entropy over the supervised positions: a scalar, float32.
 
-    With num_sources also what it consists of: the cross-entropy and the number of positions of every data source,
-    (2, num_sources) float64, without a gradient.
+    With num_sources, also the cross-entropy and the number of positions per data source, (2, num_sources) float64,
+    without a gradient.
     """
 
     num_sources: int | None = None
@@ -55,7 +55,7 @@ class SummedLoss:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """The log-probability of every target under logits that are divided by temperature: (S,) float64."""
+    """The log-probability of every target, with logits divided by temperature: (S,) float64."""
 
     temperature: float = 1.0
     shortens = True
@@ -76,7 +76,7 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Logits:
-    """The output layer at any positions: (n, V)."""
+    """Logits at any positions: (n, V)."""
 
     at: torch.Tensor
     shortens = False
@@ -97,7 +97,7 @@ SUMMED = SummedLoss()
 def sum_by_sample(rows: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum values of the supervised positions (S,) over each sample, and count them: (samples,) float64 each.
 
-    In one order always, so that the same batch gives the same bits.
+    The order of summation is fixed, so that the same batch gives the same bits.
     """
     num_samples = len(batch.cu_seqlens) - 1
     is_of = batch.target_samples == torch.arange(num_samples, device=rows.device)[:, None]  # (samples, S)
@@ -109,6 +109,6 @@ def _softcap(language_model: nn.Module) -> float | None:
 
 
 def _by_source(row_losses: torch.Tensor, sources: torch.Tensor, num_sources: int) -> torch.Tensor:
-    """(2, num_sources) float64: losses (S,) summed by source, and their numbers; always added in the same order."""
+    """Sum losses (S,) by source, and count them: (2, num_sources) float64. The order of summation is fixed."""
     is_from = sources == torch.arange(num_sources, device=sources.device)[:, None]  # (num_sources, S)
     return torch.stack([torch.where(is_from, row_losses, 0.0).sum(1), is_from.sum(1).double()])

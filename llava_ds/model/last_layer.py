@@ -1,7 +1,7 @@
-# T tokens of all samples laid end to end, S of them with a query, D width of the language model, E width of a head
-"""The last decoder layer at some positions only: those that the loss needs.
+# T tokens of a pack, S of them with a query, D language-model width, E head width
+"""Compute the last decoder layer only at the positions that the loss needs.
 
-It needs keys and values of all tokens, but queries, attention's output and the MLP at these positions only, because
+Keys and values are computed for all tokens; queries, attention's output and the MLP at these positions only, because
 nothing after the layer mixes tokens.
 """
 
@@ -14,14 +14,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llava_ds.model.attention import Rule, attend
 
-# transformers 5.17 recomputes around the call of a layer, 5.23 within its forward, which shorten() replaces.
+# transformers 5.17 recomputes around the call of a layer, 5.23 inside its forward; shorten() replaces that forward.
 RECOMPUTES_WITHIN = "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def shorten(language_model: nn.Module) -> None:
     """Let the last layer take query_positions, (S,) ascending, and return (1, S, D) instead of (1, T, D).
 
-    For layers like Llama's, which probe.py tests: a norm, attention by q_proj, k_proj, v_proj and o_proj with rotary
+    For layers like Llama's (probe.py tests it): a norm, attention by q_proj, k_proj, v_proj and o_proj with rotary
     positions, a norm, an MLP. Without query_positions the layer is unchanged.
     """
     layer = [m for m in language_model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)][-1]
@@ -53,7 +53,7 @@ def _at_queries(
     max_seqlen: int,
     **_: object,
 ) -> torch.Tensor:
-    """(1, T, D) to (1, S, D). The parts are called as modules, which ZeRO-3, adapters and quantization hook into."""
+    """Map (1, T, D) to (1, S, D). Calls the parts as modules: ZeRO-3, adapters and quantization hook into the calls."""
     attention = layer.self_attn
     normed = layer.input_layernorm(hidden_states)
     at_queries = normed.index_select(1, query_positions)
@@ -75,13 +75,13 @@ def _at_queries(
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions as Llama has them: x (1, heads, tokens, E)."""
+    """Apply Llama's rotary positions to x (1, heads, tokens, E)."""
     first, second = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
 def _rule(attention: nn.Module, max_seqlen: int) -> Rule:
-    # The window is an attribute of the layer where it differs between layers, else of the configuration.
+    # The window is an attribute of the layer if it differs between layers, otherwise of the configuration.
     holder = attention if hasattr(attention, "sliding_window") else attention.config
     window = getattr(holder, "sliding_window", None)
     return Rule(

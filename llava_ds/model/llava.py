@@ -1,7 +1,6 @@
-# T tokens of all samples laid end to end, N image tiles, P patches each, C tower width, D language-model width,
-# M image positions (F of them features, the rest newlines), n positions of a head, R pooled features made of up to K
-# others
-"""The composition of tower, projector and language model, over one micro-batch."""
+# T tokens of a pack, N image tiles, P patches each, C tower width, D language-model width, M image positions (F
+# features, the rest newlines), n positions of a head, R pooled features made from up to K features each
+"""Tower, projector and language model composed, run on one micro-batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from llava_ds.model.vision import TowerPlan, VisionTower
 
 
 class LlavaModel(nn.Module):
-    """A LLaVA over samples laid end to end."""
+    """A LLaVA model for samples laid end to end."""
 
     def __init__(
         self,
@@ -39,27 +38,27 @@ class LlavaModel(nn.Module):
         self.language_model = language_model
         if value_head is not None:
             self.value_head = value_head
-        self.learning_rate: float | None = None  # of a model that trains as another one's child; None for the other's
+        self.learning_rate: float | None = None  # for a model trained as another's child; None: the parent's rate
         self._knows_lengths = has_state(language_model.config) or attention.needs_lengths(language_model.config)
         self.short_last_layer = False
         output_loss.add_loss(language_model.get_output_embeddings())
 
     def shorten_last_layer(self) -> None:
-        """Compute the last layer of the language model in training at the positions that the head asks for only.
+        """In training, compute the language model's last layer at the head's positions only.
 
-        Only for models whose loss stays the same, as probe.py tests.
+        For models whose loss stays the same (probe.py tests it).
         """
         last_layer.shorten(self.language_model)
         self.short_last_layer = True
 
     def forward(self, batch: Batch, head: Head = SUMMED) -> Any:
-        """Return what a head computes from the language model's last hidden states; by default the summed loss."""
+        """Return the head's result on the language model's last hidden states; by default the summed loss."""
         wanted = head.positions(batch)  # (n,)
         embeds, options = self.begin(batch)
         if self.short_last_layer and head.shortens:
             # Kernels don't take zero rows: without supervised positions, compute one and drop it.
             options["query_positions"] = wanted if len(wanted) else batch.cu_seqlens[:1].long()
-        # Not the whole language model, whose output layer takes no targets.
+        # Call the trunk only: the language model's own forward passes no targets to the output layer.
         trunk = self.language_model.base_model(
             inputs_embeds=embeds,
             position_ids=batch.position_ids,
@@ -72,7 +71,7 @@ class LlavaModel(nn.Module):
         return self.end(hidden, batch, head, wanted)
 
     def begin(self, batch: Batch) -> tuple[torch.Tensor, dict[str, object]]:
-        """Return the input of the language model's layers (1, T, D), and their further arguments."""
+        """Return the inputs of the language model's layers: embeddings (1, T, D), and further arguments."""
         options = self.layer_options(batch)
         embeds, deeper = self.embed_deep(batch)
         if deeper:
@@ -80,18 +79,18 @@ class LlavaModel(nn.Module):
         return embeds, options
 
     def end(self, hidden: torch.Tensor, batch: Batch, head: Head, wanted: torch.Tensor) -> Any:
-        """Return the head's result. hidden (1, T, D), or at `wanted`, the head's positions, alone."""
+        """Return the head's result. hidden: (1, T, D), or (1, n, D) at wanted, the head's positions (n,)."""
         short = self.short_last_layer and head.shortens
         hidden = hidden[0, : len(wanted)] if short else hidden[0].index_select(0, wanted)  # (n, D)
         return head(self, hidden, batch)
 
     def layer_options(self, batch: Batch) -> dict[str, object]:
-        """Return what layers of some models need to know of a pack beside where samples begin."""
+        """Return further arguments about the pack that some models' layers need."""
         options = {"lengths": batch.lengths} if self._knows_lengths else {}
         return options | batch.trunk | self.layer_inputs(batch.input_ids, batch.placing.positions)
 
     def layer_inputs(self, input_ids: torch.Tensor, image_positions: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The embeddings that layers of some models take beside the first one's, padding's at images."""
+        """Return the per-layer embeddings of models that have them, with the padding token's at image positions."""
         config = self.language_model.config
         if not has_layer_embeddings(config):
             return {}
@@ -99,21 +98,22 @@ class LlavaModel(nn.Module):
         return {"per_layer_inputs": self.language_model.base_model.get_per_layer_inputs(ids)}
 
     def embed(self, batch: Batch) -> torch.Tensor:
-        """Token embeddings with the images' features in their places: (1, T, D)."""
+        """Return token embeddings with image features at the image positions: (1, T, D)."""
         return self.embed_deep(batch)[0]
 
     def embed_deep(self, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The same, and the features (M, D) to add at image positions behind each of the first layers; [] for most.
+        """Return embed(), and the features (M, D) to add at image positions after each of the first layers, [] for most
+        models.
 
-        Tower, projector and newline run exactly once, whatever the batch holds, so that the collectives of all ranks
-        match; unused features take part with a gradient of zero.
+        Tower, projector and newline run exactly once for any batch, so that the collectives of all ranks match; unused
+        features get a gradient of zero.
         """
         features = self.image_features(batch.pixel_values, batch.tower)  # (N, P, D) or (N, P, K * D)
         embeds = self.language_model.get_input_embeddings()(batch.input_ids)  # (1, T, D)
         return merge_features(embeds, features, batch.placing, getattr(self, "newline", None))
 
     def image_features(self, pixel_values: torch.Tensor, tower_inputs: dict | None = None) -> torch.Tensor:
-        """(N, 3, H, W) uint8 to (N, P, D). A frozen tower stores nothing for backward."""
+        """Project tiles (N, 3, H, W) uint8 to features (N, P, D). A frozen tower stores nothing for backward."""
         trained = any(p.requires_grad for p in self.vision_tower.parameters())
         with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
             features = self.vision_tower(pixel_values, tower_inputs)  # (N, P, C)
@@ -121,7 +121,7 @@ class LlavaModel(nn.Module):
 
 
 def all_models(model: nn.Module) -> dict[str, LlavaModel]:
-    """Return a model, by "", and the models that train as its children, by their names."""
+    """Map "" to the model, and names to the models that train as its children."""
     children = {name: child for name, child in model.named_children() if isinstance(child, LlavaModel)}
     return {"": model, **children}
 
@@ -132,10 +132,10 @@ def merge_features(
     placing: Placing,
     newline: Callable[[torch.Tensor, int], torch.Tensor] | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Token embeddings (1, T, D) with the features (N, P, D) of a batch's tiles at their positions.
+    """Place the features (N, P, D) of a batch's tiles at their positions in the token embeddings (1, T, D).
 
-    newline: Newline's forward, from F placed features to all M rows; None for models without. Of features (N, P, K * D)
-    the first D are placed, and the others returned beside: K - 1 of (M, D).
+    newline: Newline's forward, from F placed features to all M rows; None for models without one. With features
+    (N, P, K * D) the first D are placed, and the other K - 1 blocks (M, D) are returned in a list.
     """
     table = features.flatten(0, 1)  # (N * P, D)
     if len(placing.pool_index):
@@ -150,9 +150,9 @@ def merge_features(
 
 
 def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
-    """Weighted sums of features, or the largest of them: (N * P, D) to (R, D), added up in float32.
+    """Pool features (N * P, D) to (R, D) by weighted sum or maximum, in float32.
 
-    One source at a time, for all at once would hold K times the result.
+    Adds one source at a time: all at once would need K times the memory of the result.
     """
     index, weight = placing.pool_index, placing.pool_weight  # (R, K)
     pooled = torch.zeros(len(index), features.shape[1], dtype=torch.float32, device=features.device)
@@ -163,7 +163,7 @@ def _pooled(features: torch.Tensor, placing: Placing) -> torch.Tensor:
     for k in range(index.shape[1]):
         part = features.index_select(0, index[:, k]).float()  # (R, D)
         pooled = pooled + weight[:, k, None] * part
-        if placing.pools_by_max:  # the first of equal ones has the gradient, and NaN stays, as in torch's max_pool2d
+        if placing.pools_by_max:  # as in torch's max_pool2d: on a tie the first has the gradient, and NaN propagates
             largest = torch.where(taken[:, k, None] & ((part > largest) | part.isnan()), part, largest)
     if placing.pools_by_max:
         pooled = torch.where(taken[:, :1], largest, pooled)
@@ -178,14 +178,14 @@ def assemble(
     std: torch.Tensor,
     value_head: bool = False,
 ) -> LlavaModel:
-    """The composition, uninitialised, in torch's default dtype; mean and std (3,) as VisionTower takes them;
-    value_head: with one."""
+    """Build the model, uninitialised, in torch's default dtype. mean, std: (3,), for VisionTower; value_head: add
+    one."""
     language_model = AutoModelForCausalLM.from_config(
         text_config, attn_implementation=attention.register(), dtype=torch.get_default_dtype()
     )
     text_part(text_config).assembled(language_model, text_config, args)
     hold_rotary_angles(language_model)
-    language_model.tie_weights()  # from_config ties in its initialisation, which callers switch off
+    language_model.tie_weights()  # from_config ties during initialisation, but callers switch that off
     projector = tower.build_projector(args, text_config.hidden_size)
     newline = Newline(text_config.hidden_size) if "unpad" in args.mm_patch_merge_type else None
     head = None
@@ -197,6 +197,6 @@ def assemble(
 
 
 def layer_classes(model: nn.Module) -> list[type[nn.Module]]:
-    """The classes of the repeated layers of tower and language model."""
+    """Return the classes of the repeated layers in tower and language model."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     return sorted({type(stack[0]) for stack in stacks}, key=lambda cls: cls.__name__)

@@ -1,9 +1,9 @@
 # S supervised positions, D width of the language model, V vocabulary
-"""Fused output layer and cross-entropy, over chunks of rows: logits never exist for more than a chunk.
+"""Output layer and cross-entropy fused over chunks of rows: logits never exist for more than a chunk.
 
-The summed loss and its gradients are computed in the same pass, three matrix products in all, as in Liger's linear
-cross-entropy (arXiv 2410.10989); here without waiting for the device to count targets. Log-probabilities row by row,
-whose gradients depend on what is made of them, compute the logits again in backward: four products.
+The summed loss and its gradients are computed in one pass of three matrix products, as in Liger's linear cross-entropy
+(arXiv 2410.10989), but without waiting for the device to count targets. Row-wise log-probabilities don't know their
+gradient in the forward pass, so backward computes the logits again: four products.
 """
 
 import types
@@ -11,23 +11,23 @@ import types
 import torch
 from torch import nn
 
-# Logits of a chunk. On a GPU many, for every chunk reads and adds to a gradient as large as the output layer; on a CPU
-# as few as keep its caches warm.
+# Logits per chunk. Many on a GPU, because every chunk reads and updates a gradient as large as the output layer; few on
+# a CPU, so that they fit its caches.
 CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
-MIN_ROWS = 64  # of a chunk, whatever the vocabulary: products of fewer are slow
-PRODUCT_NUMBERS = 2**25  # of the weight's gradient that exist in a chunk's precision before they are added
-# What gradients of logits, at most 1, count in float16, which ends at 65504 and has nothing below 6e-8.
+MIN_ROWS = 64  # per chunk, for any vocabulary: smaller products are slow
+PRODUCT_NUMBERS = 2**25  # numbers of the weight's gradient computed in a chunk's precision before they are added
+# Scale of the logits' gradients (at most 1) in float16: it ends at 65504 and rounds numbers below 6e-8 to 0.
 FLOAT16_SCALE = 2.0**15
 
 
 def add_loss(output_layer: nn.Linear) -> None:
-    """Let the output layer give the loss, too: output_layer(hidden, targets=targets, softcap=cap).
+    """Let the output layer also compute the loss: output_layer(hidden, targets=targets, softcap=cap).
 
-    hidden (S, D); targets (S,) int64. It gives the cross-entropy of its logits there: summed, a float32 scalar, and row
-    by row, (S,) float64, without a gradient. With row_weights (S,) float32, not negative, each row's is multiplied by
-    its own. With by_row=True it gives the log-probabilities of the targets instead,
-    (S,) float64, with a gradient. With softcap c, logits x count as c * tanh(x / c). It is a call of the layer, so that
-    ZeRO-3's hooks gather the weight for it. Without targets the layer is as before.
+    hidden (S, D); targets (S,) int64. Returns the cross-entropy of its logits: the sum, a float32 scalar, and by row,
+    (S,) float64, without a gradient. row_weights (S,) float32, not negative, multiply the rows. With by_row=True it
+    returns the log-probabilities of the targets instead, (S,) float64, with a gradient. With softcap c, logits x become
+    c * tanh(x / c). The loss is a call of the layer, so that ZeRO-3's hooks gather the weight. Without targets the
+    layer is unchanged.
     """
     output_layer.forward = types.MethodType(_forward, output_layer)
 
@@ -58,10 +58,10 @@ def linear_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of hidden @ weight.T, summed and by row: hidden (S, D), weight (V, D), targets (S,) int64, any S.
 
-    row_weights (S,) float32: what each row's counts, 1 without.
+    row_weights (S,) float32: factor of each row, 1 without.
     Computes in the precision of hidden, or autocast's; softmax in float32, its logarithm and the sum of rows in
-    float64, so that what is logged depends as little as can be on how rows were dealt to ranks. Backward can run once.
-    In float16 gradients stay float32 until backward brings the loss's scale: those of a sum alone can exceed float16.
+    float64, so that the logged loss hardly depends on how rows were divided over ranks. Backward can run once.
+    In float16 gradients stay float32 until backward applies the loss scale: the unscaled sum can exceed float16.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -78,7 +78,7 @@ def linear_log_probs(
 ) -> torch.Tensor:
     """Log-probabilities of the targets under hidden @ weight.T, (S,) float64; shapes and precision as for the loss.
 
-    Backward computes a chunk's logits again. It keeps the weight itself, not a copy in autocast's precision, so that
+    Backward recomputes each chunk's logits. It keeps the weight itself, not a copy in autocast's precision, so that
     ZeRO-3 may shard it in between.
     """
     device = hidden.device.type
@@ -88,7 +88,7 @@ def linear_log_probs(
 
 
 def chunk_rows(vocabulary: int, device_type: str) -> int:
-    """Rows of logits in a chunk."""
+    """Return the rows of logits per chunk."""
     return max(MIN_ROWS, CHUNK_LOGITS["cpu" if device_type == "cpu" else "cuda"] // vocabulary)
 
 
@@ -101,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, wants_hidden, wants_weight)
         factors, largest = row_weights, 1.0
         if row_weights is not None and gradients.in_float16 and len(hidden):
-            # Weights of at most 1, so that products with them stay in float16's range.
+            # Scale the weights to at most 1, so that their products stay in float16's range.
             largest = row_weights.amax().clamp(min=1.0)
             factors = row_weights / largest
         for start in range(0, len(hidden), rows):
@@ -110,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_logits, losses = _softmax_minus_target(h @ weight.T, targets[start : start + rows], softcap, own)
             row_losses[start : start + rows] = losses
             gradients.add(start, h, d_logits)
-            del d_logits  # before the next chunk's logits
+            del d_logits  # free it before the next chunk's logits
         if row_weights is not None:
             row_losses *= row_weights
         ctx.gradients, ctx.in_float16, ctx.largest = gradients.summed(), gradients.in_float16, largest
@@ -149,7 +149,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, targets = ctx.saved_tensors
         rows, used = chunk_rows(len(weight), hidden.device.type), weight.to(hidden.dtype)
         gradients = _Gradients(hidden, used, *ctx.needs_input_grad[:2])
-        # Coefficients of at most 1, so that products with them stay in float16's range.
+        # Scale the coefficients to at most 1, so that their products stay in float16's range.
         largest = upstream.abs().amax().clamp(min=torch.finfo(torch.float32).tiny) if len(upstream) else 1.0
         factors = (-upstream / largest)[:, None].to(hidden.dtype)
         for start in range(0, len(hidden), rows):
@@ -164,10 +164,10 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of hidden (S, D) and weight (V, D), added up over chunks of rows from those of the logits.
+    """Sum the gradients of hidden (S, D) and weight (V, D) over chunks of rows, from the logits' gradients.
 
     In float16 they are float32 and FLOAT16_SCALE times as large; otherwise sums over several chunks are kept in
-    float32, as a product keeps its own.
+    float32, like the sums inside a product.
     """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, wants_hidden: bool, wants_weight: bool) -> None:
@@ -182,7 +182,7 @@ class _Gradients:
             self._d_weight = torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, start: int, h: torch.Tensor, d_logits: torch.Tensor) -> None:
-        """Add a chunk of rows from `start` on: h (rows, D), d_logits (rows, V)."""
+        """Add a chunk of rows that begins at `start`: h (rows, D), d_logits (rows, V)."""
         rows = slice(start, start + len(h))
         if self._d_hidden is not None and self.in_float16:
             self._d_hidden[rows] = _float32_product(d_logits, self._weight)
@@ -194,17 +194,17 @@ class _Gradients:
             _add_product(self._d_weight, d_logits, h)
 
     def summed(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The gradients; None for what is not wanted."""
+        """Return both gradients; None for one that is not wanted."""
         if self._d_weight is not None and not self.in_float16:
             self._d_weight = self._d_weight.to(self._weight.dtype)
         return self._d_hidden, self._d_weight
 
 
 def _add_product(d_weight: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add d_logits.T @ hidden to d_weight (V, D), which is float32.
+    """Add d_logits.T @ hidden to d_weight (V, D) float32.
 
-    In half precision by parts of the vocabulary, for a product is a tensor of its own there: with 152,000 ids and a
-    width of 3,584, of 1.1 GB.
+    In half precision, one part of the vocabulary at a time: the product is a separate tensor there, 1.1 GB with 152,000
+    ids and a width of 3,584.
     """
     if d_weight.dtype == hidden.dtype:
         d_weight.addmm_(d_logits.T, hidden)
@@ -216,7 +216,7 @@ def _add_product(d_weight: torch.Tensor, d_logits: torch.Tensor, hidden: torch.T
 
 
 def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of two float16 matrices, summed and given in float32."""
+    """Multiply two float16 matrices; sums and result are float32."""
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()  # torch takes out_dtype on CUDA only
@@ -225,9 +225,9 @@ def _float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _softmax_minus_target(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the cross-entropy, (rows, V) in the logits' precision; its values, (rows,) float64.
+    """Return the cross-entropy's gradient, (rows, V) in the logits' precision, and its values, (rows,) float64.
 
-    Uses logits up. factors (rows,): of the gradient. In float16 the gradient is FLOAT16_SCALE times as large.
+    Overwrites logits. factors (rows,): multiply the gradient. In float16 the gradient is FLOAT16_SCALE times as large.
     """
     dtype = logits.dtype
     logits = logits.float()

@@ -1,5 +1,5 @@
-# N image tiles, P patches per tile, C tower width, D language-model width,
-# F features that are placed, K patches along a square that becomes one feature
+# N image tiles, P patches per tile, C tower width, D language-model width, F placed features,
+# K side of a square of patches that becomes one feature
 """The projector from the tower's features to the language model's embedding space, and the newline after image rows."""
 
 import math
@@ -12,10 +12,9 @@ from llava_ds.constants import ConfigError
 
 
 class Projector(nn.Module):
-    """Projector of any kind; its layers are named as LLaVA's behind "mm_projector.".
+    """Projector of any kind. Its layers have LLaVA's names after "mm_projector.".
 
-    (N, P, C) to (N, P, D); "pooler" makes one feature of each 2 x 2, "..._psK" and "..._avgK" of each K x K, a part of
-    P.
+    (N, P, C) to (N, P, D); "pooler" makes one feature of 2 x 2 patches, "..._psK" and "..._avgK" one of K x K.
     Source: LLaVA-NeXT's build_vision_projector.
     """
 
@@ -30,7 +29,7 @@ class Projector(nn.Module):
 class Newline(nn.Module):
     """The learned embedding after each row of an image (LLaVA's image_newline), initialised as in LLaVA.
 
-    It is a module, so that ZeRO-3 gathers it exactly where it is used.
+    It is a module, so that ZeRO-3 gathers it where it is used.
     """
 
     def __init__(self, width: int) -> None:
@@ -38,17 +37,17 @@ class Newline(nn.Module):
         self.embedding = nn.Parameter(torch.randn(width) / width**0.5)
 
     def forward(self, features: torch.Tensor, length: int) -> torch.Tensor:
-        """(F, D) followed by as many newlines as make it (length, D); the gradient of those is one sum in float32."""
+        """Append newlines to features (F, D) up to (length, D). Their gradient is one sum in float32."""
         return with_newlines(self.embedding, features, length)
 
 
 def with_newlines(embedding: torch.Tensor, features: torch.Tensor, length: int) -> torch.Tensor:
-    """(D,) and (F, D): the features, followed by as many embeddings as make it (length, D)."""
+    """Append the embedding (D,) to features (F, D) up to (length, D)."""
     return torch.cat([features, embedding.to(features.dtype).expand(length - len(features), -1)])
 
 
 class ResBlock(nn.Module):
-    """LLaVA's SimpleResBlock, (..., D) to (..., D): the residual is normalised, too."""
+    """LLaVA's SimpleResBlock, (..., D) to (..., D): the norm also applies to the residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,9 +60,9 @@ class ResBlock(nn.Module):
 
 
 class Pooler(nn.Module):
-    """LLaVA-NeXT's PoolerProjector: a convolution makes one feature of each square of four, (N, P, C) to (N, P/4, D).
+    """LLaVA-NeXT's PoolerProjector: a convolution over squares of four patches, (N, P, C) to (N, P/4, D).
 
-    A last row and column that fill no square are left out.
+    An odd last row and column are left out.
     """
 
     def __init__(self, tower_width: int, width: int) -> None:
@@ -78,7 +77,7 @@ class Pooler(nn.Module):
 
 
 class Shuffled(nn.Sequential):
-    """Layers behind a pixel shuffle, (N, P, C) to (N, P / K**2, D); they have the names that they have without it."""
+    """Layers after a pixel shuffle, (N, P, C) to (N, P / K**2, D). Their names are the same as without it."""
 
     def __init__(self, stride: int, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -89,7 +88,7 @@ class Shuffled(nn.Sequential):
 
 
 class Averaged(nn.Sequential):
-    """Layers behind a mean, (N, P, C) to (N, P / K**2, D); they have the names that they have without it."""
+    """Layers after a mean, (N, P, C) to (N, P / K**2, D). Their names are the same as without it."""
 
     def __init__(self, stride: int, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -102,7 +101,7 @@ class Averaged(nn.Sequential):
 
 
 def space_to_depth(features: torch.Tensor, stride: int) -> torch.Tensor:
-    """(N, P, C) to (N, P / K**2, K**2 * C): each square of K x K patches, row by row, as one feature.
+    """Join each square of K x K patches, row by row, to one feature: (N, P, C) to (N, P / K**2, K**2 * C).
 
     Source: transformers' Idefics3Connector.pixel_shuffle.
     """
@@ -113,7 +112,7 @@ def space_to_depth(features: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def build_projector(kind: str, tower_width: int, width: int) -> Projector:
-    """A projector with torch's default initialisation. Raises ConfigError for one that can't be."""
+    """Build a projector with torch's default initialisation. Raises ConfigError for an impossible kind."""
     if kind == "identity" and tower_width != width:
         raise ConfigError(
             f"--mm_projector_type identity needs a tower as wide as the language model: they have {tower_width} and "
@@ -135,13 +134,13 @@ def build_projector(kind: str, tower_width: int, width: int) -> Projector:
 
 
 def square_stride(kind: str) -> int:
-    """K of a projector with a pixel shuffle or a mean; 1 for any other."""
+    """Return K of a projector with a pixel shuffle or a mean; 1 for others."""
     found = _MLP.fullmatch(kind)
     return 1 if found is None else int(found[4] or 1)
 
 
 def feature_stride(kind: str) -> int:
-    """Patches along the square that one projected feature stands for."""
+    """Return the side, in patches, of the square that becomes one projected feature."""
     return POOLER_STRIDE if kind == "pooler" else square_stride(kind)
 
 
@@ -153,6 +152,6 @@ SIMPLE = {
     "pooler": Pooler,
 }
 PROJECTOR_KINDS = (
-    "linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK or _avgK behind it, pooler or identity, with numbers for "
+    "linear, mlpNx_gelu, mlpNx_resMx_gelu, either followed by _psK or _avgK, pooler or identity, with numbers for "
     "N, M and K"
 )

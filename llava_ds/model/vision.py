@@ -1,5 +1,5 @@
 # N images, S side of their square, C tower width, P features per image
-"""The vision tower, of any family in families/towers.py, up to the selected layer, on uint8 images."""
+"""The vision tower up to the selected layer, on uint8 images. families/towers.py lists the families."""
 
 import copy
 import math
@@ -27,9 +27,9 @@ from llava_ds.tilings import FlexTiling
 class TowerPlan:
     """A tower before it is built.
 
-    config: of all its layers; scales: sides in pixels of S2's, rising, () without; stride: patches along the square
-    that one projected feature stands for; cells: of images in their own shape, which are tiles then, None without;
-    second: a tower that sees the same images, whose features are laid beside this one's.
+    config: with all layers; scales: S2's sides in pixels, ascending, () without S2; stride: side, in patches, of the
+    square that becomes one projected feature; cells: tiling of images of any shape, None for squares; second: a tower
+    that sees the same images, its features concatenated to this one's.
     """
 
     config: PreTrainedConfig
@@ -41,17 +41,17 @@ class TowerPlan:
     second: "TowerPlan | None" = None
     architecture: ClassVar[Architecture | None] = None
     has_image_blocks: ClassVar[bool] = False  # tokens of an image see each other in the language model
-    blocks_need_windows: ClassVar[bool] = False  # in its layers with a window alone
+    blocks_need_windows: ClassVar[bool] = False  # they do so only in layers with a window
 
     def image_options(self, args: Arguments) -> ImageOptions:
-        """Image preprocessing for this tower with the given flags. Raises ConfigError for flags that don't fit it."""
+        """Return the image preprocessing for this tower and flags. Raises ConfigError for flags that don't fit it."""
         if self.cells is not None:
             return native_options(args, self.images, self.cells)
         return image_options(args.model, args.data, self.images)
 
     @property
     def width(self) -> int:
-        """C, numbers in a feature."""
+        """C, the width of a feature."""
         return self.config.hidden_size * max(1, len(self.scales)) + (self.second.width if self.second else 0)
 
     @property
@@ -61,17 +61,17 @@ class TowerPlan:
 
     @property
     def mlp_width(self) -> int:
-        """Width of the MLPs in them."""
+        """Width of the MLPs in its layers."""
         return tower_family(self.config).mlp_width(self.config)
 
     @property
     def num_layers(self) -> int:
-        """Layers that run."""
+        """Number of layers that run."""
         return num_running_layers(self.config.num_hidden_layers, self.select_layer)
 
     @property
     def num_first_tokens(self) -> int:
-        """Positions before the patches: a class token and registers, used or not."""
+        """Number of positions before the patches (class token and registers), used or not."""
         return tower_family(self.config).first_tokens(self.config)
 
     @property
@@ -81,23 +81,23 @@ class TowerPlan:
 
     @property
     def num_patches(self) -> int:
-        """Patches of a tile."""
+        """Number of patches per tile."""
         side = self.scales[0] if self.scales else self.images.size
         return (side // self.patch_size) ** 2
 
     @property
     def num_positions(self) -> int:
-        """Positions of a tile in the tower."""
+        """Number of positions per tile in the tower."""
         return self.num_patches + self.num_first_tokens
 
     @property
     def windowed_layers(self) -> int:
-        """Layers whose attention sees a window of an image: none."""
+        """Number of layers whose attention is limited to a window: 0."""
         return 0
 
     @property
     def patches_per_feature(self) -> int:
-        """Patches that one projected feature is made of."""
+        """Number of patches per projected feature."""
         return self.stride**2
 
     def runs(self, name: str) -> bool:
@@ -107,39 +107,39 @@ class TowerPlan:
         return runs_in_tower(name, self.num_layers)
 
     def build(self, mean: torch.Tensor, std: torch.Tensor) -> "VisionTower":
-        """The tower, uninitialised."""
+        """Build the tower, uninitialised."""
         return VisionTower(self, mean, std)
 
     def build_projector(self, args: ModelArguments, hidden_size: int) -> Projector:
-        """The projector to a language model of this width, uninitialised. Raises ConfigError for an impossible one."""
+        """Build the projector to a language model of this width, uninitialised. Raises ConfigError if impossible."""
         return build_projector(args.mm_projector_type, self.width, hidden_size)
 
     def patch_embedding(self, tower: nn.Module) -> nn.Module:
-        """The first layer of a tower."""
+        """Return the first layer of a tower."""
         return tower.get_submodule(tower_family(self.config).patch_embedding)
 
 
 def side_of(sides: object) -> object:
-    """The side of a square that a configuration gives as a number, or as two equal ones; all else as it is."""
+    """Return the side of a square given as a number or as two equal numbers; anything else unchanged."""
     is_pair = isinstance(sides, (list, tuple)) and len(sides) == 2 and sides[0] == sides[1]
     return sides[0] if is_pair else sides
 
 
 def num_running_layers(layers: int, select_layer: int) -> int:
-    """Number of layers to run for hidden_states[select_layer] of a tower with this many."""
+    """Return how many layers of a tower to run for hidden_states[select_layer]."""
     return select_layer + layers + 1 if select_layer < 0 else select_layer
 
 
 class VisionTower(nn.Module):
-    """A tower up to the selected layer. Features are its hidden state there.
+    """A tower up to the selected layer. The features are that layer's hidden state.
 
-    The layers after the selected one, the final norm and the pooling head would never run, and are not built. Export
-    takes their weights from the tower's folder.
+    The layers after it, the final norm and the pooling head would never run, so they are not built. Export takes their
+    weights from the tower's folder.
     Source: LLaVA's CLIPVisionTower and CLIPVisionTowerS2, LLaVA-NeXT's SigLipVisionTower.
     """
 
     def __init__(self, plan: TowerPlan, mean: torch.Tensor, std: torch.Tensor) -> None:
-        """mean and std: (3,) float32, made outside zero.Init, which would round them to the training dtype."""
+        """mean and std: (3,) float32, made outside zero.Init, because it rounds them to the training dtype."""
         super().__init__()
         self.plan = plan
         config = copy.deepcopy(plan.config)
@@ -147,32 +147,33 @@ class VisionTower(nn.Module):
         for name, value in {**family.settings, "num_hidden_layers": plan.num_layers}.items():
             setattr(config, name, value)
         self.tower = family.model(config)
-        setattr(self.tower, family.norm, nn.Identity())  # the last hidden state is then the selected one
+        setattr(self.tower, family.norm, nn.Identity())  # makes the last hidden state the selected one
         if hasattr(self.tower.embeddings, "mask_token"):
-            self.tower.embeddings.mask_token = None  # of pretraining
+            self.tower.embeddings.mask_token = None  # only for pretraining
         if plan.cells is not None:
-            # transformers' own setter looks for such a name on the hub.
+            # transformers' own setter would look for this name on the hub.
             self.tower.config._attn_implementation = attention.register_for_flex()
         self.register_buffer("mean", mean.view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", std.view(1, 3, 1, 1), persistent=False)
         if plan.second is not None:
-            # Not by torch.tensor, which zero.Init rounds. In the first one, where all of a tower is looked for.
+            # zero.Init rounds the results of torch.tensor. The second tower is a child of the first, because all tower
+            # weights are looked up there.
             colours = (plan.second.images.mean, plan.second.images.std)
             own = (torch.from_numpy(np.array(each, np.float32)).to(mean.device) for each in colours)
             self.tower.second = VisionTower(plan.second, *own)
 
     def forward(self, pixel_values: torch.Tensor, tower_inputs: Inputs | None = None) -> torch.Tensor:
-        """(N, 3, S, S) uint8 to (N, P, C). tower_inputs: Batch's, for images in their own shape."""
+        """Compute features (N, P, C) of images (N, 3, S, S) uint8. tower_inputs: Batch.tower, for any-shape images."""
         return self.features((pixel_values.float() / 255 - self.mean) / self.std, tower_inputs)
 
     def prompt_mask(
         self, config: PreTrainedConfig, embeds: torch.Tensor, mask: torch.Tensor, is_image: torch.Tensor
     ) -> torch.Tensor:
-        """The mask of prompts (B, L) that the language model takes, with 0 at padding. is_image (B, L) bool."""
+        """Return the language model's mask of prompts (B, L), 0 at padding. is_image (B, L) bool."""
         return mask
 
     def features(self, pixels: torch.Tensor, tower_inputs: Inputs | None = None) -> torch.Tensor:
-        """(N, 3, S, S), normalised, to (N, P, C)."""
+        """Compute features (N, P, C) of normalised images (N, 3, S, S)."""
         beside = []
         if self.plan.second is not None:
             second = self.tower.second
@@ -190,7 +191,7 @@ class VisionTower(nn.Module):
             from llava_ds.model.flex_tower import patches_of
 
             patches = patches_of(pixels, self.plan.patch_size)
-            # On the CPU, where the model reads it without waiting for the device.
+            # On the CPU, so that the model reads it without waiting for the device.
             shapes = torch.tensor([[math.isqrt(patches.shape[1])] * 2] * len(pixels))
             return self.tower(patches, pixel_attention_mask=None, spatial_shapes=shapes).last_hidden_state
         features = self.tower(pixels).last_hidden_state  # class token, registers, patches
@@ -199,10 +200,10 @@ class VisionTower(nn.Module):
 
 
 def multiscale(features_of, pixels: torch.Tensor, scales: tuple[int, ...]) -> torch.Tensor:
-    """S2: the image at every scale, cut into tiles of the first one's size, its features averaged down to the first
-    scale's grid and laid beside each other.
+    """S2: scale the image, cut every scale into tiles of the first scale's size, average their features down to the
+    first scale's grid, and concatenate them.
 
-    features_of: (N, 3, S, S) to (N, P, C) at the first scale; pixels (N, 3, L, L) at the last.
+    features_of: maps (N, 3, S, S) to (N, P, C) at the first scale; pixels (N, 3, L, L): images at the last scale.
     Returns (N, P, C * scales). Source: S2 (arXiv 2403.13043), s2wrapper's forward as LLaVA calls it.
     """
     n, base = len(pixels), scales[0]

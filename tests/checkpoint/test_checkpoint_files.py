@@ -26,7 +26,7 @@ def test_a_file_with_code_in_it_is_refused_and_nothing_runs(tmp_path, monkeypatc
         {"optimizer_state_dict": {"w": torch.ones(2), "more": Trap()}}, file, _use_new_zipfile_serialization=zipped
     )
     for read in (lambda: read_states(file), lambda: optimizer_states(tmp_path, 1)):
-        with pytest.raises(DataError, match=r"is refused: beside tensors it holds|can't be read"):
+        with pytest.raises(DataError, match=r"is refused: it holds|can't be read"):
             read()
     assert not Path("sprung").exists()
     torch.save({"optimizer_state_dict": {"w": torch.ones(2)}}, file, _use_new_zipfile_serialization=zipped)

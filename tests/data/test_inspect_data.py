@@ -138,7 +138,7 @@ def test_what_training_would_refuse_is_refused_or_said(inspect_data, tmp_path, t
             run(inspect_data, tmp_path, {**toy_base, **data, "version": version})
         assert expected in str(e.value)
     run(inspect_data, tmp_path, {**toy_base, **data}, "--model_max_length", "513")
-    assert "--model_max_length is 513, but the language model was made for 512" in capsys.readouterr().out
+    assert "--model_max_length is 513, but the language model was trained for 512" in capsys.readouterr().out
 
 
 @needs_extension("preference")

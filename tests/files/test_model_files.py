@@ -54,7 +54,9 @@ def test_weights_outside_of_a_folder_are_not_opened(opens, name, hf, tmp_path):
     (hf / "model.safetensors").unlink()
     names = dict.fromkeys(["lm_head.weight", "model.language_model.norm.weight"], name)
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(DataError, match=r"model\.safetensors\.index\.json names .* which is no file of weights beside"):
+    with pytest.raises(
+        DataError, match=r"model\.safetensors\.index\.json names .* expected a file of weights in the same"
+    ):
         opens(hf)
 
 
@@ -204,10 +206,12 @@ def test_a_number_that_stands_for_a_terabyte_is_no_weight(tmp_path):
     import torch
 
     torch.save({"a": torch.zeros(1).expand(10**6, 10**6)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DataError, match="'a' is no dense tensor whose numbers are all in the file"):
+    with pytest.raises(
+        DataError, match="expected dense tensors with all their numbers in the file, but 'a' is different"
+    ):
         WeightFiles(tmp_path)
     torch.save({0: torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DataError, match="0 is no dense tensor"):
+    with pytest.raises(DataError, match="in the file, but 0 is different"):
         WeightFiles(tmp_path)
 
 

@@ -452,7 +452,7 @@ def test_the_report_has_every_width_of_heads():
 
 def test_sinks_are_refused():
     query, key, value = tensors()
-    with pytest.raises(ConfigError, match="has attention sinks, which are not supported: choose another model"):
+    with pytest.raises(ConfigError, match="has attention sinks, and these are not supported: choose another model"):
         attention.varlen_attention(
             None, query, key, value, None, cu_seqlens=CU_SEQLENS, max_seqlen=9, s_aux=torch.zeros(4)
         )

@@ -157,8 +157,8 @@ def test_max_pixels_bounds_the_patches(folder):
 @pytest.mark.parametrize(
     ("kind", "flags", "message"),
     [
-        ("clip", {}, "--mm_native_resolution True with .*, a clip_vision_model, which sees squares: leave one out"),
-        ("siglip2", {"s2": True}, "True with --s2 True, which is for squares: leave one out"),
+        ("clip", {}, "--mm_native_resolution True with .*, a clip_vision_model .it sees squares only.: leave one"),
+        ("siglip2", {"s2": True}, r"True with --s2 True \(for squares only\): leave one out"),
         ("siglip2", {"data": {"image_aspect_ratio": "pad"}}, "True with --image_aspect_ratio pad: every image keeps"),
         ("siglip2", {"mm_patch_merge_type": "spatial"}, "True with --mm_patch_merge_type spatial: every"),
         (

@@ -144,7 +144,9 @@ def test_the_probe_notices_what_an_attention_leaves_out(monkeypatch, wrong):
 
     monkeypatch.setattr(attention, "register", registered)
     problem = examine(toys.language_model_config("gemma2")).problem
-    assert problem == f"its logits for samples laid end to end are not those of each by itself: {INTERFACE}"
+    assert (
+        problem == f"its logits for samples laid end to end differ from the logits for each sample alone: {INTERFACE}"
+    )
 
 
 SMALL = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -160,22 +162,22 @@ INTERFACE = "its attention or its positions don't follow transformers' interface
         (MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2), INTERFACE),
         (
             GptOssConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, num_local_experts=2),
-            "it does not run on samples laid end to end (the language model has attention sinks, which are not "
+            "it does not run on samples laid end to end (the language model has attention sinks, and these are not "
             "supported: choose another model)",
         ),
-        (T5Config(vocab_size=99, d_model=32, num_layers=2), "it is no language model of one causal stack"),
-        (LlavaConfig(), "it is no language model of one causal stack"),
+        (T5Config(vocab_size=99, d_model=32, num_layers=2), "it is not a causal language model with a single stack"),
+        (LlavaConfig(), "it is not a causal language model with a single stack"),
         (
             OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16),
-            "its embeddings are 16 wide and its layers 32, but an image's features are as wide as both",
+            "its embeddings are 16 wide and its layers 32, but an image's features need equal widths",
         ),
         (
             OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, layerdrop=0.1),
-            "it leaves out layers at random (layerdrop 0.1), other ones on every rank: set it to 0",
+            "it skips random layers, different ones on every rank (layerdrop 0.1): set it to 0",
         ),
         (
             PhiConfig(**SMALL, intermediate_size=48),
-            "its output layer is not the mere matrix that transformers' Llava has there",
+            "its output layer is not a plain matrix like the one in transformers' Llava",
         ),
         (
             CohereConfig(**SMALL, intermediate_size=48, num_key_value_heads=2),
@@ -188,7 +190,7 @@ def test_what_is_refused_and_why(config, problem):
     with pytest.raises(ConfigError) as refused:
         check_language_model("/models/x", config)
     assert str(refused.value) == (
-        f"--model_name_or_path /models/x is of the kind {config.model_type}, which can't be trained here: {problem}"
+        f"--model_name_or_path /models/x can't be trained here. It is a {config.model_type}: {problem}"
     )
 
 
@@ -196,8 +198,8 @@ def test_longrope_is_for_samples_within_the_first_context():
     config = toys.language_model_config("phi3")
     assert length_problem(config, 512) is None
     assert length_problem(config, 513) == (
-        "--model_max_length is 513, but from 512 tokens on the language model turns to other rotary angles, for all "
-        "samples that lie beside a long one, too: give 512 or less"
+        "--model_max_length is 513, but beyond 512 tokens the language model changes its rotary angles, also for other "
+        "samples in the same pack: give 512 or less"
     )
 
 
@@ -207,7 +209,7 @@ def test_only_learned_positions_end_where_the_table_ends():
     assert "has 512 positions: give 512 or less" in length_problem(opt, 513)
     longest = llama.max_position_embeddings
     assert length_problem(llama, longest + 1) is None is length_note(llama, longest)
-    assert f"was made for {longest} positions: longer samples train at" in length_note(llama, longest + 1)
+    assert f"was trained for {longest} positions: longer samples use" in length_note(llama, longest + 1)
 
 
 def test_dynamic_angles_are_for_samples_within_the_context():
@@ -215,7 +217,7 @@ def test_dynamic_angles_are_for_samples_within_the_context():
     config = toys.language_model_config("llama", rope_parameters=rope)
     longest = config.max_position_embeddings
     assert length_problem(config, longest) is None
-    assert f"from {longest} tokens on the language model turns to other rotary angles" in length_problem(
+    assert f"beyond {longest} tokens the language model changes its rotary angles" in length_problem(
         config, longest + 1
     )
 

@@ -94,4 +94,4 @@ def test_logits_at_any_positions_are_those_of_the_whole_layer():
 def test_the_probe_knows_which_families_have_such_a_layer(family):
     problem = examine(toys.language_model_config(family)).whole_last_layer
     assert (problem is None) == (family in SHORT)
-    assert problem is None or problem.startswith("it is not of the kind of Llama's: ")
+    assert problem is None or problem.startswith("it is not like Llama's: ")

@@ -194,7 +194,7 @@ def test_a_flag_that_contradicts_the_projector_is_refused_unless_another_project
     with pytest.raises(ConfigError) as caught:
         take_from_model(arguments(flags))
     first, second = str(caught.value).splitlines()
-    assert first.startswith(f"--mm_projector_type linear contradicts the model in {tmp_path}, whose projector was")
+    assert first.startswith(f"--mm_projector_type linear contradicts the projector in {tmp_path}, trained with")
     assert second.startswith("--mm_vision_select_layer -1 contradicts")
     torch.save(
         {"model.mm_projector.weight": torch.ones(32, 16), "model.mm_projector.bias": torch.ones(32)}, tmp_path / "p.bin"
@@ -209,7 +209,7 @@ def test_a_llava_without_its_tower_wants_one_and_says_which(base, llava, tmp_pat
     tower = flags.pop("vision_tower")
     with pytest.raises(ConfigError, match="it was trained with openai/clip-vit-large-patch14-336: name the tower's"):
         opened(flags)
-    with pytest.raises(ConfigError, match="is a language model, which brings none that is on this machine: name"):
+    with pytest.raises(ConfigError, match="is a language model, and its tower is not on this machine: name"):
         opened({"model_name_or_path": base["model_name_or_path"]})
     config = llavas.llava_config(base, mm_vision_tower=tower)
     flags = llavas.write_llava(tmp_path / "m", base, llava, config, with_tower=False)
@@ -240,7 +240,7 @@ def test_a_tower_of_another_width_or_shape_is_refused(base, llava, tmp_path):
     with pytest.raises(ConfigError, match=r"another tower than the one in .*: hidden_size 32 for 16: leave it out"):
         opened({**flags, "vision_tower": other})
     _, lines = take_from_model(arguments({**flags, "vision_tower": base["vision_tower"]}))
-    assert lines[-1] == f"--vision_tower {base['vision_tower']} is not read: the model brings its own weights"
+    assert lines[-1] == f"--vision_tower {base['vision_tower']} is not read: the model has its own tower weights"
     assert_equal(opened({**flags, "vision_tower": base["vision_tower"]})[0], llava)
 
 
@@ -256,11 +256,8 @@ def test_what_was_loaded_and_what_was_left_is_said(base, llava, tmp_path, capsys
     said = capsys.readouterr().out
     assert f"projector: 4 tensors from {tmp_path}" in said
     assert f"language model: 21 tensors from {tmp_path}" in said
-    assert "18 more are of layers that never run" in said
-    assert (
-        f"not used of {tmp_path}: model.vision_resampler.layers.* (2 tensors), tables that are computed (1 tensors)"
-        in said
-    )
+    assert "18 more belong to layers that never run" in said
+    assert f"not used from {tmp_path}: model.vision_resampler.layers.* (2 tensors), computed tables (1 tensors)" in said
 
 
 def test_a_newline_that_nobody_brings_starts_fresh_and_a_brought_one_arrives(base, llava, tmp_path, capsys):
@@ -292,7 +289,7 @@ def test_a_missing_weight_is_refused_before_data_are_read(form, lost, base, llav
     [
         ("[1]", "config.json can't be read"),
         ("{", "config.json can't be read"),
-        ('{"model_type": "llava_mpt"}', "is LLaVA's MPT, which is not supported"),
+        ('{"model_type": "llava_mpt"}', "is LLaVA's MPT: it is not supported"),
         ('{"model_type": "llava", "architectures": ["X"]}', "architectures is 'X', expected one of LlavaLlama"),
         (
             '{"model_type": "llava_llama", "num_attention_heads": 0, "rope_scaling": {"type": "x"}}',
@@ -306,7 +303,7 @@ def test_a_missing_weight_is_refused_before_data_are_read(form, lost, base, llav
             '{"model_type": "llava", "text_config": {"model_type": "x"}}',
             "config.json is not what transformers expects (Unrecognized model type",
         ),
-        ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "is quantized: give the model that it was"),
+        ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "is quantized: give the unquantized model"),
         ('{"model_type": "t5"}', "is a t5: expected a causal language model"),
         (None, "has no config.json: expected the folder of a language model or of a LLaVA"),
     ],
@@ -326,7 +323,7 @@ def test_the_folder_of_stage_1_names_the_flag_that_takes_it(tmp_path):
     with pytest.raises(ConfigError, match="it is stage 1's output: give it to --pretrain_mm_mlp_adapter"):
         read_folder(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llava_llama"}')  # as stage 1 does leave it
-    with pytest.raises(ConfigError, match="holds a projector and no model: it is stage 1's output"):
+    with pytest.raises(ConfigError, match="holds only a projector: it is stage 1's output"):
         read_folder(str(tmp_path))
 
 

@@ -174,7 +174,7 @@ def test_identity_needs_equal_widths():
 )
 def test_an_unknown_projector_names_the_known_ones(kind):
     with pytest.raises(
-        ConfigError, match=r"is unknown: give linear, mlpNx_gelu, mlpNx_resMx_gelu, either with _psK or _avgK"
+        ConfigError, match=r"is unknown: give linear, mlpNx_gelu, mlpNx_resMx_gelu, either followed by _psK or _avgK"
     ):
         build_projector(kind, 5, 7)
 

@@ -283,7 +283,7 @@ def test_a_folder_whose_embedding_is_not_its_configurations_is_refused(tmp_path)
         ({}, None),
         (
             {"tune_mm_mlp_adapter": True},
-            "model.embed_tokens.weight and lm_head.weight frozen.*give the flag in the next",
+            "model.embed_tokens.weight and lm_head.weight frozen.*give the flag again in the next",
         ),
         ({"mm_tunable_parts": "mm_vision_tower,mm_mlp_adapter"}, "model.embed_tokens.weight and lm_head.weight frozen"),
         ({"freeze_backbone": True}, "leave model.embed_tokens.weight frozen"),

@@ -80,18 +80,22 @@ def test_features_of_both_lie_beside_each_other_in_every_format(folders, tmp_pat
 @pytest.mark.parametrize(
     ("names", "flags", "message"),
     [
-        (("siglip", "clip"), {}, "makes 9 patches of 24 x 24 pixels, the second 16 of 32 x 32, and their features"),
+        (("siglip", "clip"), {}, "makes 9 patches of 24 x 24 pixels, the second 16 of 32 x 32, but their features"),
         (("siglip", "dino", "clip"), {}, "names 3 towers: give one or two"),
         (
             ("dino", "siglip"),
             {"mm_vision_select_feature": "cls_patch"},
-            "go without --mm_vision_select_feature cls_patch",
+            "combined with --mm_vision_select_feature cls_patch",
         ),
-        (("siglip", "dino"), {"s2": True, "s2_scales": "24,48"}, "two towers go without --s2 True: leave it out"),
+        (
+            ("siglip", "dino"),
+            {"s2": True, "s2_scales": "24,48"},
+            "two towers can't be combined with --s2 True: leave it out",
+        ),
         (
             ("siglip", "dino"),
             {"unfreeze_topk_vision": 1},
-            "go without --unfreeze_topk_vision 1: leave it out",
+            "combined with --unfreeze_topk_vision 1: leave it out",
         ),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_square_that_is_stretched_and_then_cropped_is_refused(tmp_path):
     settings = {"size": {"height": 32, "width": 32}, "crop_size": SQUARE, "do_center_crop": True}
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with pytest.raises(
-        ConfigError, match=r"says size .* and do_center_crop true, of which transformers makes no square"
+        ConfigError, match=r"says size .* and do_center_crop true: transformers makes no square of them"
     ):
         read_tower(tmp_path, ModelArguments())
 
@@ -164,7 +164,10 @@ def test_a_square_that_is_stretched_and_then_cropped_is_refused(tmp_path):
     [
         ({"crop_size": {"height": 24, "width": 16}}, "makes images of .*, expected a square of up to 4096"),
         ({"crop_size": {"height": 10**6, "width": 10**6}}, "makes images of 1000000 pixels, expected a square of up"),
-        ({"size": {"shortest_edge": 20}}, "scales images to 20 pixels and crops 24 of them: expected as many or more"),
+        (
+            {"size": {"shortest_edge": 20}},
+            "scales images to 20 pixels, but crops 24: expected it to scale to at least as",
+        ),
         ({"resample": 1}, r"says resample 1, expected one of \(2, 3\)"),
     ],
 )
@@ -197,7 +200,7 @@ def test_gates_of_the_largest_dinov2_are_refused(tmp_path):
     toys.write_tower(tmp_path, "dinov2")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_swiglu_ffn": True}))
-    with pytest.raises(ConfigError, match=r"its MLPs have gates \(use_swiglu_ffn\), which are not supported: take an"):
+    with pytest.raises(ConfigError, match=r"its MLPs have gates \(use_swiglu_ffn\), and these are not supported: take"):
         read_tower(tmp_path, ModelArguments())
 
 
@@ -263,12 +266,12 @@ def test_a_model_of_pictures_and_texts_gives_its_vision_half(tmp_path):
         (
             "siglip",
             {"mm_projector_type": "mlp2x_gelu_ps2"},
-            "--mm_projector_type mlp2x_gelu_ps2: .* 3 x 3 patches, which squares of 2 x 2 don't fill: give _ps3, or",
+            "--mm_projector_type mlp2x_gelu_ps2: .* 3 x 3 patches, but squares of 2 x 2 don't fill them: give _ps3",
         ),
         (
             "siglip",
             {"mm_projector_type": "mlp2x_gelu_avg2"},
-            "--mm_projector_type mlp2x_gelu_avg2: .* 3 x 3 patches, .* don't fill: give _avg3, or take another tower",
+            "--mm_projector_type mlp2x_gelu_avg2: .* 3 x 3 patches, .* don't fill them: give _avg3, or take",
         ),
     ],
 )

@@ -38,11 +38,11 @@ def load(path: str | Path, mmap: bool = False) -> object:
 
 @contextlib.contextmanager
 def without_code(path: str | Path) -> Iterator[None]:
-    """Make every torch.load of this process, and of those that it starts, like load(), even DeepSpeed's own, which
-    allow code in a file to run.
+    """Make every torch.load in this process and its children as safe as load(), including DeepSpeed's own calls, which
+    would run code in a file.
 
-    path: named in the DataError for files that hold anything else. In processes that are started, not forked, CLASSES
-    are refused as well.
+    path: named in the DataError for files that hold anything else. Child processes that are not forked also refuse
+    CLASSES.
     """
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
@@ -64,8 +64,8 @@ def _refusing(path: str | Path) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         named = refused_name(error)
         if named is None:
-            raise DataError(f"{path} can't be read: it is no whole file of torch's") from error
+            raise DataError(f"{path} can't be read: it is not a complete torch file") from error
         raise DataError(
-            f"{path} is refused: beside tensors it holds {named}, and code in checkpoints is not run. What "
-            "run/train.py writes holds none: take the checkpoint from where it was written"
+            f"{path} is refused: it holds {named} in addition to tensors, and code in checkpoints is not run. "
+            "run/train.py writes no code: copy the checkpoint again from where it was written"
         ) from error

@@ -1,1 +1,1 @@
-"""Families of models: all that differs from one to another."""
+"""Model families and the differences between them."""

@@ -1,7 +1,7 @@
-"""Language-model families: their names in LLaVA's format and in configurations, and what these configurations allow.
+"""Language-model families: names in LLaVA's format, names of configuration fields, and limits.
 
 To add a family: most need nothing here, because probe.py tries every causal language model of transformers on a small
-copy. Add a line to llava_classes.json if LLaVA has a class of its own for it, to MLP_WIDTHS if its configuration has
+copy. Add a line to llava_classes.json if LLaVA has its own class for it, to MLP_WIDTHS if its configuration has
 another name for that width, and to TENSOR_PARALLEL of extensions/infer/engines.py once
 tests/extensions/infer/test_engines.py passes with it. Then add its small configuration to FAMILIES in
 tests/helpers/toys.py and a row to docs/language_models.md.
@@ -18,26 +18,26 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llava_ds.constants import ConfigError
 from llava_ds.files.model_files import OWN_CODE, check_folder, library_errors, read_config, shown
 
-# LLaVA's and LLaVA-NeXT's model_type and class, by the language model's own model_type.
+# Language model's model_type -> model_type and class in LLaVA or LLaVA-NeXT.
 LLAVA_CLASSES: dict[str, tuple[str, str]] = {
     family: tuple(names)
     for family, names in json.loads(Path(__file__).with_name("llava_classes.json").read_text(encoding="utf-8")).items()
 }
-MOE_PREFIX = "moe_"  # of MoE-LLaVA's model_type, before LLaVA's
-PUBLISHED = "llava"  # model_type of LLaVA-1.5's published folders, whatever the language model
+MOE_PREFIX = "moe_"  # MoE-LLaVA puts it before LLaVA's model_type
+PUBLISHED = "llava"  # model_type of LLaVA-1.5's published folders, for any language model
 
-# Fields of a configuration with the width of MLPs.
+# Names of the configuration field with the MLPs' width.
 MLP_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 
 STATEFUL = "linear_attention"  # in layer_types: a layer that carries a state from token to token
-WINDOWED = "sliding_attention"  # the same: one in which a token sees a window
+WINDOWED = "sliding_attention"  # in layer_types: a layer in which a token sees a window
 
-# Kinds of rotary angles that follow the longest sample of a forward, and with it the angles of all others in a pack.
+# Kinds of rotary angles that depend on the longest sample in a forward pass, so samples of a pack affect each other.
 FOLLOWING_ROPE = ("longrope", "dynamic")
 
 HF_HEAD = "language_model.lm_head.weight"  # the output layer in a llava-hf folder
 
-# Beginnings and names of the fields that are LLaVA's own in a config.json in its format.
+# Prefixes and names of LLaVA's own fields in a config.json of its format.
 _LLAVA_FIELDS = ("mm_", "llava_ds_", "image_", "tune_mm_", "freeze_mm_", "unfreeze_mm_", "tokenizer_", "s2")
 _LLAVA_NAMES = {
     "use_mm_proj", "model_type", "architectures", "auto_map", "_name_or_path", "vision_tower_pretrained",
@@ -46,28 +46,28 @@ _LLAVA_NAMES = {
 
 
 def has_state(config: PreTrainedConfig) -> bool:
-    """True if some layers carry a state from token to token, which attention's boundaries don't stop."""
+    """True if some layers carry a state from token to token: attention's sample boundaries don't stop it."""
     return STATEFUL in (getattr(config, "layer_types", None) or ())
 
 
 def num_attention_layers(config: PreTrainedConfig) -> int:
-    """Layers in which tokens see others: all but those with a state."""
+    """Return the number of attention layers: all layers without a state."""
     return config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count(STATEFUL)
 
 
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """The configuration of every layer, whose heads may differ from layer to layer."""
+    """Return the configuration of every layer; heads may differ from layer to layer."""
     different = getattr(config, "is_heterogeneous", False)  # from transformers 5.23 on
     return list(config.per_layer_config) if different else [config] * config.num_hidden_layers
 
 
 def head_width(layer: PreTrainedConfig) -> int:
-    """The width of a head in a layer of layer_configs."""
+    """Return the width of a head. layer: one of layer_configs()."""
     return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
 
 
 def attention_widths(config: PreTrainedConfig, windowed: bool = False) -> list[int]:
-    """The widths of all query heads together, layer by layer where tokens see others. windowed: with a window alone."""
+    """Return the total width of all query heads in each attention layer. windowed: only layers with a window."""
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     return [
         layer.num_attention_heads * head_width(layer)
@@ -77,12 +77,12 @@ def attention_widths(config: PreTrainedConfig, windowed: bool = False) -> list[i
 
 
 def has_layer_embeddings(config: PreTrainedConfig) -> bool:
-    """True if every layer takes embeddings of its own of the tokens, by their ids."""
+    """True if every layer has its own token embeddings."""
     return bool(getattr(config, "hidden_size_per_layer_input", None))
 
 
 def read_text_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration of a language model's folder. Raises ConfigError when the folder holds none."""
+    """Read the configuration of a language model's folder. Raises ConfigError for other folders."""
     config = read_any_config(path, f"--model_name_or_path {path}")
     if not hasattr(config, "hidden_size") or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"--model_name_or_path {path} is a {config.model_type}: expected a causal language model")
@@ -90,16 +90,16 @@ def read_text_config(path: str | Path) -> PreTrainedConfig:
 
 
 def read_any_config(path: str | Path, where: str) -> PreTrainedConfig:
-    """The configuration in a folder, in its class of transformers'. Raises ConfigError that says where."""
+    """Read the configuration in a folder as its transformers class. Raises ConfigError that names where."""
     check_folder(path, where)
     return config_of(read_config(Path(path) / "config.json", where), where, str(path))
 
 
 def config_of(config: dict, where: str, path: str = "") -> PreTrainedConfig:
-    """The same of what config.json says. Source: AutoConfig.from_pretrained, which reads the file by itself."""
+    """Build a config.json's contents as its transformers class. Source: AutoConfig.from_pretrained."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        why = f"its model_type is {shown(kind)}, which transformers does not know"
+        why = f"transformers does not know its model_type {shown(kind)}"
         if config.get("auto_map"):
             why = OWN_CODE
         raise ConfigError(f"{where} can't be opened: {why}")
@@ -110,15 +110,15 @@ def config_of(config: dict, where: str, path: str = "") -> PreTrainedConfig:
 
 
 def is_llava_type(model_type: object) -> bool:
-    """True for a model_type of LLaVA's own format: one of LLaVA's, or "llava_" before another language model's.
+    """True for a model_type of LLaVA's own format: one of LLaVA's, or "llava_" and a language model's model_type.
 
-    The latter is what export writes for families that LLaVA has no class for.
+    Export writes the latter for families without a LLaVA class.
     """
     return model_type == PUBLISHED or (isinstance(model_type, str) and _family_of(model_type) is not None)
 
 
 def _family_of(llava_type: str) -> str | None:
-    """The language model's model_type for one of LLaVA's format, or MoE-LLaVA's; None for others."""
+    """Return the language model's model_type for one of LLaVA's or MoE-LLaVA's format; None for others."""
     llava_type = llava_type.removeprefix(MOE_PREFIX)
     for family, (known, _) in LLAVA_CLASSES.items():
         if llava_type == known:
@@ -129,8 +129,8 @@ def _family_of(llava_type: str) -> str | None:
 
 
 def text_config_of_llava(config: dict, where: str) -> PreTrainedConfig:
-    """The language model's configuration from a config.json in LLaVA's format, which has its fields and LLaVA's on one
-    level. Raises ConfigError that says where."""
+    """Return the language model's configuration from a config.json in LLaVA's format, where its fields are mixed with
+    LLaVA's. Raises ConfigError that names where."""
     family = _family_of(config["model_type"])
     if config["model_type"] == PUBLISHED:
         by_class = {name: family for family, (_, name) in LLAVA_CLASSES.items()}
@@ -145,7 +145,7 @@ def text_config_of_llava(config: dict, where: str) -> PreTrainedConfig:
 
 
 def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
-    """Why samples of max_length tokens are too long for the model; None if they are not."""
+    """Return the reason why samples of max_length tokens are too long for the model, or None."""
     longest, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     if longest is not None and max_length > longest and not rope:  # a learned table has no row for more
         return (
@@ -156,47 +156,47 @@ def length_problem(config: PreTrainedConfig, max_length: int) -> str | None:
     switch = switches.get(rope.get("rope_type"))
     if switch is not None and max_length > switch:
         return (
-            f"--model_max_length is {max_length}, but from {switch} tokens on the language model turns to other "
-            f"rotary angles, for all samples that lie beside a long one, too: give {switch} or less"
+            f"--model_max_length is {max_length}, but beyond {switch} tokens the language model changes its rotary "
+            f"angles, also for other samples in the same pack: give {switch} or less"
         )
     return None
 
 
 def hold_rotary_angles(model: nn.Module) -> None:
-    """Keep transformers from looking for the longest sample in every forward, for which the host waits for the device.
+    """Keep transformers from measuring the longest sample in every forward pass: the host would wait for the device.
 
-    The angles of FOLLOWING_ROPE stay those of short samples; length_problem refuses longer ones.
+    FOLLOWING_ROPE models keep the angles of short samples; length_problem refuses longer ones.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) in FOLLOWING_ROPE:
-            module.rope_type = "default"  # read in forward alone, for the choice of the update
+            module.rope_type = "default"  # read only in forward, to choose the update
 
 
 def length_note(config: PreTrainedConfig, max_length: int) -> str | None:
-    """A warning for samples longer than a rotary model was trained for, which LLaVA's scripts allow, too."""
+    """Return a warning for samples longer than a rotary model was trained for, or None. LLaVA's scripts allow them."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None or max_length <= longest:
         return None
     return (
-        f"--model_max_length is {max_length}, but the language model was made for {longest} positions: "
-        "longer samples train at positions that it has never seen"
+        f"--model_max_length is {max_length}, but the language model was trained for {longest} positions: "
+        "longer samples use positions that it has never seen"
     )
 
 
 def trunk_name(config: PreTrainedConfig) -> str:
-    """The family's name for all of the model but its output layer."""
+    """Return the family's name for the model without its output layer."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].base_model_prefix
 
 
 def mlp_width(config: PreTrainedConfig) -> int:
-    """The width of its MLPs; four times the model's if the configuration says none."""
+    """Return the width of its MLPs; four times the model's width if the configuration has no such field."""
     return next((getattr(config, name) for name in MLP_WIDTHS if getattr(config, name, None)), 4 * config.hidden_size)
 
 
 def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
-    """Apply Granite's division and the final soft cap of some to the output layer's result, where the model has them.
+    """Apply Granite's division and the final soft cap to the output layer's result, if the model has them.
 
-    transformers' Llava leaves both out. They change no order of the logits, and so no greedy answer.
+    transformers' Llava leaves both out. They keep the order of the logits, so greedy answers don't change.
     """
     divisor, cap = logits_divisor(config), getattr(config, "final_logit_softcapping", None)
     logits = logits if divisor == 1 else logits / divisor
@@ -204,19 +204,19 @@ def final_logits(logits: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor
 
 
 def logits_divisor(config: PreTrainedConfig) -> float:
-    """What Granite's logits are divided by; 1 for other families."""
+    """Return the divisor of Granite's logits; 1 for other families."""
     return getattr(config, "logits_scaling", None) or 1.0
 
 
 def names_in_hf(language_model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """Names of each parameter in a llava-hf folder, by its name in the family: one name, or two.
+    """Map each parameter's name in the family to its one or two names in a llava-hf folder.
 
-    There, the trunk is called model and the output layer lm_head. transformers' Llava ties that to an embedding called
-    embed_tokens alone: one that is tied under another name goes to both places.
+    There, the trunk is called model and the output layer lm_head. transformers' Llava ties lm_head only to an embedding
+    called embed_tokens: a tied embedding of another name is written under both names.
     """
     trunk = f"{language_model.base_model_prefix}."
     names = {}
-    for name, _ in language_model.named_parameters():  # a tied one comes once
+    for name, _ in language_model.named_parameters():  # yields a tied parameter once
         inside = name.startswith(trunk)
         names[name] = (f"language_model.model.{name.removeprefix(trunk)}" if inside else HF_HEAD,)
     if _is_tied(language_model) and not is_tied_in_hf(language_model):
@@ -225,13 +225,13 @@ def names_in_hf(language_model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def is_tied_in_hf(language_model: PreTrainedModel) -> bool:
-    """True if the language model ties its embeddings, and transformers' Llava can tie them too."""
+    """True if the language model ties its embeddings, and transformers' Llava can do so."""
     trunk = f"{language_model.base_model_prefix}."
     return _is_tied(language_model) and embedding_name(language_model) == f"{trunk}embed_tokens.weight"
 
 
 def embedding_name(language_model: PreTrainedModel) -> str:
-    """The family's name for the matrix of token embeddings."""
+    """Return the family's name for the matrix of token embeddings."""
     embedding = language_model.get_input_embeddings().weight
     return next(name for name, parameter in language_model.named_parameters() if parameter is embedding)
 

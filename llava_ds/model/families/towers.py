@@ -1,7 +1,7 @@
-"""The families of vision towers that --vision_tower takes, one declaration each: all that differs between them.
+"""The vision-tower families of --vision_tower, one declaration each.
 
 To add one: declare it here, and add its tiny folder to TOWERS in tests/helpers/toys.py; all tests of towers then run
-for it. Names of its tensors that differ between disk and memory are in model/open/names.py.
+for it. If names of its tensors differ between disk and memory, map them in model/open/names.py.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ def _none(config: PreTrainedConfig) -> int:
 
 @dataclass(frozen=True)
 class TowerFamily:
-    """A family of vision models of transformers'.
+    """A family of transformers' vision models.
 
-    name: what the names of its classes begin with, Config and Model behind it; patch_embedding: its first layer, and
-    norm: the one behind the last layer, by name; first_tokens: how many come before the patches: a class token, and
-    registers behind it; crops: its image processor crops the centre where it does not say otherwise; any_size: it takes
-    images of any size, so that the image processor's counts; any_shape: it may see images in their own shape
-    (flex_tower.py); llavas: LLaVA's own code has a class for it; in_hf: what is before its tensors' names in a llava-hf
-    folder; settings: of its configuration, in training: parts that would never run, and chance, are off; mlp_width:
-    width of the MLPs in its layers; problem: why such a configuration can't be trained, "" if it can.
+    name: its classes are named name + "Config" and name + "Model"; patch_embedding, norm: names of its first layer and
+    of the norm after the last layer; first_tokens: number of tokens before the patches (class token, then registers);
+    crops: its image processor crops the centre by default; any_size: it takes images of any size, so the image
+    processor's size is used; any_shape: it can see images in their own shape (flex_tower.py); llavas: LLaVA's code has
+    a class for it; in_hf: prefix of its tensors' names in a llava-hf folder; settings: configuration values in training
+    that switch off randomness and parts that would never run; mlp_width: width of the MLPs in its layers; problem:
+    reason why a configuration can't be trained, "" if it can.
     """
 
     name: str
@@ -52,7 +52,7 @@ class TowerFamily:
 
     @property
     def model(self) -> type[PreTrainedModel]:
-        """The class of the model, whose file transformers imports when it is asked for."""
+        """The class of the model. transformers imports its file on first use."""
         return getattr(transformers, f"{self.name}Model")
 
 
@@ -65,7 +65,7 @@ def _dinos_mlp(config: PreTrainedConfig) -> int:
 
 
 def _dinos_problem(config: PreTrainedConfig) -> str:
-    return "its MLPs have gates (use_swiglu_ffn), which are not supported" if config.use_swiglu_ffn else ""
+    return "its MLPs have gates (use_swiglu_ffn), and these are not supported" if config.use_swiglu_ffn else ""
 
 
 _CLIPS = {"patch_embedding": "embeddings.patch_embedding", "norm": "post_layernorm", "in_hf": "vision_model."}
@@ -73,7 +73,7 @@ _DINOV2S = {
     "patch_embedding": "embeddings.patch_embeddings.projection", "norm": "layernorm", "crops": True,
     "any_size": lambda config: True, "mlp_width": _dinos_mlp, "problem": _dinos_problem,
 }  # fmt: skip
-# By model_type of a vision model's own configuration.
+# Keys: model_type of a vision model's own configuration.
 TOWERS = {
     "clip_vision_model": TowerFamily("CLIPVision", **_CLIPS, first_tokens=_one, crops=True, llavas=True),
     "siglip_vision_model": TowerFamily("SiglipVision", **_CLIPS, llavas=True, settings={"vision_use_head": False}),
@@ -86,7 +86,7 @@ TOWERS = {
         norm="norm",
         first_tokens=_with_registers,
         any_size=lambda config: True,
-        # What pretraining does to positions, at random.
+        # Random changes of positions, for pretraining only.
         settings=dict.fromkeys(("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")),
     ),
     "aimv2_vision_model": TowerFamily(
@@ -105,7 +105,7 @@ TOWERS = {
         any_size=lambda config: True,
     ),
 }
-# Models of images and texts, of which the vision model is used.
+# Models of images and texts; only their vision model is used.
 PAIRS = {
     "clip": "clip_vision_model",
     "siglip": "siglip_vision_model",
@@ -115,5 +115,5 @@ PAIRS = {
 
 
 def tower_family(config: PreTrainedConfig) -> TowerFamily:
-    """The family of a tower's configuration."""
+    """Return the family of a tower's configuration."""
     return TOWERS[config.model_type]

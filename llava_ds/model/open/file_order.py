@@ -1,4 +1,4 @@
-"""Lines about files of a folder that transformers passes over, and that say something else than those it takes."""
+"""Report files that transformers ignores although they differ from the files it reads."""
 
 import contextlib
 import json
@@ -39,9 +39,9 @@ from llava_ds.model.open.weights import WHOLE, load_pickle, names_in, shapes_in,
 def passed_over(
     path: str | Path, where: str, *, images: bool = True, template: bool = False, weights: bool = True
 ) -> list[str]:
-    """One line about all files of a folder that are passed over, or none.
+    """Return one line about all ignored files of a folder, or [].
 
-    where: the beginning of error messages; images, template, weights: these are taken from the folder.
+    where: prefix of error messages; images, template, weights: True for the contents read from the folder.
     """
     clauses = settings_passed_over(path, where) if images else []
     if template and (taken := processor_template(path, where)) is not None:
@@ -55,48 +55,48 @@ def passed_over(
 
 
 def _adapters_passed_over(path: Path) -> list[str]:
-    """A clause about a second file of an adapter's weights, which peft does not read, or none."""
+    """Return a clause about a second file of an adapter's weights that peft does not read, or []."""
     files = [file for name in ADAPTER_FILES if (file := path / name).is_file()]
     differs = difference(files[:1], files[1:]) if len(files) > 1 else ""
-    return [f"weights are those of {files[0].name}: {files[1].name}, {differs}, is passed over"] if differs else []
+    return [f"weights come from {files[0].name}; {files[1].name} ({differs}) is ignored"] if differs else []
 
 
 def weights_passed_over(path: str | Path) -> list[str]:
-    """Clauses about weights of a folder that transformers passes over, and that differ from those it takes.
+    """Return clauses about weights of a folder that transformers ignores and that differ from those it reads.
 
-    Names, shapes and the first row of every tensor are compared.
+    Compares names, shapes and the first row of every tensor.
     """
     path = Path(path)
     if not path.is_dir():
         return []
     try:
         taken = weight_files(path)
-    except DataError:  # whoever reads the weights says what is wrong; an estimate reads none
+    except DataError:  # the code that reads the weights reports it; an estimate reads none
         return []
     groups = {}
     for name in WHOLE:
         index = path / f"{name}.index.json"
         groups[name] = [path / name] if (path / name).is_file() else []
-        with contextlib.suppress(DataError):  # one that is not read may be damaged
+        with contextlib.suppress(DataError):  # an ignored index may be damaged
             groups[index.name] = [path / each for each in names_in(index)] if index.is_file() else []
     own = next((name for name, files in groups.items() if set(files) == set(taken)), taken[0].name)
     clauses = []
     for name, files in groups.items():
         if files and not set(files) & set(taken) and (differs := difference(taken, files)):
-            clauses.append(f"weights are those of {own}: {name}, {differs}, is passed over")
+            clauses.append(f"weights come from {own}; {name} ({differs}) is ignored")
     return clauses
 
 
 def difference(taken: list[Path], others: list[Path]) -> str:
-    """A clause on what differs between two sets of files of weights, "" if nothing does."""
+    """Describe the difference between two sets of weight files, "" if they are equal."""
     try:
         first, second = (dict(pair for file in files for pair in _first_rows(file)) for files in (taken, others))
     except (DataError, OSError):
-        return "which can't be read"
+        return "can't be read"
     if first.keys() != second.keys():
-        return f"which holds {len(second):,} tensors, where {len(first):,} are read"
+        return f"holds {len(second):,} tensors instead of {len(first):,}"
     other = [name for name, row in first.items() if not _is_same(row, second[name])]
-    return f"in which {len(other):,} of {len(first):,} tensors differ, such as {other[0]}" if other else ""
+    return f"{len(other):,} of {len(first):,} tensors differ, such as {other[0]}" if other else ""
 
 
 def _first_rows(file: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.Tensor]]]:
@@ -112,7 +112,7 @@ def _first_rows(file: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], torch.
 
 
 def _is_same(one: tuple[tuple[int, ...], torch.Tensor], other: tuple[tuple[int, ...], torch.Tensor]) -> bool:
-    """True for equal shapes, and rows that are equal in the precision of the coarser of both."""
+    """True if the shapes are equal, and the rows are equal in the coarser of the two precisions."""
     (shape, row), (other_shape, other_row) = one, other
     coarser = min(row.dtype, other_row.dtype, key=lambda dtype: dtype.itemsize)
     return shape == other_shape and torch.equal(row.to(coarser), other_row.to(coarser))

@@ -1,4 +1,4 @@
-"""A model's folder: configurations and weights of its parts, and the flags that it was trained with.
+"""Read a model's folder: configurations and weights of its parts, and the flags that it was trained with.
 
 read_folder reads a language model, a LLaVA in LLaVA's or transformers' format, or an adapter over one of them.
 """
@@ -45,11 +45,11 @@ from llava_ds.model.open.weights import Over, Source, Weights, tensor_names
 
 FLAG = "--model_name_or_path"
 
-HF = ("llava", "llava_next", "llava_onevision")  # with a text_config and a vision_config inside
+HF = ("llava", "llava_next", "llava_onevision")  # their config.json contains a text_config and a vision_config
 PRETRAINED = "--pretrain_mm_mlp_adapter"
-_STAGE_1_HINT = "it is stage 1's output: give it to --pretrain_mm_mlp_adapter, beside the language model's folder"
+_STAGE_1_HINT = "it is stage 1's output: give it to --pretrain_mm_mlp_adapter, and the language model's folder here"
 
-# Fields of LLaVA's config.json that are flags of the same name, and LLaVA's defaults for missing ones.
+# Fields of LLaVA's config.json that are flags of the same name, with LLaVA's defaults.
 LLAVA_FLAGS = {
     "mm_projector_type": "linear",
     "mm_vision_select_layer": None,
@@ -85,13 +85,13 @@ _PINPOINTS = Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder's content, whatever the flags say.
+    """A folder's content, independent of the flags.
 
-    kind: for messages; tokenizer: the folder that has it; flags: values that the model was trained with, by flag;
-    projector, newline and vision_tower are None where the folder has none; vision_config: of the tower in the folder;
-    trained_with: the tower that the model was trained with, and the width of its features; base: the folder under an
-    adapter; tower_changes: its changes to a tower that comes from elsewhere; architecture: of a folder that
-    an extension reads.
+    kind: for messages; tokenizer: the folder with the tokenizer; flags: values that the model was trained with, by
+    flag; projector, newline, vision_tower: None if the folder lacks them; vision_config: of the tower in the folder;
+    trained_with: the tower that the model was trained with, and the width of its features; base: an adapter's base
+    model folder; tower_changes: the adapter's changes to a tower from another folder; architecture: of a folder that an
+    extension reads.
     """
 
     path: str
@@ -110,18 +110,18 @@ class ModelFolder:
     architecture: Architecture | None = None
 
     def problems(self, args: Arguments) -> list[str]:
-        """Return lines on flags that an extension's architecture does not go with."""
+        """Return lines about flags that an extension's architecture does not support."""
         kind = f"{FLAG} {self.path} is {self.kind}"
         return [] if self.architecture is None else self.architecture.problems(args, kind)
 
 
 def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
-    """Read a folder of any format. model_base: the model under an adapter. Raises ConfigError and DataError."""
+    """Read a folder of any format. model_base: an adapter's base model. Raises ConfigError and DataError."""
     if is_adapter(path):
         return opener_of(ADAPTER_CONFIG)(path, model_base)
     if model_base is not None:
         raise ConfigError(
-            f"--model_base {model_base} goes with an adapter, but {FLAG} {path} has no {ADAPTER_CONFIG}: leave it out"
+            f"--model_base {model_base} needs an adapter, but {FLAG} {path} has no {ADAPTER_CONFIG}: leave it out"
         )
     config = read_model_config(path)
     kind = config.get("model_type")
@@ -130,7 +130,7 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
     if (part := folder_part(kind)) is not None:
         return part.read(path, config, f"{FLAG} {path}")
     if kind == "llava_mpt":
-        raise ConfigError(f"{FLAG} {path} is LLaVA's MPT, which is not supported: give a model of another family")
+        raise ConfigError(f"{FLAG} {path} is LLaVA's MPT: it is not supported: give a model of another family")
     if is_llava_type(kind):
         return _read_llava(path, config)
     text_config = read_text_config(path)
@@ -141,7 +141,7 @@ def read_folder(path: str, model_base: str | None = None) -> ModelFolder:
 
 
 def language_model_source(path: str, config: PreTrainedConfig, rename: Callable[[str], str | None]) -> Source:
-    """The source of a language model. rename: as Source's."""
+    """Return the source of a language model's weights. rename: see Source."""
     part = text_part(config)
 
     def in_memory(on_disk: str) -> str | None:
@@ -159,12 +159,12 @@ def read_model_config(path: str) -> dict:
     check_folder(path, f"{FLAG} {path}")
     config = read_config(file, f"{FLAG} {path}")
     if config.get("quantization_config"):
-        raise ConfigError(f"{FLAG} {path} is quantized: give the model that it was made from")
+        raise ConfigError(f"{FLAG} {path} is quantized: give the unquantized model")
     return config
 
 
 def _has_only_projector(path: str) -> bool:
-    """True for stage 1's folder; LLaVA's whole models may have a projector's file beside their weights."""
+    """True for stage 1's folder, not for LLaVA's whole models that also contain a projector's file."""
     names = [file.name for file in Path(path).iterdir()] if Path(path).is_dir() else []
     models = [name for name in names if name.startswith(("model", "pytorch_model"))]
     return "mm_projector.bin" in names and not any(
@@ -173,16 +173,16 @@ def _has_only_projector(path: str) -> bool:
 
 
 def _read_llava(path: str, config: dict) -> ModelFolder:
-    """LLaVA's own format, with the tower's weights or without."""
+    """Read LLaVA's own format, with or without the tower's weights."""
     if _has_only_projector(path):
-        raise ConfigError(f"{FLAG} {path} holds a projector and no model: {_STAGE_1_HINT}")
+        raise ConfigError(f"{FLAG} {path} holds only a projector: {_STAGE_1_HINT}")
     names = tensor_names(path)
     has_tower = any(formats.tower_from_llava(name) for name in names)
     has_newline = any(formats.newline_from_llava(name) for name in names)
     resampler = config.get("mm_resampler_type")
     if resampler not in (None, "", "None", "none", "spatial_pool"):
         raise ConfigError(
-            f"{FLAG} {path} has a {resampler} resampler between tower and projector, which is not supported"
+            f"{FLAG} {path} has a {resampler} resampler between tower and projector: this is not supported"
         )
     text_config = text_config_of_llava(config, f"{FLAG} {path}")
     rename = partial(formats.language_model_from_llava, trunk=trunk_name(text_config))
@@ -201,7 +201,7 @@ def _read_llava(path: str, config: dict) -> ModelFolder:
 
 
 def trained_with_of(path: str, config: dict) -> tuple[str | None, int | None]:
-    """The tower that a config.json in LLaVA's format names, and the width of its features."""
+    """Return the tower that a config.json in LLaVA's format names, and the width of its features."""
     for name, kind in (("mm_vision_tower", str), ("mm_hidden_size", int)):
         if not isinstance(value := config.get(name), (kind, type(None))):
             raise ConfigError(f"{FLAG} {path}: config.json says {name} {shown(value)}: copy the folder again")
@@ -209,7 +209,7 @@ def trained_with_of(path: str, config: dict) -> tuple[str | None, int | None]:
 
 
 def _read_hf(path: str, config: dict) -> ModelFolder:
-    """transformers' Llava, LlavaNext and LlavaOnevision, with tensor names of any version."""
+    """Read transformers' Llava, LlavaNext or LlavaOnevision, with tensor names of any version."""
     where = f"{FLAG} {path}"
     whole = config_of(config, where, path)
     text = whole.text_config
@@ -217,7 +217,7 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
         raise ConfigError(f"{where}: its text_config is a {text.model_type}, expected a language model")
     rename = partial(formats.language_model_from_hf, inner=trunk_name(text))
     names = tensor_names(path)
-    # transformers 4 reads the text_config, 5 the whole one; an output layer in the files decides over both.
+    # transformers 4 reads the text_config, 5 the whole config; an output layer in the files overrides both.
     has_output = any(rename(name) == "lm_head.weight" for name in names)
     parts = [part for part in (config, config["text_config"]) if isinstance(part, dict)]
     tied = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
@@ -238,28 +238,28 @@ def _read_hf(path: str, config: dict) -> ModelFolder:
 
 
 def without_adapter(source: Source | None) -> Source | None:
-    """The source of a part under an adapter; None for a part that came with the adapter alone."""
+    """Return the source of a part without its adapter; None for a part that only the adapter has."""
     if source is None or Path(source.path).name == BESIDE_ADAPTER:
         return None
     return dataclasses.replace(source, changes=tuple(each for each in source.changes if not isinstance(each, Over)))
 
 
 def without_prefix(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """A renaming of names in files of adapters, which have peft's prefixes."""
+    """Wrap a renaming to accept peft's prefixes, as in files of adapters."""
     return lambda name: rename(formats.plain_name(name))
 
 
 def flags_of_llava(config: dict) -> dict[str, object]:
-    """The flags in a config.json in LLaVA's format."""
+    """Return the flags in a config.json of LLaVA's format."""
     values = {name: config.get(name, default) for name, default in LLAVA_FLAGS.items()}
-    values["version"] = config.get("llava_ds_version")  # in our own exports
+    values["version"] = config.get("llava_ds_version")  # only in our own exports
     return _as_flags(values, "config.json")
 
 
 def _flags_of_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[str, object]:
-    """The flags that correspond to a folder of transformers' Llava, LlavaNext or LlavaOnevision.
+    """Return the flags that correspond to a folder of transformers' Llava, LlavaNext or LlavaOnevision.
 
-    processor: its image processor's settings. Raises ConfigError for settings that no flag has.
+    processor: its image processor's settings. Raises ConfigError for settings without a flag.
     """
     problems = []
     if config.projector_hidden_act != "gelu" or not getattr(config, "multimodal_projector_bias", True):
@@ -302,7 +302,7 @@ def _flags_of_hf(config: PreTrainedConfig, processor: dict, where: str) -> dict[
 
 
 def read_pinpoints(pinpoints: object, where: str) -> list[tuple[int, int]]:
-    """The resolutions in a config.json. Raises ConfigError unless they are a list of pairs of sizes."""
+    """Validate the resolutions in a config.json. Raises ConfigError unless they are a list of pairs of sizes."""
     try:
         return TypeAdapter(_PINPOINTS).validate_python(pinpoints)
     except ValidationError:
@@ -312,7 +312,7 @@ def read_pinpoints(pinpoints: object, where: str) -> list[tuple[int, int]]:
 
 
 def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
-    """The values that are set, with pinpoints as the flag takes them."""
+    """Drop values that are not set, and write pinpoints in the flag's syntax."""
     flags = {name: value for name, value in values.items() if value is not None}
     pinpoints = flags.get("image_grid_pinpoints")
     if isinstance(pinpoints, (list, tuple)):
@@ -326,15 +326,16 @@ def _as_flags(values: dict[str, object], where: str) -> dict[str, object]:
 
 
 def projector_files(args: ModelArguments) -> dict[str, str]:
-    """Files with a projector in place of the model's, by their flag: of the last, if it has them, newline and tower."""
+    """Map flags to files that replace the model's projector; the last file also replaces newline and tower, if it has
+    them."""
     found = {} if args.pretrain_mm_mlp_adapter is None else {PRETRAINED: args.pretrain_mm_mlp_adapter}
     return found | {flag: file for flags in args.own.values() for flag, file in flags.projector_files().items()}
 
 
 def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
-    """Fill in the flags that the user did not give from the model's own settings; returns lines that report it, too.
+    """Fill in flags that the user did not give from the model's own settings. Returns the flags and lines about them.
 
-    Raises ConfigError for given flags that contradict the model, and for settings that no flag takes.
+    Raises ConfigError for given flags that contradict the model, and for settings that no flag accepts.
     """
     path = args.model.model_name_or_path
     folder = None if path is None else read_folder(path, args.model.model_base)
@@ -353,21 +354,21 @@ def take_from_model(args: Arguments) -> tuple[Arguments, list[str]]:
             taken = ", ".join(f"--{name} {value}" for name, value in values.items()) or "nothing"
             lines.append(f"{path} is {folder.kind}; taken from it: {taken}")
         if args.model.vision_tower is not None and folder.vision_config is not None:
-            lines.append(f"--vision_tower {args.model.vision_tower} is not read: the model brings its own weights")
+            lines.append(f"--vision_tower {args.model.vision_tower} is not read: the model has its own tower weights")
     if not (brings_projector or given_projector or trains_projector_only(args.model)):
         lines.append("no --pretrain_mm_mlp_adapter: the projector starts from random numbers, without stage 1")
     return args, lines
 
 
 def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
-    """A line for each folder with files that disagree: the model's, the one under an adapter, and the towers'."""
+    """Return a line for each folder whose files disagree: the model's, an adapter's base, and the towers'."""
     from llava_ds.model.open.file_order import passed_over
 
     where = f"{FLAG} {folder.path}"
     has_tower, has_template = folder.vision_config is not None, folder.architecture is not None
     own = folder.base or folder.path
     lines = passed_over(own, where, images=has_tower, template=has_template)
-    if folder.base is not None:  # whose folder may have sizes of images of its own
+    if folder.base is not None:  # the adapter's folder may have its own image sizes
         lines += passed_over(folder.path, where, images=has_tower)
     for tower in () if has_tower else tower_folders(args.model.vision_tower):
         lines += passed_over(tower, f"--vision_tower {tower}")
@@ -375,15 +376,15 @@ def _files_passed_over(args: Arguments, folder: ModelFolder) -> list[str]:
 
 
 def _defaults(args: Arguments, folder: ModelFolder, keeps_projector: bool) -> dict[str, object]:
-    """The folder's values for the flags that the user did not give.
+    """Return the folder's values for the flags that the user did not give.
 
-    keeps_projector: training starts from the folder's projector. Raises ConfigError with every given flag that this
-    projector was not trained with, and every value that its flag does not take.
+    keeps_projector: training starts from the folder's projector. Raises ConfigError that lists every given flag that
+    contradicts this projector, and every value that its flag does not accept.
     """
     values, flags = args.as_dict(), folder.flags
     problems = [
-        f"--{name} {values[name]} contradicts the model in {folder.path}, whose projector was trained with "
-        f"{flags[name]}: leave the flag out, or bring another projector by --pretrain_mm_mlp_adapter"
+        f"--{name} {values[name]} contradicts the projector in {folder.path}, trained with "
+        f"{flags[name]}: leave the flag out, or give another projector by --pretrain_mm_mlp_adapter"
         for name in PROJECTOR_FLAGS
         if keeps_projector and name in args.given and name in flags and values[name] != flags[name]
     ]

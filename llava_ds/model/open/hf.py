@@ -1,5 +1,5 @@
 # T tokens of all samples laid end to end, N image tiles, S side of the tower's square, D language-model width
-"""A LLaVA in transformers' own classes: which class opens a folder, and training's merge over its weights."""
+"""A LLaVA in transformers' own classes: the class of a folder, and training's merge of image features."""
 
 import inspect
 from functools import partial
@@ -21,7 +21,7 @@ from llava_ds.model.vision import VisionTower
 
 HFModel = LlavaForConditionalGeneration | LlavaNextForConditionalGeneration | LlavaOnevisionForConditionalGeneration
 
-HF_CLASSES = {  # by model_type
+HF_CLASSES = {  # keys: model_type
     "llava": LlavaForConditionalGeneration,
     "llava_next": LlavaNextForConditionalGeneration,
     "llava_onevision": LlavaOnevisionForConditionalGeneration,
@@ -29,28 +29,28 @@ HF_CLASSES = {  # by model_type
 
 
 def hf_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """transformers' class of a LLaVA, or of an architecture of an extension; None for another kind."""
+    """Return transformers' class of a LLaVA or of an extension's architecture; None for another kind."""
     if (architecture := architecture_of(config)) is not None:
         return architecture.outer_class()
     return HF_CLASSES.get(config.model_type)
 
 
-# Largest difference of logits, relative to their largest magnitude, at which another's model counts as the same: the
-# two sides add in another order.
+# Largest difference of logits, relative to their largest magnitude, at which two models count as equal: they sum in
+# different orders.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def attention_options(config: PreTrainedConfig) -> dict[str, object]:
-    """Arguments of from_pretrained for a LLaVA's attention, by its configuration.
+    """Return from_pretrained's arguments for a LLaVA's attention, from its configuration.
 
-    transformers 5.17 takes SDPA for models with soft caps by itself, which leaves these out; 5.23 does not.
+    For models with soft caps, transformers 5.17 defaults to SDPA and so leaves the caps out; 5.23 does not.
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     return {"attn_implementation": {"text_config": "eager"}} if capped else {}
 
 
 def let_generate_take_embeddings(model: HFModel) -> None:
-    """Let generate() take inputs_embeds, which transformers 5.23 looks for in a signature, where some take it by
+    """Let generate() take inputs_embeds: transformers 5.23 looks for it in a signature, but some models take it by
     **kwargs."""
     own = model.prepare_inputs_for_generation
     if "inputs_embeds" in inspect.signature(own).parameters:
@@ -63,10 +63,10 @@ def let_generate_take_embeddings(model: HFModel) -> None:
 
 
 def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Tensor:
-    """(1, T, D): a batch's token embeddings and features as training merges them; pixels (N, 3, S, S), normalised.
+    """Merge a batch's token embeddings and features as in training: (1, T, D). pixels (N, 3, S, S), normalised.
 
-    transformers' own merge cuts every image of a LlavaNext into tiles, also where a sample shows several, and knows
-    no frames.
+    transformers' own merge differs: it cuts every image of a LlavaNext into tiles, even if a sample has several images,
+    and does not support frames.
     """
     embeds, inner = model.get_input_embeddings()(batch.input_ids), model.model
     hidden = _tower_features(model, pixels, batch.tower)
@@ -75,7 +75,7 @@ def embed_batch(model: HFModel, batch: Batch, pixels: torch.Tensor) -> torch.Ten
 
 
 def _tower_features(model: HFModel, pixels: torch.Tensor, tower_inputs: Inputs) -> torch.Tensor:
-    """(N, 3, S, S), normalised, to what the projector takes."""
+    """Compute the projector's input from normalised images (N, 3, S, S)."""
     tower = model.model.vision_tower
     if isinstance(tower, VisionTower):
         return tower.features(pixels, tower_inputs)

@@ -1,4 +1,4 @@
-"""Weights from files into a model, tensor by tensor: no rank ever holds a whole model beside its own partition."""
+"""Load weights from files into a model, tensor by tensor: a rank never holds more than its partition and a tensor."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ from llava_ds.runtime.waiting import waiting
 MAX_SHOWN = 4  # problems named in one message
 MAX_NAME = 200  # characters of a tensor's name in a message
 SUM_NUMBERS = 2**20
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
 @torch.no_grad()
@@ -31,15 +31,13 @@ def load_weights(
     copies: bool = True,
     elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> None:
-    """Fill every parameter of a module from a source, partitioned or not, and prove by checksum that it arrived; and
-    the buffers that the source has.
+    """Fill every parameter of a module, partitioned or not, and the source's buffers; verify parameters by checksum.
 
-    module: or some of its parameters by name; copies: False to let parameters be the mapped file, whose pages all
-    processes of a machine share, for a module in CPU memory that is moved or sharded next; elsewhere: names and shapes
-    of the module's parameters that other ranks have, which the source has to have, too. Weights of quantized layers
-    are packed when they are read, and summed packed. Raises DataError when a tensor is missing, has another shape or is
-    not the module's, and RuntimeError when the ranks' values differ from those in the files (writes to partitioned
-    parameters can get lost silently).
+    module: or some of its parameters by name; copies: False lets parameters be views of the mapped file (all processes
+    of a machine share its pages), for a module in CPU memory that is moved or sharded next; elsewhere: names and shapes
+    of the module's parameters on other ranks; the source must also have them. Weights of quantized layers are packed on
+    reading, and summed packed. Raises DataError if a tensor is missing, has another shape or is not in the module, and
+    RuntimeError if the ranks' values differ from the files (writes to partitioned parameters can get lost silently).
     """
     check_fit(module, source, what, elsewhere)
     parameters, _ = _named(module)
@@ -69,7 +67,7 @@ def load_weights(
                     parameter.data.copy_(tensor)
                 else:
                     parameter.data = tensor
-                del tensor  # of a mapped file, which it would keep in memory
+                del tensor  # it would keep the mapped file in memory
     _check_arrival(parameters, sums, ranks, f"{what} {source.path}")
 
 
@@ -81,7 +79,7 @@ def _gathered(parameter: nn.Parameter) -> contextlib.AbstractContextManager:
 
 
 def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Parameter], set[str]]:
-    """Parameters by name, tied ones once, and the other names of tied ones."""
+    """Return parameters by name, tied ones once, and the remaining names of tied ones."""
     if isinstance(module, dict):
         return module, set()
     parameters = dict(module.named_parameters())
@@ -89,7 +87,7 @@ def _named(module: nn.Module | dict[str, nn.Parameter]) -> tuple[dict[str, nn.Pa
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are on disk with the parameters, by name."""
+    """Return the buffers that are stored on disk with the parameters, by name."""
     inside = ((f"{prefix}." if prefix else "", each) for prefix, each in module.named_modules())
     return {
         prefix + name: buffer
@@ -107,9 +105,7 @@ def check_fit(
 ) -> None:
     """Compare names and shapes before anything is read, with the same result on every rank.
 
-    elsewhere: as load_weights has it.
-
-    Raises DataError when a tensor is missing, has another shape or is not the module's.
+    elsewhere: see load_weights. Raises DataError if a tensor is missing, has another shape or is not in the module.
     """
     parameters, aliases = _named(module)
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()} | elsewhere
@@ -130,7 +126,7 @@ def check_fit(
 
 
 def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
-    """Raise DataError for a configuration with more layers than tensors, before these layers are built."""
+    """Raise DataError for a configuration with more layers than tensors, before the layers are built."""
     if config.num_hidden_layers > len(source.shapes):
         raise DataError(
             f"{what} {source.path} does not fit the model: config.json says num_hidden_layers "
@@ -140,9 +136,9 @@ def check_depth(config: PreTrainedConfig, source: Weights, what: str) -> None:
 
 @contextlib.contextmanager
 def return_freed_memory() -> Iterator[None]:
-    """Return a tensor's memory to the system as soon as it is freed, where the C library is glibc.
+    """Return a tensor's memory to the system as soon as it is freed, if the C library is glibc.
 
-    glibc keeps blocks below 32 MB in its heap, which would grow by more than the whole model while it is loaded.
+    glibc keeps blocks below 32 MB in its heap; loading would grow the heap by more than the whole model.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -151,19 +147,19 @@ def return_freed_memory() -> Iterator[None]:
     mallopt(M_MMAP_THRESHOLD, 2**20)
     try:
         yield
-    finally:  # the end of glibc's own adjustment: training reuses its blocks
+    finally:  # where glibc's own adjustment would end: training reuses its blocks
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(M_TRIM_THRESHOLD, 64 * 2**20)
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of a tensor's numbers as integers of the same size, (numel,)."""
+    """View a tensor's bit patterns as integers of the same size, (numel,)."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(-1).view(width)
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bit patterns, on its device: exact, in any order, and additive over partitions."""
+    """Sum a tensor's bit patterns on its device: exact, independent of order, and additive over partitions."""
     # In pieces, because the sum first converts its input to 64 bits.
     return torch.stack([piece.sum(dtype=torch.int64) for piece in bits_of(tensor).split(SUM_NUMBERS)]).sum()
 
@@ -186,6 +182,6 @@ def _check_arrival(parameters: dict[str, nn.Parameter], sums: torch.Tensor, rank
 
 
 def _own_partition(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's partition without padding."""
+    """Return this rank's partition without padding."""
     part, place = parameter.ds_tensor.flatten(), torch.distributed.get_rank(parameter.ds_process_group)
     return part[: max(0, min(part.numel(), parameter.ds_numel - place * part.numel()))]

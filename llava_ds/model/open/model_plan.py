@@ -1,4 +1,4 @@
-"""Plan of a model from its folders: configurations, tokenizer, and the names and shapes of all weights."""
+"""Plan a model from its folders: configurations, tokenizer, and names and shapes of all weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ from llava_ds.model.projector import Newline, build_projector
 from llava_ds.model.vision import TowerPlan
 from llava_ds.tokenizer import note_rows, open_tokenizer, read_template, tokens_without_rows
 
-# Settings that have to be equal in two towers with the same weights.
+# Settings that must be equal in two towers with the same weights.
 _TOWER_SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size")
 
 
@@ -49,7 +49,7 @@ class Parts:
     sources: Sources
 
     def open_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with LLaVA's ids or those of a folder that an extension reads."""
+        """Open the tokenizer, with LLaVA's ids or an architecture's own."""
         return _open_tokenizer(self.folder)
 
 
@@ -59,7 +59,7 @@ def _open_tokenizer(folder: ModelFolder) -> PreTrainedTokenizerBase:
         tokenizer = open_tokenizer(folder.tokenizer)
     else:
         tokenizer = folder.architecture.open_tokenizer(folder.tokenizer, where)
-    if folder.base is not None:  # an adapter has a template only for variables of its own
+    if folder.base is not None:  # an adapter has a template only if its variables differ
         tokenizer.chat_template = read_template(Path(folder.path), where) or tokenizer.chat_template
     return tokenizer
 
@@ -84,11 +84,11 @@ def read_parts(args: ModelArguments) -> Parts:
 
 
 def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Source, Source | None]:
-    """The tower, the source of the layers that run, and the source of the rest if that is another."""
+    """Return the tower's plan, the source of the layers that run, and the source of the rest if it differs."""
     if folder.architecture is not None:
         where, own = f"{FLAG} {folder.path}", Path(folder.path)
         files = (own / name for name in ("preprocessor_config.json", "processor_config.json"))
-        if not any(map(is_there, files)):  # an adapter has one only for sizes of its own
+        if not any(map(is_there, files)):  # an adapter has one only if its image sizes differ
             own = Path(folder.base or folder.path)
         return folder.architecture.plan_tower(own, _open_tokenizer(folder), where), folder.vision_tower, None
     given = args.vision_tower
@@ -103,7 +103,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Sou
     if given is None:
         was = f"; it was trained with {trained_with}" if trained_with else ""
         raise ConfigError(
-            f"--vision_tower is missing: {FLAG} {folder.path} is {folder.kind}, which brings none that is on this "
+            f"--vision_tower is missing: {FLAG} {folder.path} is {folder.kind}, and its tower is not on this "
             f"machine{was}: name the tower's folder"
         )
     tower = read_tower(given, args)
@@ -118,7 +118,7 @@ def _tower_of(folder: ModelFolder, args: ModelArguments) -> tuple[TowerPlan, Sou
 
 
 def _tower_source(vision_tower: str, folder: ModelFolder) -> Source:
-    """The source of the tower, or the two, that the flag names."""
+    """Return the source of the tower, or of the two, that --vision_tower names."""
     flag, (first, *others) = "--vision_tower", tower_folders(vision_tower)
     beside = [Source(flag, other, formats.second_tower_from_disk) for other in others]
     return Source(flag, first, formats.tower_from_disk, folder.tower_changes, *beside)
@@ -131,13 +131,13 @@ def _refuse_other_tower(folder: ModelFolder, given: TowerPlan) -> None:
         raise ConfigError(
             f"--vision_tower is another tower than the one in {FLAG} {folder.path}: "
             + ", ".join(f"{name} {getattr(given.config, name, None)} for {getattr(own, name, None)}" for name in other)
-            + ": leave it out, for the model brings its own"
+            + ": leave it out, because the model brings its own"
         )
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All that is known of a model before it is built."""
+    """Everything known about a model before it is built."""
 
     text_config: PreTrainedConfig
     tower: TowerPlan
@@ -145,24 +145,24 @@ class ModelPlan:
     sources: Sources
     whole_last_layer: str | None  # the reason to compute it at all positions; None for supervised ones only
     has_value_head: bool = False
-    notes: tuple[str, ...] = ()  # lines about what the flags make of the model
-    checkpoint: Path | None = None  # that the run resumes from
-    only_products: str | None = None  # the only way to compute matrices that are stacked, where there is one
-    own: Mapping[str, object] = field(default_factory=dict)  # what extensions plan of it, by their names
+    notes: tuple[str, ...] = ()  # lines about changes that the flags make to the model
+    checkpoint: Path | None = None  # the checkpoint to resume from
+    only_products: str | None = None  # the only way to compute stacked matrices, if the model has just one
+    own: Mapping[str, object] = field(default_factory=dict)  # the extensions' plans, by extension name
 
     @property
     def architecture(self) -> Architecture | None:
-        """That of a model that an extension reads; None for the core's own composition."""
+        """The architecture of a model that an extension reads; None for the core's composition."""
         return self.tower.architecture
 
     def last_layer_note(self) -> str:
-        """A line about the positions of the last layer."""
+        """Describe, in one line, the positions that the last layer computes."""
         if self.whole_last_layer is None:
             return "last layer of the language model: queries and MLP at supervised positions only"
         return f"last layer of the language model: at all positions ({self.whole_last_layer})"
 
     def fresh_note(self, part: str) -> str:
-        """A line about a part that starts from random numbers."""
+        """Describe, in one line, a part that starts from random numbers."""
         if part == "value_head":
             return "the value head starts from zeros"
         source: Source | None = getattr(self.sources, part)
@@ -171,7 +171,7 @@ class ModelPlan:
 
     @property
     def images(self) -> ImageSpec:
-        """The tower's input size, and features per image."""
+        """The tower's image specification: input size and features per image."""
         return self.tower.images
 
     @property
@@ -200,7 +200,7 @@ def fit_vocabulary(
 def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) -> ModelPlan:
     """Read configurations and tokenizer, and compare names and shapes of all weights with the model's.
 
-    value_head: give the model one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
+    value_head: add one, from its folder or of zeros. Raises ConfigError for unusable folders and missing
     packages, and DataError for weights that don't fit.
     """
     for wrap in active(args.own).wraps:
@@ -245,10 +245,10 @@ def plan_model(args: ModelArguments, max_length: int, value_head: bool = False) 
 
 
 def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
-    """Compare --unfreeze_topk_llm and --unfreeze_topk_vision with the layers that there are."""
+    """Compare --unfreeze_topk_llm and --unfreeze_topk_vision with the numbers of layers."""
     counts = {"unfreeze_topk_llm": parts.text_config.num_hidden_layers, "unfreeze_topk_vision": parts.tower.num_layers}
     problems = [
-        f"--{flag} is {given}, and there are {count} layers: give as many or fewer"
+        f"--{flag} is {given}, but the model has {count} layers there: give no more"
         for flag, count in counts.items()
         if (given := getattr(args, flag)) > count
     ]
@@ -259,34 +259,34 @@ def _check_last_layers(args: ModelArguments, parts: Parts) -> None:
 def _check_layer_embeddings(args: ModelArguments, parts: Parts) -> None:
     if parts.folder.architecture is None and has_layer_embeddings(parts.text_config):
         raise ConfigError(
-            f"--model_name_or_path {args.model_name_or_path} is of the kind {parts.text_config.model_type}, whose "
-            "layers take embeddings of their own by the ids of tokens: transformers' Llava does not give them any, so "
-            "choose another language model, or the whole model that it is a part of"
+            f"--model_name_or_path {args.model_name_or_path} is a {parts.text_config.model_type}: its layers have "
+            "their own token embeddings, and transformers' Llava does not pass these to them: choose another language "
+            "model, or the whole model that it is a part of"
         )
 
 
 @dataclass(frozen=True)
 class OpenedPart:
-    """A part's weights, the flag that names them, and their files before changes."""
+    """A part's weights, the flag that names them, and their files without changes."""
 
     name: str
     weights: Weights
     what: str
     files: WeightFiles
-    never_run: int  # tensors of the tower
+    never_run: int  # number of the tower's tensors that never run
 
     def report(self) -> list[str]:
-        """Lines about the tensors that were loaded."""
-        rest = f"; {self.never_run} more are of layers that never run" if self.never_run else ""
+        """Return lines about the loaded tensors."""
+        rest = f"; {self.never_run} more belong to layers that never run" if self.never_run else ""
         part, count = self.name.replace("_", " "), len(self.weights.shapes)
         notes = "".join(f"; {note}" for note in self.weights.notes)
         return [f"{part}: {count} tensors from {self.files.path}{notes}{rest}"]
 
 
 def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
-    """Open the weights of a part; None for one that starts from random numbers, or a value head from zeros.
+    """Open the weights of a part; None for a part that starts from random numbers, or a value head from zeros.
 
-    Files of LLaVA-1.5's stage 1 hold no newline.
+    LLaVA-1.5's stage-1 files contain no newline.
     """
     source: Source | None = getattr(plan.sources, name)
     if source is None:
@@ -300,19 +300,19 @@ def open_part(name: str, plan: ModelPlan) -> OpenedPart | None:
 
 
 def part_weights(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> Weights:
-    """The weights of a part: from its source, or initialised."""
+    """Return the weights of a part: from its source, or initialised."""
     opened = open_part(name, plan)
     return TensorSource(_fresh(name, plan, args, seed).state_dict(), "(fresh)") if opened is None else opened.weights
 
 
 def _fresh(name: str, plan: ModelPlan, args: ModelArguments, seed: int) -> torch.nn.Module:
-    """A projector or newline initialised at random, or a value head: the same for any stage, precision and number of
-    ranks."""
+    """Make a randomly initialised projector or newline, or a value head. The same for any ZeRO stage, precision and
+    number of ranks."""
     if name == "value_head":
         from llava_ds.model.open.value_head import ValueHead
 
         return ValueHead(plan.hidden_size)
-    with torch.random.fork_rng(devices=[]):  # drawn on the CPU
+    with torch.random.fork_rng(devices=[]):  # numbers are drawn on the CPU
         torch.manual_seed(seed)
         projector = build_projector(args.mm_projector_type, plan.tower.width, plan.hidden_size)
         return projector if name == "projector" else Newline(plan.hidden_size)

@@ -1,4 +1,4 @@
-"""Names of the same tensors in this package, in LLaVA's files and in llava-hf folders: mapped in this file only.
+"""Map tensor names between this package, LLaVA's files and llava-hf folders. Only this file maps them.
 
 Here:      vision_tower.tower.*   projector.layers.{0,2}.*   language_model.*
 LLaVA:     model.vision_tower.vision_tower.vision_model.*   model.mm_projector.{0,2}.*, or model.mm_projector.* for a
@@ -19,28 +19,28 @@ PROJECTOR = "projector.layers."
 LLAVA_PROJECTOR = "model.mm_projector."
 NEWLINE = "newline.embedding"
 TOWER = "vision_tower.tower."
-SECOND_TOWER = "tower.second."  # in the tower, before the second one's own
+SECOND_TOWER = "tower.second."  # in the tower, before the names in the second one
 LLAVA_TOWER = "model.vision_tower.vision_tower.vision_model."
 LANGUAGE_MODEL = "language_model."
-VALUE_HEAD = "value_head."  # in a file of its own, without this
-VALUE_HEAD_FILE = "value_head.safetensors"  # beside a model's other files; its one tensor is the head's weight
+VALUE_HEAD = "value_head."  # its own file omits this prefix
+VALUE_HEAD_FILE = "value_head.safetensors"  # in the model's folder; its one tensor is the head's weight
 LLAVA_NEWLINE = "model.image_newline"
 PARTS = ("vision_tower", "projector", "newline", "language_model", "value_head")
 
 
 def value_head_file(folder: str | Path) -> Path | None:
-    """The file of a model folder's value head; None for a model without."""
+    """Return the value head's file in a model folder, or None."""
     file = Path(folder) / VALUE_HEAD_FILE
     return file if is_there(file) else None
 
 
 def is_of_child(name: str) -> bool:
-    """True for a parameter of a model that trains as another one's child, which no file of a model has."""
+    """True for a parameter of a model that trains as another's child: no model file contains it."""
     return name.partition(".")[0] not in PARTS
 
 
 def projector_to_llava(name: str, kind: str) -> str:
-    """ "projector.layers.0.weight" to its name in LLaVA's mm_projector.bin, by kind of projector; the newline too."""
+    """Map "projector.layers.0.weight" or the newline to its name in LLaVA's mm_projector.bin, by kind of projector."""
     if name == NEWLINE:
         return LLAVA_NEWLINE
     if name.startswith(LANGUAGE_MODEL):  # embeddings that trained with the projector
@@ -50,30 +50,30 @@ def projector_to_llava(name: str, kind: str) -> str:
 
 
 def projector_from_llava(name: str) -> str | None:
-    """A name in a projector file to one in the projector module ("layers.0.weight"); None for other tensors.
+    """Map a name in a projector file to one in the projector module ("layers.0.weight"); None for other tensors.
 
-    Accepts what LLaVA accepts: anything before "mm_projector.", as runs with adapters and whole checkpoints write it.
+    Like LLaVA, accepts any prefix before "mm_projector.": runs with adapters and whole checkpoints write some.
     """
     found = re.search(r"(?:^|\.)mm_projector\.((?:(?:\d+|pre_norm|proj|conv_pool)\.)*)(weight|bias)$", name)
     return None if found is None else f"layers.{found[1] or '0.'}{found[2]}"
 
 
 def newline_from_llava(name: str) -> str | None:
-    """A name in a projector file to the one in the newline module ("embedding"); None for other tensors."""
+    """Map a name in a projector file to the one in the newline module ("embedding"); None for other tensors."""
     return "embedding" if re.search(r"(?:^|\.)image_newline$", name) else None
 
 
 def plain_name(name: str) -> str:
-    """A name in files of LLaVA's adapters or peft to the model's own name."""
+    """Map a name in files of LLaVA's adapters or of peft to the model's own name."""
     if name.startswith(("base_model.model.", "model.model.")):
         name = name.removeprefix("base_model.").removeprefix("model.")
     return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
 
 
 def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
-    """A name in a causal language model's folder to one in the model; None for computed tables in old files.
+    """Map a name in a causal language model's folder to one in the model; None for computed tables in old files.
 
-    trunk: name of all but the output layer. OPT's and GPT-2's published files hold the trunk alone, without its name.
+    trunk: name of the model without its output layer. OPT's and GPT-2's published files omit this name.
     """
     if name.endswith("rotary_emb.inv_freq") or re.search(r"(?:^|\.)h\.\d+\.attn\.(?:masked_)?bias$", name):
         return None
@@ -81,26 +81,26 @@ def language_model_from_disk(name: str, trunk: str = "model") -> str | None:
 
 
 def tower_to_llava(name: str) -> str:
-    """ "vision_tower.tower.x" to its name in LLaVA's whole models and beside adapters."""
+    """Map "vision_tower.tower.x" to its name in LLaVA's whole models and in adapter folders."""
     return LLAVA_TOWER + name.removeprefix(TOWER)
 
 
 def language_model_from_llava(name: str, trunk: str = "model") -> str | None:
-    """A name in LLaVA's format to the language model's; None for LLaVA's other parts."""
+    """Map a name in LLaVA's format to the language model's; None for LLaVA's other parts."""
     beside = name.startswith(("model.mm_", "model.vision_", "model.image_"))
     return None if beside else language_model_from_disk(name, trunk)
 
 
 def tower_from_llava(name: str) -> str | None:
-    """A name in LLaVA's format to one in the tower ("tower.*"); None for other tensors."""
+    """Map a name in LLaVA's format to one in the tower ("tower.*"); None for other tensors."""
     prefix = "model.vision_tower.vision_tower."
     return tower_from_disk(name.removeprefix(prefix)) if name.startswith(prefix) else None
 
 
 def language_model_from_hf(name: str, inner: str) -> str | None:
-    """A name in a folder of transformers' Llava, in either spelling, to the language model's; None for other tensors.
+    """Map a name in a folder of transformers' Llava, old or new, to the language model's; None for other tensors.
 
-    inner: the causal language model's name for all but its output layer.
+    inner: the causal language model's name for its trunk.
     """
     for trunk in ("model.language_model.", "language_model.model."):
         if name.startswith(trunk):
@@ -113,19 +113,19 @@ def language_model_from_hf(name: str, inner: str) -> str | None:
 
 
 def tower_from_hf(name: str) -> str | None:
-    """A name in a folder of transformers' Llava to one in the tower ("tower.*"); None for other tensors."""
+    """Map a name in a folder of transformers' Llava to one in the tower ("tower.*"); None for other tensors."""
     name = name.removeprefix("model.")
     return tower_from_disk(name.removeprefix("vision_tower.")) if name.startswith("vision_tower.") else None
 
 
 def projector_from_hf(name: str) -> str | None:
-    """A name in a folder of transformers' Llava to one in the projector ("layers.0.weight"); None for others."""
+    """Map a name in a folder of transformers' Llava to one in the projector ("layers.0.weight"); None for others."""
     found = re.fullmatch(r"(?:model\.)?multi_modal_projector\.linear_([12])\.(weight|bias)", name)
     return None if found is None else f"layers.{ {'1': '0', '2': '2'}[found[1]] }.{found[2]}"
 
 
 def tower_from_disk(name: str) -> str | None:
-    """A name in a tower's folder (vision model alone, or with its text model) to one in the tower ("tower.*").
+    """Map a name in a tower's folder (vision model alone, or with its text model) to one in the tower ("tower.*").
 
     None for the text model, projections and position buffers.
     """
@@ -136,7 +136,7 @@ def tower_from_disk(name: str) -> str | None:
 
 
 def second_tower_from_disk(name: str) -> str | None:
-    """The same of the second tower's folder, to one beside the first ("tower.second.tower.*")."""
+    """Map a name in the second tower's folder to "tower.second.tower.*"; None for other tensors."""
     found = tower_from_disk(name)
     return None if found is None else f"{SECOND_TOWER}{found}"
 
@@ -147,7 +147,7 @@ def _tower_in_memory(name: str) -> str:
     return name
 
 
-# Of DINOv2 and DINOv3, which transformers renames as it reads them. Source: its conversion_mapping.py.
+# DINOv2's and DINOv3's tensors that transformers renames on reading. Source: its conversion_mapping.py.
 _RENAMED_IN_TOWERS = (
     (re.compile(r"\.attention\.attention\.(?:(q)uery|(k)ey|(v)alue)\."), r".attention.\1\2\3_proj."),
     (re.compile(r"\.attention\.output\.dense\."), ".attention.o_proj."),
@@ -156,7 +156,7 @@ _RENAMED_IN_TOWERS = (
 
 
 def tower_to_disk(name: str, kind: str) -> str:
-    """The way back, for a tower's model_type."""
+    """Map a tower's name in memory to the one on disk. kind: the tower's model_type."""
     if kind.startswith("dinov2"):
         words = {"q_proj": "attention.query", "k_proj": "attention.key", "v_proj": "attention.value",
                  "o_proj": "output.dense"}  # fmt: skip
@@ -165,8 +165,8 @@ def tower_to_disk(name: str, kind: str) -> str:
 
 
 def runs_in_tower(name: str, num_layers: int) -> bool:
-    """True for parameters of a tower of num_layers layers: no later layer, final norm, pooling head, or what
-    pretraining masks patches with."""
+    """True for parameters that run in a tower of num_layers layers; False for later layers, final norm, pooling head
+    and mask token."""
     layer = re.match(r"tower\.(?:encoder\.layers?|model\.layer)\.(\d+)\.", name)
     never = ("tower.post_layernorm.", "tower.layernorm.", "tower.norm.", "tower.rms_norm.", "tower.head.")
     is_used = not name.startswith(never) and name != "tower.embeddings.mask_token"
@@ -174,23 +174,23 @@ def runs_in_tower(name: str, num_layers: int) -> bool:
 
 
 def unused_group(name: str) -> str:
-    """A group of unused tensors to report this tensor under."""
+    """Return the group under which to report an unused tensor."""
     if name.endswith("rotary_emb.inv_freq") or name.endswith("embeddings.position_ids"):
-        return "tables that are computed"
+        return "computed tables"
     if name.startswith(("text_model.", "visual_projection.", "text_projection.", "logit_scale", "logit_bias")):
         return "the text model that the tower was trained with"
     return re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0] or name)
 
 
 def to_own_parts(name: str) -> str:
-    """A parameter's name here to its name in transformers' Llava whose tower and projector are this package's."""
+    """Map a parameter's name here to its name in transformers' Llava with this package's tower and projector."""
     return "multi_modal_projector." + name.removeprefix("projector.") if name.startswith(PROJECTOR) else name
 
 
 def to_hf(name: str, tower: str = "clip_vision_model", in_hf: str = "vision_model.") -> str:
-    """A parameter's name here to its name on disk in a llava-hf folder, which every version reads.
+    """Map a parameter's name here to its name in a llava-hf folder, in the spelling that every version reads.
 
-    tower: the tower's model_type; in_hf: what its family has before its names there.
+    tower: the tower's model_type; in_hf: prefix of its family's names there.
     """
     if name.startswith(TOWER):
         return f"vision_tower.{in_hf}" + tower_to_disk(name, tower).removeprefix(TOWER)
@@ -203,9 +203,9 @@ def to_hf(name: str, tower: str = "clip_vision_model", in_hf: str = "vision_mode
 
 
 def to_transformers(name: str) -> str:
-    """A name in a folder of transformers' Llava, in either spelling, to the one in its class in memory.
+    """Map a name in a folder of transformers' Llava, old or new, to the one in its class in memory.
 
-    "vision_model" in a tower's names stays, which not every class has in memory.
+    Keeps "vision_model" in a tower's names, though some classes lack it in memory.
     Source: transformers' conversion_mapping.py, "llava".
     """
     if name.startswith("language_model.lm_head."):
@@ -218,7 +218,7 @@ def to_transformers(name: str) -> str:
 
 
 def to_llava(name: str, kind: str) -> str:
-    """A parameter's name here to its name in a whole model's folder of LLaVA's, for a kind of projector."""
+    """Map a parameter's name here to its name in LLaVA's folder of a whole model, by kind of projector."""
     if name.startswith("vision_tower.tower."):
         return "model.vision_tower.vision_tower.vision_model." + name.removeprefix("vision_tower.tower.")
     if name.startswith(PROJECTOR) or name == NEWLINE:

@@ -1,16 +1,16 @@
-"""Weights in 4 or 8 bits, told by their class."""
+"""Packed weights in 4 or 8 bits, recognised by their class."""
 
 import torch
 from torch import nn
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """True for the weight of a layer that holds it packed."""
+    """True for a packed weight."""
     return type(parameter).__name__ in ("Params4bit", "Int8Params")
 
 
 def num_packed(parameter: nn.Parameter) -> int:
-    """Weights in a packed parameter."""
+    """Return the number of weights in a packed parameter."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else state.shape.numel()
 
@@ -21,7 +21,7 @@ def is_4bit(layer: nn.Module) -> bool:
 
 
 def scales_of(layer: nn.Module) -> list[torch.Tensor]:
-    """Tensors beside a packed layer's integers that its weight is computed from."""
+    """Return the scales of a packed layer: the tensors that its weight is computed from, without the integers."""
     if not is_4bit(layer):
         return [layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB]
     state = layer.quant_state

@@ -1,8 +1,8 @@
-# T tokens of all samples laid end to end, D width of the language model, V vocabulary
-"""Trial of a language model on a small random copy, before the large one is built.
+# T tokens of all samples laid end to end, D language-model width, V vocabulary
+"""Try a language model on a small random copy before the large one is built.
 
-No list of names can replace it: families differ in their use of position_ids, of attention's keyword arguments and of a
-missing mask, and what they ignore changes the maths silently.
+A list of names can't replace it: families treat position_ids, attention's keyword arguments and a missing mask
+differently, and an ignored argument changes the maths silently.
 """
 
 import copy
@@ -18,20 +18,21 @@ from llava_ds.model import attention, last_layer
 from llava_ds.model.families.language import MLP_WIDTHS, final_logits, has_state, layer_configs
 from llava_ds.model.open.loading import persistent_buffers
 
-LENGTHS = (3, 11, 7)  # of the samples
-WINDOW, CAP = 4, 2.0  # sliding windows and soft caps of the copy: so small that they matter
-DECAY = ".A_log"  # a parameter by which a state fades: exp(-exp(A_log)) a token and less
-BOUND = 2.0  # of numbers in a tower that has bounds: so small that they matter
-WIDTH, VOCABULARY = 64, 48  # of its MLPs, and its tokens
+LENGTHS = (3, 11, 7)  # tokens per sample
+WINDOW, CAP = 4, 2.0  # the copy's sliding windows and soft caps: small enough to matter
+DECAY = ".A_log"  # a parameter that makes a state fade: by exp(-exp(A_log)) or more per token
+BOUND = 2.0  # bound of a tower's numbers, if it has bounds: small enough to matter
+WIDTH, VOCABULARY = 64, 48  # the copy's MLP width and number of tokens
 NO_INTERFACE = "its attention or its positions don't follow transformers' interface"
-MAX_COPY_BYTES = 2**30  # of the copy; those of published models take some megabytes
-TOLERANCE = 1e-3  # of the largest logit; in fp32 the same maths differ by 1e-6, others by far more
+MAX_COPY_BYTES = 2**30  # limit of the copy's size; published models' copies take some megabytes
+TOLERANCE = 1e-3  # relative to the largest logit; in fp32 equal maths differ by 1e-6, unequal maths by far more
 
 
 class Findings(NamedTuple):
-    """problem: why a language model can't be trained; None if it can.
+    """Findings about a language model.
 
-    whole_last_layer: why its last layer has to be computed at all positions; None if supervised ones are enough.
+    problem: reason why it can't be trained, or None; whole_last_layer: reason why its last layer must be computed at
+    all positions, None if supervised ones are enough.
     """
 
     problem: str | None
@@ -43,8 +44,7 @@ def check_language_model(path: str, config: PreTrainedConfig) -> Findings:
     findings = examine(config)
     if findings.problem:
         raise ConfigError(
-            f"--model_name_or_path {path} is of the kind {config.model_type}, which can't be trained here: "
-            f"{findings.problem}"
+            f"--model_name_or_path {path} can't be trained here. It is a {config.model_type}: {findings.problem}"
         )
     return findings
 
@@ -52,10 +52,10 @@ def check_language_model(path: str, config: PreTrainedConfig) -> Findings:
 def examine(config: PreTrainedConfig) -> Findings:
     """Try a language model on a small copy.
 
-    A small copy with random weights has to give the same logits for samples laid end to end, with this package's
-    attention, as for each alone, with transformers' own. Its logits have to be the output layer's result for the last
-    hidden states, because transformers' Llava has nothing after it. The last layer is tried at some positions only,
-    with last_layer.py.
+    The copy has random weights. Its logits for samples laid end to end with this package's attention must equal those
+    for each sample alone with transformers' attention. They must be the output layer's result on the last hidden
+    states, because transformers' Llava has nothing after it. The last layer is also tried at some positions only, with
+    last_layer.py.
     """
     if problem := _config_problem(config):
         return Findings(problem)
@@ -65,10 +65,10 @@ def examine(config: PreTrainedConfig) -> Findings:
             with torch.device("meta"):
                 size = sum(tensor.nbytes for tensor in _tensors(_build(small_copy(config), "eager")))
             if size > MAX_COPY_BYTES:
-                return Findings(f"a small copy of it, to try its attention, would take {size / 1e9:,.0f} GB")
+                return Findings(f"a small copy to try its attention would take {size / 1e9:,.0f} GB")
             model, reference = random_copy(config), _build(small_copy(config), "eager")
-        except Exception as error:  # any error of a family's configuration or constructor
-            return Findings(f"no small copy of it can be built to try its attention ({_first_line(error)})")
+        except Exception as error:  # a family's configuration or constructor may raise anything
+            return Findings(f"a small copy to try its attention can't be built ({_first_line(error)})")
         reference.load_state_dict(model.state_dict())
         if problem := _end_problem(model) or _difference(model, reference):
             return Findings(problem)
@@ -78,15 +78,15 @@ def examine(config: PreTrainedConfig) -> Findings:
 def _config_problem(config: PreTrainedConfig) -> str | None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None or config.is_encoder_decoder:
-        return "it is no language model of one causal stack"
+        return "it is not a causal language model with a single stack"
     if config.get_text_config() is not config:
         return "it has other parts than a language model"
     if getattr(config, "layerdrop", 0.0):
-        return f"it leaves out layers at random (layerdrop {config.layerdrop}), other ones on every rank: set it to 0"
+        return f"it skips random layers, different ones on every rank (layerdrop {config.layerdrop}): set it to 0"
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
         return (
             f"its embeddings are {config.word_embed_proj_dim} wide and its layers {config.hidden_size}, "
-            "but an image's features are as wide as both"
+            "but an image's features need equal widths"
         )
     if not getattr(kind, "_supports_attention_backend", False):
         return NO_INTERFACE
@@ -94,14 +94,14 @@ def _config_problem(config: PreTrainedConfig) -> str | None:
 
 
 def random_copy(config: PreTrainedConfig) -> nn.Module:
-    """A small copy of a language model with random weights and this package's attention, float32, on the CPU."""
+    """Build a small copy of a language model with random weights and this package's attention, float32, on the CPU."""
     model = _build(small_copy(config), attention.register())
     draw(model)
     return model
 
 
 def random_inputs(model: nn.Module) -> dict[str, object]:
-    """A copy's keyword arguments for three samples laid end to end, on its device."""
+    """Return keyword arguments for a copy: three samples laid end to end, on its device."""
     embedding = model.get_input_embeddings()
     ids = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)))
     embeds = embedding(ids.to(embedding.weight.device)).detach()  # (1, T, D)
@@ -120,7 +120,7 @@ def _packed(model: nn.Module, embeds: torch.Tensor, lengths: tuple[int, ...]) ->
 
 
 def rebuilt(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A random_copy in another precision, built anew: a cast would round rotary frequencies, too."""
+    """Rebuild a random_copy in another precision: a cast would also round the rotary frequencies."""
     model = AutoModelForCausalLM.from_config(
         copy.deepcopy(drawn.config), attn_implementation=attention.register(), dtype=dtype
     )
@@ -130,7 +130,8 @@ def rebuilt(drawn: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @torch.no_grad()
 def difference_of_a_pack(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """The difference of a small copy's logits on a device, packed and one by one, relative to the largest."""
+    """Return the difference between a small copy's logits on a device packed and one by one, relative to the largest
+    logit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = rebuilt(random_copy(config), dtype).to(device)
@@ -141,13 +142,13 @@ def difference_of_a_pack(config: PreTrainedConfig, device: torch.device, dtype: 
 
 
 def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfig:
-    """The configuration with few heads of unchanged width, and one layer of each kind, at least two.
+    """Reduce a configuration to few heads of unchanged width and one layer of each kind, at least two layers.
 
-    Its last layer is the model's last one. twice: with all of them once more before, so that another layer reads what
-    each kind makes of every token; not where layers share keys, whose kinds follow each other anyway.
+    The last layer is the model's last one. twice: repeat the layers, so that another layer reads each kind's output at
+    every token; ignored if layers share keys, because their kinds already follow each other.
     """
     small, layers = copy.deepcopy(config), layer_configs(config)
-    first = layers[0]  # where heads differ, other layers say how they do
+    first = layers[0]  # if heads differ, the other layers' configurations override it
     heads, key_heads = config.num_attention_heads, getattr(first, "num_key_value_heads", None)
     own_width = getattr(first, "head_dim", None)
     num_heads = 4 if heads > 1 else 1
@@ -199,7 +200,7 @@ def small_copy(config: PreTrainedConfig, twice: bool = False) -> PreTrainedConfi
 
 
 def _heads_of(layer: PreTrainedConfig) -> tuple[int | None, int | None]:
-    """The width of a layer's heads and its number of key heads, as its configuration has them."""
+    """Return the width of a layer's heads and its number of key heads, from its configuration."""
     return getattr(layer, "head_dim", None), getattr(layer, "num_key_value_heads", None)
 
 
@@ -221,22 +222,22 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def draw(model: nn.Module) -> None:
-    """Give all parameters random numbers so large that every part of a layer changes the logits, and buffers that are
-    on disk such numbers as they have there."""
+    """Set all parameters to random numbers large enough that every part of a layer changes the logits, and buffers
+    stored on disk to plausible numbers."""
     for name, parameter in model.named_parameters():
         if name.endswith(DECAY):
-            parameter.normal_(-3, 1)  # as initialised, most states would be gone before the next sample begins
+            parameter.normal_(-3, 1)  # with the default, most states would fade before the next sample begins
         elif parameter.ndim > 1:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(torch.randn_like(parameter) / 4)
     for module in model.modules():
-        if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):  # the scale of scores is in its weight
+        if getattr(module, "scaling", None) == 1 and hasattr(module, "q_norm"):  # q_norm's weight scales the scores
             module.q_norm.weight.mul_(module.head_dim**-0.5)
     for name, buffer in persistent_buffers(model).items():
         if not buffer.is_floating_point():
             continue
-        if name.endswith("_min"):  # bounds of what goes into a matrix and comes out of it
+        if name.endswith("_min"):  # bounds of a matrix's inputs and outputs
             buffer.fill_(-BOUND)
         elif name.endswith("_max"):
             buffer.fill_(BOUND)
@@ -245,12 +246,12 @@ def draw(model: nn.Module) -> None:
 
 
 def _end_problem(model: nn.Module) -> str | None:
-    """The problem with what is outside the layers and has no place in transformers' Llava; None without one."""
+    """Return the problem with modules outside the layers that transformers' Llava can't hold, or None."""
     if not isinstance(model.base_model, MODEL_MAPPING[type(model.config)]):
         return "transformers' Llava would build another model from its configuration"
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or head.bias is not None or head.in_features != model.config.hidden_size:
-        return "its output layer is not the mere matrix that transformers' Llava has there"
+        return "its output layer is not a plain matrix like the one in transformers' Llava"
     inside = {id(parameter) for parameter in (*model.base_model.parameters(), head.weight)}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
     if outside:
@@ -266,18 +267,21 @@ def _difference(model: nn.Module, reference: nn.Module) -> str | None:
         logits = model(**inputs, logits_to_keep=kept).logits[0]  # (T / 2, V)
         hidden = model.base_model(**inputs)[0]  # (1, T, D)
         alone = [reference(inputs_embeds=e, use_cache=False).logits[0] for e in embeds.split(LENGTHS, 1)]
-    except Exception as error:  # a family may not have such arguments, or not pass them on to its attention
+    except Exception as error:  # a family may lack such arguments, or not pass them to its attention
         return f"it does not run on samples laid end to end ({_first_line(error)})"
     expected = torch.cat(alone)[kept]
     if logits.shape != expected.shape or _distance(logits, expected) > TOLERANCE:
-        return f"its logits for samples laid end to end are not those of each by itself: {NO_INTERFACE}"
+        return f"its logits for samples laid end to end differ from the logits for each sample alone: {NO_INTERFACE}"
     if _distance(final_logits(model.get_output_embeddings()(hidden[0, kept]), model.config), logits) > TOLERANCE:
         return "its logits are changed after the output layer in a way that transformers' Llava does not have"
     return None
 
 
 def _last_layer_problem(model: nn.Module) -> str | None:
-    """Reason against the last layer at some positions only: few of one sample, many of another, none of one."""
+    """Return the reason against computing the last layer at some positions only, or None.
+
+    Tries few positions of one sample, many of another, and none of a third.
+    """
     inputs = random_inputs(model)
     second = LENGTHS[0]
     kept = torch.tensor([0, *range(second + 2, second + LENGTHS[1] - 1)])
@@ -287,9 +291,9 @@ def _last_layer_problem(model: nn.Module) -> str | None:
             last_layer.shorten(model)
             found = model.base_model(**inputs, query_positions=positions)[0][0]
         except Exception as error:  # another kind of layer lacks a part, or has other arguments
-            return f"it is not of the kind of Llama's: {_first_line(error)}"
+            return f"it is not like Llama's: {_first_line(error)}"
         if found.shape != expected.shape or _distance(found, expected) > TOLERANCE:
-            return "it is not of the kind of Llama's: its output would be another"
+            return "it is not like Llama's: its output would change"
     return None
 
 

@@ -1,5 +1,5 @@
 # V rows of the embedding and of the output layer, D language-model width
-"""Rows for added tokens: embedding and output layer are resized as in LLaVA, or as transformers grows them."""
+"""Resize embedding and output layer for added tokens, as LLaVA or as transformers does."""
 
 import copy
 import dataclasses
@@ -25,11 +25,11 @@ NUM_MARKS = 2  # <im_start> and <im_end>
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of the vocabulary, and the new ones among them.
+    """Rows of the vocabulary, old and new.
 
-    inputs, outputs: names of the parameters with a row per token, the output layer's weight and perhaps bias; layers:
-    of the embeddings of layers, of families that have these; new: LLaVA's tokens of the last rows, which start as the
-    mean of the rows before; before: rows that the configuration says, None where more or fewer are resized, too.
+    inputs, outputs: names of the parameters with a row per token (outputs: the output layer's weight and perhaps bias);
+    layers: names of per-layer embeddings; new: LLaVA's tokens in the last rows, initialised with the mean of the other
+    rows; before: the configuration's number of rows, None if any number may be resized.
     """
 
     total: int
@@ -46,7 +46,7 @@ class Rows:
 
 
 def plan_rows(config: PreTrainedConfig, total: int, new: tuple[str, ...] = (), before: int | None = None) -> Rows:
-    """The rows of a language model. new and before: as of Rows."""
+    """Plan the rows of a language model. new and before: see Rows."""
     with no_init_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
@@ -63,12 +63,12 @@ def plan_rows(config: PreTrainedConfig, total: int, new: tuple[str, ...] = (), b
 
 
 class Resized:
-    """A language model's weights with another number of rows; new ones are the mean of the others.
+    """A language model's weights with another number of rows; new rows are the mean of the others.
 
-    With rows.before, rows are only added, and a bias of the output layer has the mean, too. Without, rows beyond the
-    tokenizer's are cut off, or become the new tokens', and the bias of these is zero, as in LLaVA.
-    learned: new rows of the embedding from a projector's file. Raises DataError where the files have another number of
-    rows than rows.before.
+    With rows.before, rows are only added, and a new entry of the output layer's bias is also the mean. Without, rows
+    beyond the tokenizer's are cut off or given to the new tokens, and the bias of new tokens is zero, as in LLaVA.
+    learned: new rows of the embedding from a projector's file. Raises DataError if the files' number of rows differs
+    from rows.before.
     Source: LLaVA's initialize_vision_tokenizer, and transformers' resize_token_embeddings with mean_resizing.
     """
 
@@ -82,7 +82,7 @@ class Resized:
             if shape[1:] != width or shape[0] not in (rows.total, NUM_MARKS) or len(rows.new) < NUM_MARKS:
                 raise DataError(
                     f"{learned.path} holds an embedding of shape {shape}, the model needs {(rows.total, *width)}, or "
-                    f"the {NUM_MARKS} rows of <im_start> and <im_end> alone, which have to be new to its tokenizer"
+                    f"only the {NUM_MARKS} rows of <im_start> and <im_end>, if these are new to its tokenizer"
                 )
         each = rows.names & set(below.shapes)
         self._check_before(each - set(rows.layers))
@@ -132,7 +132,7 @@ class Resized:
 def add_rows(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Add the tokens and the rows that the flags ask for: see fit_vocabulary."""
+    """Add the tokens and rows that the flags request. See fit_vocabulary."""
     marks = [name for name in ("mm_use_im_start_end", "mm_use_im_patch_token") if getattr(args, name)]
     added = add_image_tokens(tokenizer, args)
     if marks and args.resize_token_embeddings:
@@ -159,7 +159,7 @@ def _resize_as_llava(
 def _grow(
     config: PreTrainedConfig, sources: Sources, tokenizer: PreTrainedTokenizerBase, args: ModelArguments
 ) -> tuple[PreTrainedConfig, Sources, list[str]]:
-    """Grow the vocabulary for --resize_token_embeddings: no row is ever cut off."""
+    """Grow the vocabulary for --resize_token_embeddings; never cuts off a row."""
     before, needed, multiple = config.vocab_size, num_rows(tokenizer), args.pad_embeddings_to_multiple_of or 1
     total = -(-max(before, needed) // multiple) * multiple
     if total == before:
@@ -177,7 +177,7 @@ def _grow(
 
 
 def frozen_rows(model: nn.Module, args: ModelArguments) -> list[str]:
-    """A line where --resize_token_embeddings adds rows to parameters that these flags leave frozen. model: a
+    """Return a warning if --resize_token_embeddings adds rows to parameters that these flags freeze. model: a
     LlavaModel without weights."""
     if not args.resize_token_embeddings:
         return []
@@ -196,7 +196,7 @@ def frozen_rows(model: nn.Module, args: ModelArguments) -> list[str]:
     frozen = [name for name in ends if name not in trained]
     if not frozen:
         return []
-    then = ", and the projector's file does not hold them: give the flag in the next stage, too"
+    then = ", and the projector's file does not hold them: give the flag again in the next stage"
     return [
         f"--resize_token_embeddings True: the flags leave {' and '.join(frozen)} frozen, so new rows stay at the mean "
         f"of the others{then if trains_projector_only(args) else ''}"
@@ -216,5 +216,5 @@ def _with_rows(
 
 
 def _embedding(name: str, inputs: str) -> str | None:
-    """The embedding's name for its tensor in a projector's file; None for others."""
+    """Map a name in a projector's file to inputs, the embedding's name; None for other tensors."""
     return inputs if formats.plain_name(name) == inputs else None

@@ -1,4 +1,4 @@
-"""Plans of vision towers, from the configurations and image processors in their folders."""
+"""Plan vision towers from the configurations and image processors in their folders."""
 
 import dataclasses
 import json
@@ -18,14 +18,14 @@ from llava_ds.model.projector import feature_stride, square_stride
 from llava_ds.model.vision import TowerPlan, num_running_layers, side_of
 from llava_ds.tilings import FlexTiling
 
-MAX_SIDE = 4096  # pixels of a tower's square that its image processor chooses
+MAX_SIDE = 4096  # largest side in pixels that an image processor may choose
 
-FLEX_PATCHES = 256  # of an image of a SigLIP 2 of any shape, where its image processor's files don't say it
+FLEX_PATCHES = 256  # max_num_patches of a SigLIP 2 for any shape, if its image processor's files lack it
 
 
 def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
-    """The plan of the tower in a folder of its own, or of the two in folders with a comma between. Raises ConfigError
-    when a folder holds none, and for two that don't go together."""
+    """Plan the tower in a folder, or two towers in comma-separated folders. Raises ConfigError for folders without a
+    tower, and for two that don't fit each other."""
     folders = tower_folders(str(path))
     if len(folders) > 2:
         raise ConfigError(f"--vision_tower {path} names {len(folders)} towers: give one or two")
@@ -35,7 +35,7 @@ def read_tower(path: str | Path, args: ModelArguments) -> TowerPlan:
 
 
 def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArguments) -> TowerPlan:
-    """The plan of a tower that sees the images of another one, scaled by its own mean and deviation."""
+    """Plan a second tower. It sees the first tower's images, normalised by its own mean and deviation."""
     others = {
         "--mm_vision_select_feature cls_patch": first.images.class_token,
         "--s2 True": args.s2,
@@ -45,7 +45,7 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
     }
     if problems := [flag for flag, is_given in others.items() if is_given]:
         raise ConfigError(
-            f"--vision_tower {folder},{second}: two towers go without {', '.join(problems)}: leave it out"
+            f"--vision_tower {folder},{second}: two towers can't be combined with {', '.join(problems)}: leave it out"
         )
     where, config = f"--vision_tower {second}", read_vision_config(second)
     side, processor = first.images.size, read_processor(second, where)
@@ -56,14 +56,14 @@ def _read_second(first: TowerPlan, folder: str, second: str, args: ModelArgument
     if (plan.images.size, plan.num_patches) != (side, first.num_patches):
         raise ConfigError(
             f"--vision_tower {folder},{second}: the first makes {first.num_patches} patches of {side} x {side} pixels, "
-            f"the second {plan.num_patches} of {plan.images.size} x {plan.images.size}, and their features are laid "
-            "beside each other: take two that make the same"
+            f"the second {plan.num_patches} of {plan.images.size} x {plan.images.size}, but their features are "
+            "concatenated: take two that make the same number of patches"
         )
     return plan
 
 
 def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
-    """The plan of a tower from its configuration and its image processor's. Raises ConfigError that names where."""
+    """Plan a tower from its configuration and its image processor's. Raises ConfigError that names where."""
     layers, select_layer = config.num_hidden_layers, args.mm_vision_select_layer
     if not 0 < num_running_layers(layers, select_layer) <= layers:
         raise ConfigError(
@@ -105,10 +105,10 @@ def plan_tower(config: PreTrainedConfig, processor: dict, where: str, args: Mode
 
 
 def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, args: ModelArguments) -> TowerPlan:
-    """The plan of a tower that sees images in their own shape, whose cells are tiles."""
+    """Plan a tower that sees images in their own shape; its tiles are cells of the image."""
     if not tower_family(config).any_shape or args.s2:
         problem = (
-            "--s2 True, which is for squares" if args.s2 else f"{where}, a {config.model_type}, which sees squares"
+            "--s2 True (for squares only)" if args.s2 else f"{where}, a {config.model_type} (it sees squares only)"
         )
         raise ConfigError(
             f"--mm_native_resolution True with {problem}: leave one out, or take a SigLIP 2 of any shape (NaFlex)"
@@ -123,19 +123,19 @@ def _plan_in_any_shape(config: PreTrainedConfig, processor: dict, where: str, ar
 
 
 def _colours(processor: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation, per channel; some for a tower whose sizes alone are asked for."""
+    """Return mean and deviation per channel; any values if only the tower's sizes are needed."""
     mean, std = (tuple(processor.get(name, [0.5] * 3)) for name in ("image_mean", "image_std"))
     return mean, std
 
 
 def _uneven(kind: str, side: int, where: str) -> str:
-    """A message about squares that leave patches over. side: patches in a row."""
+    """Return a message about squares that leave patches over. side: patches in a row."""
     fitting = [stride for stride in range(2, 10) if side % stride == 0]
     plain, _, end = kind.rpartition("_")
     instead = f"give _{end[:-1]}{fitting[0]}" if fitting else f"give {plain}"
     return (
-        f"--mm_projector_type {kind}: {where} gives {side} x {side} patches, which squares of "
-        f"{square_stride(kind)} x {square_stride(kind)} don't fill: {instead}, or take another tower"
+        f"--mm_projector_type {kind}: {where} gives {side} x {side} patches, but squares of "
+        f"{square_stride(kind)} x {square_stride(kind)} don't fill them: {instead}, or take another tower"
     )
 
 
@@ -149,13 +149,13 @@ def _scales(args: ModelArguments) -> tuple[int, ...]:
 
 
 def read_vision_config(path: str | Path) -> PreTrainedConfig:
-    """The configuration of a tower. Raises ConfigError when the folder holds another kind of model."""
+    """Read the configuration of a tower. Raises ConfigError if the folder holds another kind of model."""
     config = read_config(Path(path) / "config.json", f"--vision_tower {path}")
     return vision_config(config, f"--vision_tower {path}")
 
 
 def vision_config(config: dict, where: str) -> PreTrainedConfig:
-    """The tower's configuration from the config.json of a tower, or of a model of images and texts."""
+    """Return the tower's configuration from a config.json of a tower, or of an image-text model."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in PAIRS:
         kind, config = PAIRS[kind], config.get("vision_config")
@@ -175,7 +175,7 @@ def vision_config(config: dict, where: str) -> PreTrainedConfig:
 
 
 def read_processor(path: str | Path, where: str) -> dict:
-    """The settings of a folder's image processor, from the file that transformers takes them from."""
+    """Read the settings of a folder's image processor, from the file that transformers would use."""
     settings, file = image_settings(path, where)
     if settings.get("do_normalize") is False:
         settings |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
@@ -185,8 +185,8 @@ def read_processor(path: str | Path, where: str) -> dict:
 
 
 def read_whole_processor(path: str | Path, where: str) -> dict:
-    """The settings of a folder's whole processor; under video_processor those for videos, of the file that transformers
-    takes them from."""
+    """Read the settings of a folder's whole processor. Its video_processor comes from the file that transformers would
+    use."""
     videos, _ = video_settings(path, where)
     return {**whole_settings(path, where), **({"video_processor": videos} if videos else {})}
 
@@ -210,13 +210,15 @@ def _processor_problem(settings: dict) -> str | None:
 
 
 def _stretches(processor: dict, config: PreTrainedConfig, where: str) -> bool:
-    """True if the image processor makes a square by scaling both sides, False if it scales the shorter one and crops.
-    Raises ConfigError where it makes no square of an image, or crops one that is stretched."""
+    """True if the image processor scales both sides to a square, False if it scales the shorter side and crops.
+
+    Raises ConfigError if the result is not square, or if it stretches and then crops.
+    """
     size, crops = processor.get("size"), processor.get("do_center_crop", tower_family(config).crops)
     given = {name for name, side in size.items() if side is not None} if isinstance(size, dict) else set()
     if isinstance(size, int):
-        given = {"shortest_edge"}  # to CLIP's, SigLIP's and BiT's classes
-    if not given or config.model_type == "siglip2_vision_model":  # whose images are made square in any case
+        given = {"shortest_edge"}  # the meaning in CLIP's, SigLIP's and BiT's classes
+    if not given or config.model_type == "siglip2_vision_model":  # SigLIP 2's images are always made square
         return not crops
     if given <= {"height", "width"} and (not crops or size == processor.get("crop_size", size)):
         return True
@@ -224,20 +226,20 @@ def _stretches(processor: dict, config: PreTrainedConfig, where: str) -> bool:
         return False
     side = side_of(config.image_size)
     raise ConfigError(
-        f"{where}: its image processor says size {shown(size)} and do_center_crop {json.dumps(bool(crops))}, of which "
-        "transformers makes no square, or one that is stretched and then cropped: in its file, write size "
+        f"{where}: its image processor says size {shown(size)} and do_center_crop {json.dumps(bool(crops))}: "
+        "transformers makes no square of them, or stretches and then crops: in its file, write size "
         f'{{"height": {side}, "width": {side}}} and do_center_crop false to stretch images, or size '
         f'{{"shortest_edge": {side}}} and do_center_crop true to crop them'
     )
 
 
 def _image_size(config: PreTrainedConfig, processor: dict, stretch: bool, where: str) -> int:
-    """Side of the square in pixels: the image processor's, for a tower that takes any; for a SigLIP 2 of any aspect
-    ratio, the square that it was trained on."""
+    """Return the side of the square in pixels: the image processor's, if the tower takes any size; for a SigLIP 2 of
+    any aspect ratio, the square that it was trained on."""
     if config.model_type == "siglip2_vision_model":
         side = math.isqrt(config.num_patches)
         if side**2 != config.num_patches:
-            raise ConfigError(f"{where}: {config.num_patches} patches are no square, but images are made square")
+            raise ConfigError(f"{where}: {config.num_patches} patches don't form a square, but images are made square")
         return side * config.patch_size
     own, made = side_of(config.image_size), processor.get("size" if stretch else "crop_size")
     if isinstance(made, dict):
@@ -254,21 +256,21 @@ def _image_size(config: PreTrainedConfig, processor: dict, stretch: bool, where:
 
 
 def _short_side(processor: dict, size: int, where: str) -> int | None:
-    """Pixels that the shorter side is scaled to before a square of so many is cropped; None for as many."""
+    """Return the pixels that the shorter side is scaled to before cropping to size; None if that is size."""
     scaled = processor.get("size")
     scaled = scaled.get("shortest_edge") if isinstance(scaled, dict) else scaled
     if scaled is None or scaled == size:
         return None
     if type(scaled) is not int or scaled < size:
         raise ConfigError(
-            f"{where}: its image processor scales images to {shown(scaled)} pixels and crops {size} of them: expected "
-            "as many or more"
+            f"{where}: its image processor scales images to {shown(scaled)} pixels, but crops {size}: expected it to "
+            "scale to at least as many"
         )
     return scaled
 
 
 def _resample(processor: dict, where: str) -> int:
-    """Pillow's number of the image processor's filter."""
+    """Return Pillow's number of the image processor's filter."""
     resample = processor.get("resample")
     if resample not in (None, *FILTERS):
         raise ConfigError(f"{where}: its image processor says resample {shown(resample)}, expected one of {FILTERS}")

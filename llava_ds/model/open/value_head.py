@@ -1,5 +1,5 @@
-# n positions, D width of the language model
-"""The value head: one number for a position, from the language model's last hidden state there."""
+# n positions, D language-model width
+"""The value head: one number per position, from the language model's last hidden state."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from llava_ds.batch import Batch
 class ValueHead(nn.Module):
     """A linear layer without bias, to one number: the score of an answer, or the value of a state.
 
-    It begins with zeros, so that all scores do. It is a module, so that ZeRO-3 gathers it exactly where it is used.
+    Its weights start at zero, and so do all scores. It is a module, so that ZeRO-3 gathers it where it is used.
     """
 
     def __init__(self, width: int) -> None:
@@ -20,7 +20,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, width))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(n, D) to (n,), in float32 whatever the precision of both."""
+        """Map hidden states (n, D) to numbers (n,), computed in float32."""
         return (hidden.float() * self.weight.float()).sum(1)
 
 
@@ -41,17 +41,17 @@ class Values:
 
 
 def last_targets(batch: Batch) -> torch.Tensor:
-    """The index into S of each sample's last supervised position, (samples,); each sample has one, but that of an empty
-    micro-batch."""
+    """Return the index into S of each sample's last supervised position, (samples,). Every sample has one, except in an
+    empty micro-batch."""
     return answer_lengths(batch).cumsum(0) - 1
 
 
 def answer_ends(batch: Batch) -> torch.Tensor:
-    """The index into T of each answer's last token, at which its score is taken, (samples,); none without answers."""
+    """Return the index into T of each answer's last token, where its score is read: (samples,); (0,) if no answers."""
     return (batch.target_positions + 1)[last_targets(batch)] if len(batch.targets) else batch.target_positions
 
 
 def answer_lengths(batch: Batch) -> torch.Tensor:
-    """Supervised positions of each sample, (samples,)."""
+    """Count the supervised positions of each sample, (samples,)."""
     samples = torch.arange(len(batch.cu_seqlens) - 1, device=batch.targets.device)
     return (batch.target_samples == samples[:, None]).sum(1)

@@ -1,4 +1,4 @@
-"""Weights on disk: files of tensors, where those of each part lie, and what is laid over them.
+"""Weights on disk: files of tensors, the source of each part's tensors, and overlays.
 
 Tensors are read by name, one at a time, from safetensors and pickles, whole or in shards.
 """
@@ -33,7 +33,7 @@ class Weights(Protocol):
 
     path: str | Path
     shapes: dict[str, tuple[int, ...]]
-    notes: tuple[str, ...]  # lines for the start of a run
+    notes: tuple[str, ...]  # lines to print at the start of a run
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Yield every tensor's name and a function that reads it, valid until the next one is yielded."""
@@ -65,13 +65,13 @@ class WeightFiles:
 
     @property
     def used(self) -> set[str]:
-        """Names on disk of the tensors in use."""
+        """Names on disk of the tensors in use (not left out by rename)."""
         return {name for _, name in self._places.values()}
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
         """Yield every tensor's name and a function that reads it; a file is closed before the next one opens.
 
-        Files are mapped: pages that were read count as this process's memory until then.
+        Files are mapped: pages that were read count as this process's memory until the file is closed.
         """
         for file in sorted({file for file, _ in self._places.values()}):
             opened = OpenedFile(file)
@@ -91,9 +91,9 @@ class WeightFiles:
 
 
 class OpenedFile:
-    """A mapped file of tensors, which outlive it.
+    """A mapped file of tensors. The tensors outlive it.
 
-    It is reopened now and then: pages that were read count as this process's memory until the map is closed.
+    It is reopened now and then, because pages that were read count as this process's memory until the map is closed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -117,9 +117,9 @@ class OpenedFile:
 
 
 def weight_files(path: str | Path) -> list[Path]:
-    """The files that hold a folder's weights, or the file that the path is. Raises DataError when there are none.
+    """List the files with a folder's weights; for a path to a file, the file. Raises DataError without any.
 
-    Of several, the ones that transformers' own function takes (a private one of 5.23; a test holds this to
+    If a folder has several sets, chooses like transformers (with a private function of 5.23; a test compares it with
     from_pretrained).
     """
     path = Path(path)
@@ -139,7 +139,7 @@ def weight_files(path: str | Path) -> list[Path]:
             transformers_explicit_filename=_named_in_config(path),
             download_kwargs={"local_files_only": True},
         )
-    except Exception as error:  # of any type over a damaged index
+    except Exception as error:  # a damaged index can raise any type
         files, sharded = _without_metadata(path, indices, error), None
     if sharded is not None:
         indices += [path / name for name in (_named_in_config(path),) if name is not None]
@@ -149,8 +149,8 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def _without_metadata(path: Path, indices: list[Path], error: Exception) -> list[Path]:
-    """The shards of the only index, where it lacks the metadata that transformers asks for. Raises DataError with what
-    else is wrong with a folder's weights."""
+    """Return the shards of the only index if it just lacks the metadata that transformers needs. Raises DataError for
+    any other problem with a folder's weights."""
     found = [_shards(index) for index in indices]
     if isinstance(error, KeyError) and len(found) == 1:
         return found[0]
@@ -167,7 +167,7 @@ def _shards(index: Path) -> list[Path]:
     """The files of an index. Raises DataError for one that is not there."""
     files = [index.parent / name for name in names_in(index)]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, which is not there: copy it again")
+        raise DataError(f"{index.parent}: {index.name} names {', '.join(missing)}, but it is missing: copy it again")
     return files
 
 
@@ -176,24 +176,24 @@ def names_in(index: Path) -> list[str]:
     names = sorted({str(name) for name in _weight_map(index).values()})
     if outside := [name for name in names if Path(name).name != name or not name.endswith(SUFFIXES)]:
         raise DataError(
-            f"{index} names {shown(outside[0])}, which is no file of weights beside it: copy the folder again"
+            f"{index} names {shown(outside[0])}: expected a file of weights in the same folder: copy the folder again"
         )
     return names
 
 
 def _named_in_config(path: Path) -> str | None:
-    """The file of weights that config.json names, which transformers takes before any other."""
+    """Return the file of weights that config.json names, or None. transformers prefers it to all others."""
     file = path / "config.json"
     name = read_json(file, str(path)).get("transformers_weights") if is_there(file) else None
     if name is None:
         return None
     if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
-        raise DataError(f"{file} says transformers_weights {shown(name)}, which is no file beside it: copy it again")
+        raise DataError(f"{file} says transformers_weights {shown(name)}: no such file in its folder: copy it again")
     return name
 
 
 def _own(file: Path) -> Path:
-    """Check that a file is in its own folder. Raises DataError where it leads out of it."""
+    """Check that a file is in its own folder. Raises DataError for a link to another folder."""
     try:
         own_file(file)
     except OSError as error:
@@ -230,17 +230,17 @@ def load_pickle(file: Path) -> dict[str, torch.Tensor]:
     """Tensors of a .bin file, mapped where its format allows it (all since torch 1.6)."""
     try:
         if (mapped := zipfile.is_zipfile(file)) and (packed := _compressed(file)):
-            raise DataError(f"{file} is refused: its {packed} is compressed, as torch writes none: copy it again")
+            raise DataError(f"{file} is refused: its {packed} is compressed, unlike torch's files: copy it again")
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except DataError:
         raise
     except pickle.UnpicklingError as error:
         named = refused_name(error)
         if named is None:
-            raise DataError(f"{file} can't be read as weights (it is no whole file): copy it again") from error
+            raise DataError(f"{file} can't be read as weights (the file is incomplete): copy it again") from error
         raise DataError(
-            f"{file} is refused: beside tensors it holds {named}, and code in weight files is not run; "
-            "bring the tensors alone, best as safetensors"
+            f"{file} is refused: it holds {named} in addition to tensors, and code in weight files is not run: "
+            "save only the tensors, best as safetensors"
         ) from error
     except Exception as error:  # torch raises several types for damaged files
         raise DataError(f"{file} can't be read as weights ({_first_line(error)}): copy it again") from error
@@ -248,26 +248,27 @@ def load_pickle(file: Path) -> dict[str, torch.Tensor]:
         raise DataError(f"{file} can't be read as weights: expected tensors by name and nothing else")
     if strange := [name for name, tensor in found.items() if not _is_plain(name, tensor)]:
         raise DataError(
-            f"{file} can't be read as weights: {shown(strange[0])} is no dense tensor whose numbers are all in the file"
+            f"{file} can't be read as weights: expected dense tensors with all their numbers in the file, but "
+            f"{shown(strange[0])} is different"
         )
     return found
 
 
 def _compressed(file: Path) -> str | None:
-    """A compressed member of a zip, if any; a megabyte of it could fill the memory."""
+    """Return the name of a compressed member of a zip, or None. Expanding a megabyte of it could fill the memory."""
     with zipfile.ZipFile(file) as zipped:
         return next((one.filename for one in zipped.infolist() if one.compress_type != zipfile.ZIP_STORED), None)
 
 
 def _is_plain(name: object, tensor: torch.Tensor) -> bool:
-    """True for a dense tensor of its own storage: a pickle may expand one number to a terabyte."""
+    """True for a dense tensor with full storage: a pickle may expand one number to a terabyte."""
     if not isinstance(name, str) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         return False
     return not tensor.is_quantized and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def refused_name(error: pickle.UnpicklingError) -> str | None:
-    """The name that torch refused to unpickle; None where the file is damaged."""
+    """Return the name that torch refused to unpickle; None if the file is damaged."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return named and named[1]
 
@@ -291,15 +292,15 @@ class TensorSource:
 
 
 class Over(partial):
-    """A change of a source's weights that an adapter makes of them."""
+    """A change to a source's weights made by an adapter."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Source of a part's weights: the flag that names it, a folder or file, and the names of its tensors there.
+    """Source of a part's weights. flag: the flag that names it; path: a folder or file.
 
-    rename: a name on disk to the part's, None for tensors of other parts; changes: functions from weights to weights,
-    applied in order (adapters, overlays, new rows); beside: the rest of the part, in a folder of its own.
+    rename: maps a name on disk to the part's, None for tensors of other parts; changes: functions from weights to
+    weights, applied in order (adapters, overlays, new rows); beside: source of the rest of the part in another folder.
     """
 
     flag: str
@@ -309,7 +310,7 @@ class Source:
     beside: "Source | None" = None
 
     def files(self, wanted: Callable[[str], bool] = lambda name: True) -> "WeightFiles | Joined":
-        """The part's tensors on disk whose names are wanted."""
+        """Open the part's tensors on disk whose names are wanted."""
 
         def rename(on_disk: str) -> str | None:
             name = self.rename(on_disk)
@@ -319,7 +320,7 @@ class Source:
         return own if self.beside is None else Joined(own, self.beside.files(wanted))
 
     def open(self, wanted: Callable[[str], bool] = lambda name: True) -> Weights:
-        """The part's tensors with the changes applied."""
+        """Open the part's tensors, with the changes applied."""
         return self.changed(self.files(wanted))
 
     def changed(self, weights: Weights) -> Weights:
@@ -333,8 +334,8 @@ class Source:
 class Sources:
     """Sources of the weights of each part; None for a part that starts from random numbers.
 
-    rest_of_tower: the tower's own folder, where the model's folder has the weights of the tower; export takes from it
-    what the model lacks. new_rows: a projector's file with rows for new tokens. value_head: of a folder that has one.
+    rest_of_tower: the tower's own folder, if the model's folder has the tower's weights; export takes tensors from it
+    that the model lacks. new_rows: a projector's file with rows for new tokens. value_head: None without one.
     """
 
     language_model: Source
@@ -346,13 +347,13 @@ class Sources:
     value_head: Source | None = None
 
     def whole_tower(self) -> Weights:
-        """All of the tower on disk, with layers that never run and are not built."""
+        """Open the whole tower on disk, including layers that never run and are not built."""
         tower = self.vision_tower.open()
         return tower if self.rest_of_tower is None else Overlaid(self.rest_of_tower.open(), tower)
 
 
 class Joined:
-    """The tensors of one folder, then those of another."""
+    """The tensors of one folder, followed by another's."""
 
     def __init__(self, first: WeightFiles, second: WeightFiles) -> None:
         self._both = first, second
@@ -365,7 +366,7 @@ class Joined:
 
 
 class Overlaid:
-    """Tensors below, replaced by those above with the same name; the tensors above come last."""
+    """Tensors of `below`, replaced by tensors of `above` with the same name. Yields `above` last."""
 
     def __init__(self, below: Weights, above: Weights) -> None:
         self.path = below.path
@@ -381,7 +382,7 @@ class Overlaid:
 
 
 def unused_tensors(sources: Sources) -> list[str]:
-    """Lines about tensors in the files that no part of the model uses, in groups."""
+    """Return lines about unused tensors in the files, in groups."""
     parts = (sources.language_model, sources.vision_tower, sources.projector, sources.newline, sources.new_rows)
     by_path: dict[str, list[Source]] = {}
     for source in parts:
@@ -393,5 +394,5 @@ def unused_tensors(sources: Sources) -> list[str]:
         groups = Counter(map(formats.unused_group, unused))
         if groups:
             listed = ", ".join(f"{group} ({count} tensors)" for group, count in groups.most_common())
-            lines.append(f"not used of {path}: {listed}")
+            lines.append(f"not used from {path}: {listed}")
     return lines

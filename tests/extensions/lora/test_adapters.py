@@ -98,7 +98,7 @@ def test_the_base_is_the_one_that_the_adapter_names_unless_a_flag_does(base, tmp
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"is a LoRA adapter of lmsys/vicuna-7b-v1.5, which is no folder on"):
         opened(flags)
-    with pytest.raises(ConfigError, match=r"--model_base .* goes with an adapter, but --model_name_or_path"):
+    with pytest.raises(ConfigError, match=r"--model_base .* needs an adapter, but --model_name_or_path"):
         opened({**flags, "model_name_or_path": base["model_name_or_path"], "model_base": str(tmp_path)})
 
 

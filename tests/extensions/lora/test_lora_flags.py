@@ -252,5 +252,5 @@ def test_settings_of_zero_that_packed_weights_do_not_go_with(zero, bits, problem
 
 
 def test_two_towers_have_no_adapter():
-    with pytest.raises(ConfigError, match="two towers go without an adapter of the tower: leave it out"):
+    with pytest.raises(ConfigError, match="two towers can't be combined with an adapter of the tower: leave it out"):
         read_tower(f"{CLIP_PATH},{CLIP_PATH}", toys.model_arguments(lora_enable=True, lora_modules="language,vision"))

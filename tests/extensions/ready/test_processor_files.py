@@ -269,8 +269,8 @@ def test_of_weights_those_that_transformers_loads_are_taken(shards, other):
     taken = {"model.safetensors": other, "named": "mine.safetensors"}.get(other, "model.safetensors.index.json")
     passed = other if other == "pytorch_model.bin" else "model.safetensors.index.json"
     count = len(changed)
-    line = f"weights are those of {taken}: {passed}, in which {count} of {count} tensors differ, such as "
-    assert line in line_of(shards, images=False, template=False) and "is passed over" in line_of(shards, images=False)
+    line = f"weights come from {taken}; {passed} ({count} of {count} tensors differ, such as "
+    assert line in line_of(shards, images=False, template=False) and ") is ignored" in line_of(shards, images=False)
 
 
 def test_the_same_weights_twice_are_not_worth_a_line(shards):
@@ -280,9 +280,9 @@ def test_the_same_weights_twice_are_not_worth_a_line(shards):
     assert weights_passed_over(shards) == []
     torch.save(dict(list(tensors.items())[:-1]), shards / "pytorch_model.bin")
     [clause] = weights_passed_over(shards)
-    assert f"pytorch_model.bin, which holds {len(tensors) - 1} tensors, where {len(tensors)} are read, is" in clause
+    assert f"pytorch_model.bin (holds {len(tensors) - 1} tensors instead of {len(tensors)}) is ignored" in clause
     (shards / "pytorch_model.bin").write_bytes(b"cut")
-    assert "pytorch_model.bin, which can't be read, is passed over" in weights_passed_over(shards)[0]
+    assert "pytorch_model.bin (can't be read) is ignored" in weights_passed_over(shards)[0]
 
 
 def test_what_is_passed_over_may_be_damaged(shards):
@@ -327,7 +327,7 @@ def test_of_two_files_of_an_adapter_pefts_is_taken_and_the_other_named(tmp_path)
     assert line_of(adapter, images=False, template=False) == ""
     torch.save({name: 2 * tensor for name, tensor in tensors.items()}, adapter / "adapter_model.bin")
     line = line_of(adapter, images=False, template=False)
-    assert "weights are those of adapter_model.safetensors: adapter_model.bin, in which 1 of 1 tensors differ" in line
+    assert "weights come from adapter_model.safetensors; adapter_model.bin (1 of 1 tensors differ" in line
     assert adapter_file(adapter).name == "adapter_model.safetensors"
 
 

@@ -177,5 +177,5 @@ def test_a_language_model_with_embeddings_of_layers_has_no_place_in_a_llava(tmp_
     model.save_pretrained(tmp_path / "llm")
     tokenizer.save_pretrained(tmp_path / "llm")
     given = {"model_name_or_path": str(tmp_path / "llm"), **toys.write_tower(tmp_path / "tower")}
-    with pytest.raises(ConfigError, match="gemma4_text, whose layers take embeddings of their own"):
+    with pytest.raises(ConfigError, match="gemma4_text: its layers have their own token embeddings"):
         plan_model(ModelArguments(**given), 512)
