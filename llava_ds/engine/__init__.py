@@ -1,1 +1,1 @@
-"""The only room that knows DeepSpeed's insides."""
+"""The only package that depends on DeepSpeed's internals."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers save only their input, and are recomputed in backward."""
+"""Activation checkpointing: layers save only their input and are recomputed in backward."""
 
 import deepspeed
 import torch
@@ -13,10 +13,10 @@ from llava_ds.model.llava import LlavaModel, all_models
 def mark_checkpointed_layers(
     model: LlavaModel, args: Arguments, ds_config: dict
 ) -> tuple[dict[str, nn.Module], list[str]]:
-    """Mark the layers to checkpoint, by --gradient_checkpointing and the resolved JSON.
+    """Mark the layers to checkpoint, according to --gradient_checkpointing and the resolved JSON.
 
-    Returns the parts of these layers by name (none with "off"), and lines that report how many they are. With "auto"
-    all layers are marked, for an extension to choose from, and there are no lines yet.
+    Returns the parts with such layers by name ({} with "off"), and lines that report their number. With "auto" all
+    layers are marked, for an extension to choose from, and no lines are returned.
     """
     if args.training.gradient_checkpointing == "off":
         return {}, []
@@ -35,17 +35,17 @@ def mark_checkpointed_layers(
 
 
 def _has_any(part: nn.Module) -> bool:
-    """True if the rank has parameters of a part."""
+    """True if this rank has parameters of the part."""
     return next(part.parameters(), None) is not None
 
 
 def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None) -> int:
-    """Checkpoint every n-th layer of a language model or a vision tower. Returns how many layers those are.
+    """Checkpoint every n-th layer of a language model or a vision tower. Returns the number of these layers.
 
-    block: activation_checkpointing of the DeepSpeed JSON, where it asks for something. DeepSpeed's own function is used
-    then, which can put the saved inputs into CPU memory or one buffer; its number_checkpoints is the number of layers.
+    block: activation_checkpointing of the DeepSpeed JSON if it enables something. Then DeepSpeed's own function is
+    used: it can move the saved inputs to CPU memory or one buffer. Its number_checkpoints is the number of layers.
     """
-    # transformers 5.23 has renamed it, and warns of the old name.
+    # transformers 5.23 has renamed it, and warns about the old name.
     new = getattr(part, "activation_checkpointing_enable", None)
     (new or part.gradient_checkpointing_enable)({"use_reentrant": False})
     layers = repeated_layers(part)
@@ -55,8 +55,8 @@ def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None
         in_cpu = block.get("cpu_checkpointing", False)
         deepspeed.checkpointing.configure(
             None,
-            # Without it, DeepSpeed 0.19.8 loses the shape of what it copies back from the CPU. With one tensor-parallel
-            # rank nothing is divided.
+            # Without it, DeepSpeed 0.19.8 loses the shape of tensors that it copies back from the CPU. With one
+            # tensor-parallel rank nothing is divided.
             partition_activations=block.get("partition_activations", False) or in_cpu,
             contiguous_checkpointing=block.get("contiguous_memory_optimization", False),
             num_checkpoints=len(chosen),
@@ -74,14 +74,14 @@ def checkpoint_layers(part: nn.Module, every: int = 1, block: dict | None = None
 
 
 def checkpoint_spread(layers: list[GradientCheckpointingLayer], count: int) -> None:
-    """Checkpoint so many layers of a part, evenly spread, after checkpoint_layers."""
+    """Checkpoint count layers of a part, evenly spread. Call it after checkpoint_layers."""
     chosen = _spread(count, len(layers))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen
 
 
 def repeated_layers(part: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that can be checkpointed, in the order in which they run."""
+    """Return the layers that can be checkpointed, in the order in which they run."""
     return [module for module in part.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -91,11 +91,11 @@ def _spread(count: int, total: int) -> set[int]:
 
 def _by_deepspeed(layer, hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
     if hidden_states.grad_fn is None:
-        # Nothing before the first layer trains, as with adapters. DeepSpeed 0.19.8's function is an autograd function
-        # of its inputs: without a gradient of theirs, parameters within get none.
+        # With adapters, nothing before the first layer trains. DeepSpeed 0.19.8's function is an autograd function of
+        # its inputs: if these have no gradient, the parameters inside get none.
         hidden_states.requires_grad_()
     if hidden_states.is_leaf or hidden_states._is_view():
-        # It empties tensors that it saves elsewhere: leaves don't allow that, and views (OPT's layers return one) lose
-        # their gradient.
+        # It empties tensors after saving them: leaves don't allow that, and views (OPT's layers return one) lose their
+        # gradient.
         hidden_states = hidden_states.clone()
     return deepspeed.checkpointing.checkpoint(lambda hidden: layer(hidden, *others), hidden_states)

@@ -1,4 +1,4 @@
-"""Construction of a model: inside zero.Init under ZeRO-3, its weights streamed in tensor by tensor."""
+"""Construct a model (inside zero.Init under ZeRO-3) and stream its weights in, tensor by tensor."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from llava_ds.runtime.ranks import Ranks, print_first
 
 @dataclass(frozen=True)
 class Build:
-    """What a model is built of. dtype: of its weights; seed: of what is drawn."""
+    """Inputs for building a model. dtype: of its weights; seed: for random initialisation."""
 
     plan: ModelPlan
     args: ModelArguments
@@ -47,11 +47,10 @@ def build_model(
     ranks: Ranks,
     mesh: Mesh = ALONE,
 ) -> LlavaModel:
-    """Build the model with its weights on this rank's device; on the CPU if deepspeed.initialize will cut matrices.
+    """Build the model with weights on this rank's device, or on the CPU if deepspeed.initialize will split matrices.
 
-    Under ZeRO-3 parameters are partitioned from the start, but those that extensions add in deepspeed.initialize.
-    mesh: over which the
-    engine will train the model.
+    Under ZeRO-3 parameters are partitioned from the start, except those that extensions add; deepspeed.initialize
+    partitions these. mesh: the mesh that will train the model.
     """
     build, wraps = Build(plan, args, ds_config, dtype, seed, ranks), active(args.own, plan.text_config).wraps
     with return_freed_memory():
@@ -74,8 +73,8 @@ def _construct(build: Build, mesh: Mesh) -> LlavaModel:
     plan, args, ds_config, dtype, ranks = build.plan, build.args, build.ds_config, build.dtype, build.ranks
     zero3 = build.is_partitioned
     mean, std = (torch.tensor(values, device=ranks.device) for values in (plan.images.mean, plan.images.std))
-    # Weights that will be packed are never written: on the CPU they take no memory. Those that other ranks have would
-    # take a whole model's on the device.
+    # Weights to be packed are never written, so on the CPU they take no memory. Parameters of other ranks would take a
+    # whole model's memory on the device.
     packs = any(flags.packs for flags in args.own.values())
     is_whole = not packs and not mesh.is_divided
     device = ranks.device if is_whole else torch.device("cpu")
@@ -95,10 +94,10 @@ def _construct(build: Build, mesh: Mesh) -> LlavaModel:
 
 
 def _let_inputs_have_gradients(model: LlavaModel) -> None:
-    """Let what comes into a layer that is gathered as one have a gradient, if the layer trains, whatever comes before.
+    """Give the inputs of a layer that is gathered as one a gradient, if the layer trains.
 
-    DeepSpeed 0.19.8 reduces its gradients in a backward hook of torch's, which without gradients of inputs runs before
-    they are there: as with adapters behind frozen embeddings and a frozen projector.
+    DeepSpeed 0.19.8 reduces the layer's gradients in a torch backward hook. Without gradients of inputs (for example
+    adapters after frozen embeddings and a frozen projector), the hook runs before the gradients exist.
     """
     for module in model.modules():
         if deepspeed.utils.z3_leaf_module(module):
@@ -115,7 +114,7 @@ def _with_gradient(module: torch.nn.Module, inputs: tuple) -> tuple | None:
 
 
 def _elsewhere(model: LlavaModel, part: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a part's parameters that only other ranks have, by name in the part."""
+    """Return the shapes of a part's parameters that only other ranks have, by name in the part."""
     shares = (share for share, parameter in placement_of(model).shares(model) if parameter is None)
     return {s.name.removeprefix(f"{part}."): s.shape for s in shares if s.name.startswith(f"{part}.")}
 
@@ -129,8 +128,8 @@ def _fill(
     ranks: Ranks,
     elsewhere: dict[str, tuple[int, ...]],
 ) -> None:
-    """Load a part's weights, or initialise them at random, and print which. elsewhere: shapes of its parameters that
-    other ranks have."""
+    """Load a part's weights or initialise them at random, and print which. elsewhere: shapes of its parameters on other
+    ranks."""
     opened = open_part(name, plan)
     if opened is None:
         print_first(plan.fresh_note(name))
@@ -145,17 +144,17 @@ def _fill(
 def construction(
     ds_config: dict, dtype: torch.dtype, device: torch.device, zero3: bool, group: Group = None
 ) -> Iterator[None]:
-    """Build modules in the training dtype, on the device, uninitialised, and partitioned under ZeRO-3 over a group of
-    ranks (None: all of them).
+    """Build modules uninitialised on the device, in the training dtype, and under ZeRO-3 partitioned over a group of
+    ranks (None: all ranks).
 
-    Rotary tables are in float32 whatever the dtype, if their modules ask for it.
+    Rotary tables stay float32 if their modules request it.
     """
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_init_weights())
         if zero3:
             stack.enter_context(_keep_requested_dtypes())
-            # Not dtype=: on CPU, DeepSpeed 0.19.8 takes bfloat16 whatever is given there; from the config it is right.
+            # Not dtype=: on CPU, DeepSpeed 0.19.8 ignores it and takes bfloat16; it reads the config correctly.
             init = deepspeed.zero.Init(data_parallel_group=group, config_dict_or_path=for_engine(ds_config))
             stack.enter_context(init)
         else:
@@ -169,10 +168,10 @@ def construction(
 
 @contextlib.contextmanager
 def _keep_requested_dtypes() -> Iterator[None]:
-    """Let zero.Init choose the device of tensors but not their dtype; to be entered before it.
+    """Let zero.Init choose the device of tensors but not their dtype. Enter it before zero.Init.
 
-    DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, with the factors of Phi-3's rotary angles
-    among them. transformers' own remedy (prevent_arange_dtype_change) covers torch.arange only.
+    DeepSpeed 0.19.8 rounds every floating-point tensor that a module makes, including the factors of Phi-3's rotary
+    angles. transformers' own remedy (prevent_arange_dtype_change) covers torch.arange only.
     """
 
     def constructor(function, target_fp_dtype, target_device):

@@ -1,11 +1,11 @@
 """Skip optimizer steps whose gradients are not finite, without waiting for the device.
 
-DeepSpeed 0.19.8 reads the norm of the gradients on the host to skip such a step, at ZeRO 1 to 3 and at stage 0 in bf16,
-with clipping once more per parameter group. At stage 0 in fp32, and in bf16 at 1 and 2 once bf16.check_grad_overflow is
-false, it doesn't look, and all weights are lost. torch's fused Adam takes a tensor on the device (found_inf, which
-GradScaler uses) by which it leaves weights, moments and its count as they are. Where that is the optimizer, the norm is
-computed here, in one collective, and DeepSpeed's own checks are replaced. To the host such a step is like any other:
-the schedule goes on, and skipped steps are counted on the device. Every step asserts that the norm was computed here,
+DeepSpeed 0.19.8 reads the norm of the gradients on the host to skip such a step, at ZeRO 1 to 3 and at stage 0 in bf16;
+with clipping, again per parameter group. At stage 0 in fp32, and in bf16 at 1 and 2 if bf16.check_grad_overflow is
+false, it doesn't check, and all weights are lost. torch's fused Adam takes a tensor on the device (found_inf, as
+GradScaler does) that makes it keep weights, moments and step count unchanged. With this optimizer, the norm is computed
+here, in one collective, and DeepSpeed's own checks are replaced. For the host such a step is like any other: the
+schedule advances, and skipped steps are counted on the device. Every step asserts that the norm was computed here,
 once, and that Adam stepped after it.
 """
 
@@ -26,13 +26,13 @@ from llava_ds.engine.placement import Placement
 from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.waiting import waiting
 
-SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: a tensor on the device, of steps not yet settled
-NORM_NUMBERS = 2**24  # of a gradient, in float64 at a time
-CLIP_EPSILON = 1e-6  # what DeepSpeed and torch add to the norm before they divide by it
+SKIPPED = "llava_ds_skipped_steps"  # attribute of the engine: number of steps not yet settled, a tensor on the device
+NORM_NUMBERS = 2**24  # numbers of a gradient converted to float64 at a time
+CLIP_EPSILON = 1e-6  # DeepSpeed and torch add it to the norm before dividing by it
 
 
 def guard_steps(engine, placement: Placement) -> None:
-    """Skip non-finite steps on the device, where the optimizer is torch's fused Adam beside its weights.
+    """Skip non-finite steps on the device, if the optimizer is torch's fused Adam on the same device as its weights.
 
     All other optimizers keep DeepSpeed's own check. placement: of the engine's parameters.
     """
@@ -40,7 +40,7 @@ def guard_steps(engine, placement: Placement) -> None:
     if not _is_fused_adam(adam) or engine.zero_cpu_offload() or _scales_loss(engine):
         return
     if not engine._config.zero_config.compute_grad_norm:
-        return  # the JSON asks for steps that nobody judges
+        return  # the JSON disables the norm, and with it the check
     setattr(engine, SKIPPED, torch.zeros((), dtype=torch.int64, device=engine.device))
 
     assert adam._step_supports_amp_scaling, "torch's fused Adam doesn't read found_inf any more"
@@ -57,7 +57,7 @@ def guard_steps(engine, placement: Placement) -> None:
     adam.step = counted
 
     def judge(norm: torch.Tensor) -> torch.Tensor:
-        """Tell Adam to skip the step if the norm is not finite; returns the norm."""
+        """Make Adam skip the step if the norm is not finite. Returns the norm."""
         nonlocal judged
         judged += 1
         invalid = ~torch.isfinite(norm)
@@ -81,24 +81,24 @@ def guard_steps(engine, placement: Placement) -> None:
     def asserted(*args, **kwargs):
         before = judged, stepped
         result = step(*args, **kwargs)
-        # With bf16.check_grad_overflow true, DeepSpeed may skip the step before it asks for the norm.
+        # With bf16.check_grad_overflow true, DeepSpeed may skip the step before it computes the norm.
         if not getattr(optimizer, "overflow", False):
             assert judged == before[0] + 1, "DeepSpeed took a step without the guard's norm"
             assert stepped > before[1], "DeepSpeed took a step without the guarded Adam"
-        adam.found_inf = None  # it goes for this step alone
+        adam.found_inf = None  # valid for this step only
         return result
 
     optimizer.step = asserted
 
 
 def skipped_steps(engine) -> int | torch.Tensor:
-    """Steps without an update so far; a tensor on the device where they are counted there."""
+    """Return the number of steps without an update so far, a tensor if they are counted on the device."""
     on_device = getattr(engine, SKIPPED, None)
     return engine.skipped_steps if on_device is None else on_device + engine.skipped_steps
 
 
 def settle_skipped_steps(engine) -> None:
-    """Add the device's count to the engine's, which checkpoints hold. Waits for the device."""
+    """Add the device's count to the engine's, to save it in checkpoints. Waits for the device."""
     if hasattr(engine, SKIPPED):
         with waiting("the count of skipped steps"):
             engine.skipped_steps += int(getattr(engine, SKIPPED))
@@ -110,26 +110,26 @@ def _is_fused_adam(optimizer: object) -> bool:
 
 
 def _scales_loss(engine) -> bool:
-    """True if steps are skipped to find a loss scale, which the host has to know of."""
+    """True if the loss scale is dynamic: then the host has to know about skipped steps."""
     scaler = engine.torch_autocast_z0_gradscaler or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
     return engine.fp16_enabled() or scaler is not None
 
 
 class _Norm(NamedTuple):
-    """The L2 norm over the ranks of a group (None: this one alone). counted: parameters whose gradients this rank adds
+    """The L2 norm over the ranks of a group (None: this rank only). counted: parameters whose gradients this rank adds
     to it (None: all)."""
 
     counted: set[torch.Tensor] | None
     group: Group
 
     def own(self, gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those gradients that this rank counts."""
+        """Return the gradients that this rank counts."""
         if self.counted is None:
             return gradients
         return [g for g, p in zip(gradients, parameters) if p in self.counted]
 
     def over(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm over all ranks, from that of what each counts."""
+        """Return the norm over all ranks, from the norm that each rank counts."""
         if self.group is None:
             return norm
         squares = norm.square()
@@ -142,20 +142,20 @@ class _Norm(NamedTuple):
 
 
 def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
-    """Stages 1 to 3: each rank holds its part of every gradient."""
+    """Guard stages 1 to 3: each rank holds its part of every gradient."""
     is_stage_3 = hasattr(optimizer, "sub_group_to_group_id")
     parameters = optimizer.fp16_groups if is_stage_3 else optimizer.params_in_partition
 
     def total_norm() -> torch.Tensor:
         parts: list[torch.Tensor] = []
-        for i, params in enumerate(parameters):  # between a rank's parts of their gradients may be padding
+        for i, params in enumerate(parameters):  # a rank's parts of their gradients may have padding in between
             own = [g for g in optimizer.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
             parts += norm.own(own, params)
         squares = _norm(parts, optimizer.device).square()
         torch.distributed.all_reduce(squares, group=optimizer.dp_process_group)
         return judge(norm.over(squares.sqrt()).float())
 
-    if is_stage_3:  # which combines a list of norms
+    if is_stage_3:  # it combines a list of norms
         optimizer._get_norm_groups = lambda: [total_norm()]
     else:
         optimizer.scaled_global_norm = total_norm
@@ -165,10 +165,10 @@ def _guard_zero(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: 
 def _guard_bf16(
     optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm_of_copies: _Norm, norm_of_own: _Norm
 ) -> None:
-    """Stage 1 in bf16 with gradients accumulated in fp32: every rank holds all of them, added up.
+    """Guard stage 1 in bf16 with gradients accumulated in fp32: every rank holds all summed gradients.
 
-    DeepSpeed asks for the norm of those that a rank counts, and then for that with groups that are marked moe, of which
-    ranks have others.
+    DeepSpeed computes the norm of the gradients that a rank counts, then adds groups marked moe, because ranks have
+    different ones.
     """
     device = optimizer.fp32_groups_flat_partition[0].device
 
@@ -193,7 +193,7 @@ def _guard_bf16(
 
 
 def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
-    """Stage 0 in bf16, of fp32 copies: DeepSpeed's step but for what it reads, tensor by tensor, on the host."""
+    """Guard stage 0 in bf16 with fp32 copies: DeepSpeed's step without its reads of each tensor on the host."""
 
     def step(closure=None) -> None:
         weights = [p for group in optimizer.fp16_groups for p in group]
@@ -214,7 +214,7 @@ def _guard_unfused(optimizer, judge: Callable[[torch.Tensor], torch.Tensor], nor
 
 
 def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], norm: _Norm) -> None:
-    """Stage 0 in fp32: the engine's own clipping comes before the step, and is done within it instead."""
+    """Guard stage 0 in fp32: clip inside the step instead of the engine's own clipping before it."""
     adam, step = engine.optimizer, engine.optimizer.step
     engine.clip_fp32_gradients = lambda: None
 
@@ -222,7 +222,7 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], norm: _N
     def guarded(*args, **kwargs):
         trained = [p for group in adam.param_groups for p in group["params"] if p.grad is not None]
         gradients = [p.grad for p in trained]
-        adam._global_grad_norm = judge(norm.of(gradients, trained, engine.device))  # where the engine looks for it
+        adam._global_grad_norm = judge(norm.of(gradients, trained, engine.device))  # the engine reads it from there
         if engine.gradient_clipping() > 0:
             _clip(gradients, engine.gradient_clipping(), adam._global_grad_norm)
         return step(*args, **kwargs)
@@ -231,7 +231,7 @@ def _guard_plain(engine, judge: Callable[[torch.Tensor], torch.Tensor], norm: _N
 
 
 def step_with(optimizer, module, **others: Callable) -> None:
-    """Let an optimizer's step see other functions under these names of the module that it is written in."""
+    """Replace functions of these names in the optimizer's module while its step runs."""
     step = optimizer.step
 
     def guarded(*args, **kwargs):
@@ -252,7 +252,7 @@ def _replaced(module, others: dict[str, Callable]) -> Iterator[None]:
 
 
 def _norm(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    """The L2 norm of all together, a float64 scalar, as DeepSpeed adds it up."""
+    """Return the joint L2 norm of all tensors, a float64 scalar, summed like DeepSpeed's."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
@@ -260,7 +260,7 @@ def _norm(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tens
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Parts of a tensor so small that torch's copies of them in float64 take no memory to speak of."""
+    """Split a tensor into parts so small that their float64 copies take little memory."""
     return (tensor,) if tensor.numel() <= NORM_NUMBERS else tensor.flatten().split(NORM_NUMBERS)
 
 

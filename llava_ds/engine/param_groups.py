@@ -1,4 +1,4 @@
-"""The trained parameters of a stage: the optimizer's groups with their rates, and a table of them."""
+"""The trained parameters of a training stage: the optimizer's groups with their rates, and a table of them."""
 
 from torch import nn
 
@@ -12,12 +12,12 @@ from llava_ds.model.open.packed import is_packed, num_packed
 
 
 def choose_trainable(model: LlavaModel, args: Arguments) -> None:
-    """Freeze all parts but trained_parts, of which some train in their last layers alone, and what extensions add.
+    """Freeze everything except trained_parts (for some parts, only the last layers) and the parameters of extensions.
 
-    With tokens around images stage 1 trains all input embeddings too, as LLaVA does, unless the output layer is tied to
-    them. The newline trains with the projector or the language model; in LLaVA's own stage 1 it stays at its random
-    values. A value head trains always, and the output layer of a model with one never: its loss has no logits. Raises
-    ConfigError when nothing is left to train.
+    With tokens around images stage 1 also trains all input embeddings, like LLaVA, unless the output layer is tied to
+    them. The newline trains with the projector or the language model; in LLaVA's own stage 1 it keeps its random
+    values. A value head always trains; the output layer of a model with one never trains, because its loss has no
+    logits. Raises ConfigError if nothing is left to train.
     """
     parts = trained_parts(args.model)
     model.vision_tower.requires_grad_("vision_tower" in parts)
@@ -44,8 +44,8 @@ def choose_trainable(model: LlavaModel, args: Arguments) -> None:
             outputs.requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(
-            "nothing is left to train: of what the flags leave to train "
-            f"({', '.join(sorted(parts))}) this model has no parameters of its own: let another part train"
+            "nothing is left to train: the flags train only "
+            f"{', '.join(sorted(parts))}, and this model has no separate parameters there: train another part"
         )
 
 
@@ -56,11 +56,11 @@ def _leave_last_layers(part: nn.Module, count: int) -> None:
 
 
 def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None = None) -> list[dict]:
-    """The optimizer's groups: language model, newline and value head, then projector, then tower, each at its own rate,
-    with and without decay; then those of a model that trains as its child, all at that one's rate.
+    """Make the optimizer's groups: language model, newline and value head; projector; tower; each at its own rate, with
+    and without decay; then a child model's groups, all at its rate.
 
     Biases and norms do not decay. Empty groups are left out.
-    optimizer: the block of the resolved JSON; Muon's has more groups.
+    optimizer: the block of the resolved JSON; Muon has more groups.
     Source: LLaVA's LLaVATrainer.create_optimizer.
     """
     training = args.training
@@ -92,23 +92,23 @@ def parameter_groups(model: LlavaModel, args: Arguments, optimizer: dict | None 
 
 
 def _own_rates(training: TrainingArguments) -> tuple[str, ...]:
-    """Beginnings of the names of groups whose rate the user gave."""
+    """Return the name prefixes of groups whose rate the user gave."""
     given = {"projector": training.mm_projector_lr, "vision_tower": training.mm_vision_tower_lr}
     return tuple(name for name, rate in given.items() if rate is not None)
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    """True if weight decay applies. Biases and norms don't decay; of vectors, as in LLaVA, the newline and CLIP's class
-    token do."""
+    """True if weight decay applies. Biases and norms don't decay; as in LLaVA, the newline and CLIP's class token do,
+    although they are vectors."""
     return _ndim(parameter) > 1 or name.endswith("embedding")
 
 
 def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates: tuple[str, ...]) -> list[dict]:
-    """Each group's hidden matrices, for Muon at muon_lr, then its other parameters, for Adam at adam_lr.
+    """Split each group into hidden matrices, for Muon at muon_lr, and other parameters, for Adam at adam_lr.
 
-    DeepSpeed tells the two apart by itself and would do the same, but lets the rate of a group win over both.
-    own_rates: groups with a rate of their own, which wins.
-    Source: Muon (Jordan 2024): embeddings, output layer (a value head, too), norms and biases stay with Adam.
+    DeepSpeed makes the same split, but the rate of a group overrides muon_lr and adam_lr there. own_rates: name
+    prefixes of groups whose own rate takes precedence.
+    Source: Muon (Jordan 2024): embeddings, output layer, value head, norms and biases stay with Adam.
     """
     llm = model.language_model
     ends = [end for end in (llm.get_input_embeddings(), llm.get_output_embeddings()) if end is not None]
@@ -127,7 +127,7 @@ def _muon_groups(model: LlavaModel, groups: list[dict], params: dict, own_rates:
 
 
 def describe_parts(model: LlavaModel, groups: list[dict]) -> list[str]:
-    """The table of parts with their parameters, trained parameters and learning rate."""
+    """Return a table of parts with their parameters, trained parameters and learning rate, as lines."""
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     lines = [f"  {'part':16}{'parameters':>16}{'trained':>16}   learning rate"]
     for name, part in model.named_children():
@@ -144,7 +144,7 @@ def _ndim(parameter: nn.Parameter) -> int:
 
 
 def num_elements(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter, which may be packed, and of which a rank may hold a shard."""
+    """Return the number of elements of the whole parameter, also if it is packed or sharded."""
     if is_packed(parameter):
         return num_packed(parameter)
     return getattr(parameter, "ds_numel", parameter.numel())

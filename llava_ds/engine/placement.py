@@ -1,6 +1,6 @@
-"""Where the parameters of the whole model lie (on every rank, on one, or in slices), and how rank 0 gets them whole.
+"""Placement of the whole model's parameters on the ranks (on every rank, on one, or sliced), and gathering on rank 0.
 
-ZeRO's shards are no part of it: engine/shards/pieces.py describes those of what a rank has.
+It excludes ZeRO's shards: engine/shards/pieces.py describes how ZeRO shards a rank's parameters.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from llava_ds.runtime.mesh import Group
 from llava_ds.runtime.ranks import Ranks
 from llava_ds.runtime.waiting import waiting
 
-# A part of a parameter laid flat: the numbers from begin to end of every period; () for all.
+# (begin, end, period): a part of a flattened parameter, numbers begin to end of every period; () for all numbers.
 Slice = tuple[int, int, int] | tuple[()]
 
 
 class Share(NamedTuple):
-    """A parameter of the whole model: its name and shape there, the slice that this rank has, and the rank of the
-    placement's group that owns it (None: every rank has it, or a slice of it)."""
+    """A parameter of the whole model: its name and shape there, this rank's slice, and the rank in the placement's
+    group that owns it (None: every rank has it or a slice)."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,8 +38,8 @@ class Share(NamedTuple):
 class Placement:
     """Every rank has every parameter; subclasses override `shares`.
 
-    axis: the field of pieces.Layout with the number of ranks that have the model together; size: this number; index: of
-    this rank among them; group: these ranks; in_data: they have different samples, so that ZeRO sums over them itself.
+    axis: the field of pieces.Layout with the number of ranks that share the model; size: this number; index: this
+    rank's index among them; group: these ranks; in_data: they have different samples, so ZeRO itself sums over them.
     """
 
     axis: str = "tp"
@@ -49,7 +49,7 @@ class Placement:
     in_data: bool = False
 
     def shares(self, model: nn.Module) -> Iterator[tuple[Share, nn.Parameter | None]]:
-        """Yield all parameters of the whole model, on all ranks in one order, each with what this rank has of it."""
+        """Yield every parameter of the whole model with this rank's share, in the same order on all ranks."""
         for name, parameter in model.named_parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 may have partitioned it
             yield Share(name, tuple(shape), parameter.dtype), parameter
@@ -59,15 +59,15 @@ class Placement:
         return {parameter: share for share, parameter in self.shares(model) if parameter is not None}
 
     def counted(self, model: nn.Module) -> set[nn.Parameter] | None:
-        """Return the parameters whose gradients this rank counts in a sum over the group: what it alone has, and the
-        first rank everything (None)."""
+        """Return the parameters whose gradients this rank counts in a sum over the group: parameters that no other rank
+        has; on the first rank all (None)."""
         if self.index == 0:
             return None
         return {p for p, share in self.held(model).items() if share.slice or share.owner is not None}
 
     def read(self, share: Share, parameter: nn.Parameter | None, ranks: Ranks) -> torch.Tensor | None:
-        """Return the whole parameter, on rank 0's CPU; None on the other ranks. All ranks call it together."""
-        if share.owner:  # the first rank has its own
+        """Return the whole parameter on rank 0's CPU; None on the other ranks. Collective."""
+        if share.owner:  # rank 0 of the group needs no transfer
             if parameter is None:
                 tensor = torch.empty(share.shape, dtype=share.dtype, device=ranks.device)
             else:
@@ -94,8 +94,8 @@ def divided(
     parts: Iterable[MeshPart],
     size_of: Callable[[str], int],
 ) -> dict[nn.Parameter, int]:
-    """Return how many numbers of each parameter a rank will hold. elements: of the whole model; size_of: ranks on an
-    axis."""
+    """Return how many numbers of each parameter a rank will hold. elements: numbers in the whole model; size_of: maps
+    an axis to its number of ranks."""
     for part in parts:
         cut = part.divides(model) if part.divides is not None else ()
         elements = {p: number // size_of(part.axis) if p in cut else number for p, number in elements.items()}
@@ -103,12 +103,12 @@ def divided(
 
 
 def placement_of(model: Any) -> Placement:
-    """Return the placement that a model was given, as an attribute. model: an engine's, or the engine."""
+    """Return the placement stored on a model. model: the engine, or the engine's model."""
     return getattr(getattr(model, "module", model), "placement", WHOLE)
 
 
 def slice_of(shape: tuple[int, ...], dim: int, index: int, size: int) -> Slice:
-    """Return the slice that rank index has of a parameter of this shape, cut along a dimension for so many ranks."""
+    """Return rank index's slice of a parameter of this shape, cut along dim for size ranks."""
     period = math.prod(shape[dim:])
     share = period // size
     return index * share, (index + 1) * share, period
@@ -120,9 +120,9 @@ def cut_dim(shape: tuple[int, ...], part: Slice) -> int:
 
 
 def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor on CPU) on rank 0, nothing elsewhere; every rank has to run through it.
+    """Yield (name, tensor on CPU) on rank 0, nothing on other ranks. Every rank has to iterate over all of it.
 
-    Only one parameter is whole at a time, so memory stays at the model's share plus what rank 0 holds on to.
+    Only one parameter is whole at a time, so memory is the model's share plus the tensors that rank 0 keeps.
     """
     for name, parameter in parameters:
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -132,7 +132,7 @@ def gathered(parameters: Iterable[tuple[str, nn.Parameter]], ranks: Ranks) -> It
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU of a weight that was gathered, which waits for the ranks that it comes from."""
+    """Copy a gathered weight to the CPU. Waits for the ranks that it comes from."""
     with waiting("a gathered weight"):
         return tensor.detach().to("cpu", copy=True)
 
@@ -141,8 +141,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def full_precision_gathers(module: nn.Module) -> Iterator[None]:
     """Let ZeRO-3 gather float32 weights in float32 even under torch's autocast.
 
-    DeepSpeed 0.19.8 marks each parameter with the lower precision that it is gathered in; the marks are removed and
-    put back.
+    DeepSpeed 0.19.8 marks each parameter with the lower precision to gather it in; this removes the marks and restores
+    them.
     """
     lowered = [(p, get_comm_dtype(p)) for p in module.parameters() if has_comm_dtype(p)]
     for p, _ in lowered:

@@ -1,4 +1,4 @@
-"""The process group: every rank joins it, takes its device, and runs the same versions as the others."""
+"""Join the process group, take this rank's device, and check that all ranks run the same versions."""
 
 import hashlib
 import importlib.metadata
@@ -18,20 +18,20 @@ from llava_ds.runtime.launchers import is_loopback_name, rank_variables
 from llava_ds.runtime.output import print_first
 from llava_ds.runtime.ranks import Ranks, address_towards, check_same, local_ranks
 
-MOST_IN_A_MESH = 64  # ranks whose gloo groups connect each to each at once
+MOST_IN_A_MESH = 64  # up to this many ranks, gloo groups connect all pairs at once
 NUM_GLOO_GROUPS = 4  # on the CPU: torch's own, patient_group, Stopping's and DeepSpeed's clone of the first
-OTHER_DESCRIPTORS = 512  # files, worker processes, libraries
-DESCRIPTORS = 65536  # of a process, where it may have as many
+OTHER_DESCRIPTORS = 512  # for files, worker processes and libraries
+DESCRIPTORS = 65536  # limit to set for a process, if the system allows as many
 
 
 def init_ranks() -> Ranks:
     """Join the process group (NCCL on GPUs, gloo on CPU) and choose this rank's device.
 
-    Reads the variables that deepspeed's launcher, torchrun, srun and mpirun set; without them, a group of one.
-    Raises ConfigError where they say too little, the ranks do not meet, a rank has no device of its own, or the ranks
-    run different versions.
+    Reads the variables that deepspeed's launcher, torchrun, srun and mpirun set; without them, makes a group of one.
+    Raises ConfigError if these are incomplete, the ranks do not connect, a rank has no own device, or the ranks run
+    different versions.
     """
-    import deepspeed  # takes seconds, and prints: only for who needs a group
+    import deepspeed  # takes seconds, and prints: import it only when a group is needed
     from deepspeed.accelerator import get_accelerator
 
     started_by_srun = "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ
@@ -45,12 +45,12 @@ def init_ranks() -> Ranks:
     if accelerator.device_name() == "cpu":
         use_gloo_without_compiling(accelerator)
         if "OMP_NUM_THREADS" not in os.environ:
-            # Two ranks with every core each would run slower than one: share the cores out.
+            # Two ranks that both use every core would run slower than one: divide the cores.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
         device = torch.device("cpu")
     else:
         index = device_index(local_rank, accelerator.device_count(), started_by_srun)
-        os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed takes it for the device's number
+        os.environ["LOCAL_RANK"] = str(index)  # DeepSpeed uses it as the device's number
         accelerator.set_device(index)
         device = torch.device(accelerator.device_name(index))
     prepare_connections(int(os.environ["WORLD_SIZE"]))
@@ -58,10 +58,10 @@ def init_ranks() -> Ranks:
         _choose_gloo_interface(os.environ["MASTER_ADDR"])
     try:
         deepspeed.init_distributed(verbose=False)
-        # Waits for rank 0's reading and writing may last longer than a collective of training may (10 minutes).
+        # Waiting for rank 0's reading and writing may take longer than training's collectives are allowed (10 minutes).
         patient = torch.distributed.new_group(backend="gloo", timeout=timedelta(hours=12))
     except RuntimeError as error:
-        # Nobody answers, the port is taken, not all came; gloo has no type of error of its own.
+        # No answer, port taken, or ranks missing; gloo has no error type of its own.
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error).lower():
             raise
         raise ConfigError(_did_not_meet(error)) from error
@@ -71,27 +71,27 @@ def init_ranks() -> Ranks:
 
 
 def use_gloo_without_compiling(accelerator) -> None:
-    """Keep DeepSpeed from building its shared-memory collective, which needs a C++ compiler and gains nothing.
+    """Keep DeepSpeed from building its shared-memory collective: it needs a C++ compiler and gains nothing.
 
-    DeepSpeed 0.19 has no public switch: init_distributed asks this private table whether the op can be built.
+    DeepSpeed 0.19 has no public switch: init_distributed looks up in this private table whether the op can be built.
     """
-    from deepspeed.ops import __compatible_ops__  # probes the ops when it is first read
+    from deepspeed.ops import __compatible_ops__  # probes the ops on first access
 
     __compatible_ops__[accelerator.create_op_builder("ShareMemCommBuilder").NAME] = False
 
 
 def prepare_connections(world_size: int) -> None:
-    """Keep this process's connections to other ranks below its limit of descriptors, which is raised as far as it may.
+    """Raise this process's limit of descriptors as far as allowed, and keep its connections to other ranks below it.
 
-    With many ranks gloo connects two of them when they first exchange something: a ring or a tree, which takes as many
-    connections as the logarithm of the ranks, instead of all. Raises ConfigError where the limit is still too low.
+    With many ranks gloo connects two ranks when they first communicate, in a ring or a tree: the number of connections
+    grows with the logarithm of the ranks. Raises ConfigError if the limit is still too low.
     """
     per_group = world_size
     if world_size > MOST_IN_A_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
         per_group = min(world_size, 8 + 4 * world_size.bit_length())
-    # Rank 0 serves torch's store, to which every rank is connected; any rank may be rank 0's neighbour on its machine.
+    # Rank 0 serves torch's store to every rank; any rank may run on rank 0's machine.
     needed = OTHER_DESCRIPTORS + 2 * world_size + NUM_GLOO_GROUPS * per_group
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, max(DESCRIPTORS, needed))
@@ -100,18 +100,18 @@ def prepare_connections(world_size: int) -> None:
         soft = most
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(
-            f"{socket.gethostname()} allows a process {soft:,} open files (ulimit -Hn), and {world_size:,} ranks need "
-            f"up to {needed:,}, for their connections: raise the limit (LimitNOFILE= of the service that starts the "
+            f"{socket.gethostname()} allows a process {soft:,} open files (ulimit -Hn), but the connections of "
+            f"{world_size:,} ranks need up to {needed:,}: raise the limit (LimitNOFILE= of the service that starts the "
             "ranks, nofile in /etc/security/limits.conf, --ulimit nofile= of a container)"
         )
 
 
 def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> int:
-    """The number of a rank's device. Raises ConfigError where it has none."""
+    """Return the number of a rank's device. Raises ConfigError if it has none."""
     if local_rank < num_devices:
         return local_rank
     if started_by_srun and num_devices == 1:
-        return 0  # srun --gpus-per-task=1 shows every task its own GPU and no other
+        return 0  # srun --gpus-per-task=1 shows every task only its own GPU
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
     raise ConfigError(
@@ -121,10 +121,10 @@ def device_index(local_rank: int, num_devices: int, started_by_srun: bool) -> in
 
 
 def _choose_gloo_interface(master_addr: str) -> None:
-    """Let gloo use the interface that leads to rank 0, where this machine's name would mislead it.
+    """Let gloo use the interface that leads to rank 0, if this machine's name resolves to an unusable address.
 
-    Gloo binds to the address of the machine's name; Debian's /etc/hosts gives 127.0.1.1 for it, which no other machine
-    can reach. Raises ConfigError where the user chose an interface that is not there.
+    Gloo binds to the address of the machine's name; Debian's /etc/hosts gives 127.0.1.1 for it, unreachable from other
+    machines. Raises ConfigError if the user chose an interface that does not exist.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     present = [name for _, name in socket.if_nameindex()]
@@ -138,32 +138,32 @@ def _choose_gloo_interface(master_addr: str) -> None:
     try:
         _, own = address_towards(master_addr)
     except OSError:
-        return  # joining rank 0 will fail too, with a message
+        return  # joining rank 0 will fail with a message
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.split("%")[0] == own for each in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _did_not_meet(error: Exception) -> str:
-    """The message when the ranks did not come together."""
+    """Return the message for ranks that did not connect."""
     env = os.environ
     reason = str(error).strip().splitlines()[0]
     if any(sign in str(error).lower() for sign in ("eaddrinuse", "address already in use")):
         return (
-            f"port {env['MASTER_PORT']} on {socket.gethostname()} is taken, by another run or by ranks of an earlier "
-            "one that still live: give another one, by --master_port for deepspeed, --master-port for torchrun, "
+            f"port {env['MASTER_PORT']} on {socket.gethostname()} is taken, by another run or by running ranks of an "
+            "earlier one: give another port, by --master_port for deepspeed, --master-port for torchrun, "
             f"MASTER_PORT for srun and mpirun ({reason})"
         )
     return (
         f"rank {env['RANK']} of {env['WORLD_SIZE']}, on {socket.gethostname()}, did not meet the others at "
         f"{env['MASTER_ADDR']}:{env['MASTER_PORT']} ({reason}): start all machines within DEEPSPEED_TIMEOUT minutes "
-        f"(now {env.get('DEEPSPEED_TIMEOUT', '10')}), with the same address, port and number of ranks; the address has "
-        "to be the first machine's as the others reach it, and the port (--master_port, MASTER_PORT) free there"
+        f"(now {env.get('DEEPSPEED_TIMEOUT', '10')}), with the same address, port and number of ranks; the address "
+        "must be one by which the others reach the first machine, and the port (--master_port, MASTER_PORT) free there"
     )
 
 
 def _versions() -> dict[str, object]:
-    """Versions that have to be the same on every machine for the ranks to compute the same."""
+    """Return the versions that must be equal on every machine for the ranks to compute the same."""
     package = Path(__file__).parents[1]
     source = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

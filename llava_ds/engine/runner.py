@@ -1,4 +1,4 @@
-"""How micro-batches go through the model: one after the other on this rank, or as an axis of the mesh has it."""
+"""Run micro-batches through the model: one after the other on this rank, or as an axis of the mesh requires."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -8,22 +8,22 @@ import torch
 
 from llava_ds.batch import Batch
 
-Forward = Callable[[Any, Batch], Any]  # of a model, or of the engine over it, and a micro-batch
+Forward = Callable[[Any, Batch], Any]  # (model or its engine, micro-batch) -> result
 
 
 class Runner(Protocol):
-    """Runs micro-batches through the engine's model. All ranks call every method together."""
+    """Runs micro-batches through the engine's model. Every method is collective."""
 
     engine: deepspeed.DeepSpeedEngine
 
     def train(
         self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
     ) -> list[Any]:
-        """Run forward, backward and step of every micro-batch of one optimizer step.
+        """Run forward, backward and engine step for every micro-batch of one optimizer step.
 
-        loss_of: from a micro-batch's number and what forward returned, the scalar to run backward on, and what to
-        return of it, without its graph, which would keep the micro-batch's activations. Returns all of these; nothing
-        on ranks that don't see the results.
+        loss_of: maps a micro-batch's number and forward's result to the scalar for backward, and a result without a
+        graph, because a graph would keep the micro-batch's activations. Returns these results; [] on ranks that don't
+        see them.
         """
         ...
 
@@ -35,19 +35,19 @@ class Runner(Protocol):
         ...
 
     def forward(self, model: Any, batch: Batch, forward: Forward) -> Any | None:
-        """Run a micro-batch without backward. Returns what forward returned; None on ranks that don't see it.
+        """Run a micro-batch without backward. Returns forward's result; None on ranks that don't see it.
 
-        model: the engine, or the LlavaModel in it.
+        model: the engine, or its LlavaModel.
         """
         ...
 
     def agree(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of a rank that sees results on all ranks; others give one of its shape to overwrite."""
+        """Broadcast the tensor of a rank that sees results; other ranks pass one of its shape to overwrite."""
         ...
 
 
 class Direct:
-    """The runner of a rank that has the whole model, but for what ZeRO shards."""
+    """The runner of a rank with the whole model (except ZeRO's sharding)."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self.engine = engine
@@ -55,7 +55,7 @@ class Direct:
     def train(
         self, batches: Sequence[Batch], forward: Forward, loss_of: Callable[[int, Any], tuple[torch.Tensor, Any]]
     ) -> list[Any]:
-        """As Runner.train."""
+        """See Runner.train."""
         kept = []
         for i, batch in enumerate(batches):
             loss, rest = loss_of(i, forward(self.engine, batch))
@@ -66,20 +66,20 @@ class Direct:
         return kept
 
     def warm_up(self, batch: Batch, forward: Forward, accumulates: bool) -> None:
-        """As Runner.warm_up."""
+        """See Runner.warm_up."""
         for is_last in (False, True) if accumulates else (True,):
             backward_with_weight_zero(self.engine, forward(self.engine, batch), is_last)
 
     def forward(self, model: Any, batch: Batch, forward: Forward) -> Any:
-        """As Runner.forward."""
+        """See Runner.forward."""
         return forward(model, batch)
 
     def agree(self, value: torch.Tensor) -> torch.Tensor:
-        """As Runner.agree: every rank has its own."""
+        """See Runner.agree. Every rank sees results, so it returns the tensor."""
         return value
 
 
 def backward_with_weight_zero(engine, loss_sum: torch.Tensor, is_last: bool) -> None:
-    """Run backward of a loss times zero. is_last: of a step's micro-batches."""
+    """Run backward of the loss times zero. is_last: it is the step's last micro-batch."""
     engine.set_gradient_accumulation_boundary(is_last)
     engine.backward(loss_sum * 0, scale_wrt_gas=False)

@@ -1,4 +1,4 @@
-"""Start of a DeepSpeed engine, and checks that it trains as the resolved configuration says."""
+"""Start a DeepSpeed engine, and check that it trains as the resolved configuration says."""
 
 from functools import partial
 
@@ -32,9 +32,9 @@ def start_engine(
 ) -> deepspeed.DeepSpeedEngine:
     """Initialize DeepSpeed's engine over a model, with the optimizer and the schedule of the resolved JSON.
 
-    groups: as parameter_groups makes them; mesh: for which the model was built. An optimizer in the JSON is built by
-    DeepSpeed; without one it is torch's AdamW by flags. Raises ConfigError where the engine would train other groups
-    than these.
+    groups: from parameter_groups(); mesh: the one that the model was built for. DeepSpeed builds an optimizer of the
+    JSON; without one it is torch's AdamW with the flags' values. Raises ConfigError if the engine would train different
+    groups.
     """
     config, training = resolved.config, resolved.args.training
     elements = {p: num_elements(p) for p in model.parameters()}
@@ -45,7 +45,7 @@ def start_engine(
     peaks: list[dict] = []
 
     def scheduler(optimizer: torch.optim.Optimizer):
-        peaks.extend(dict(group) for group in optimizer.param_groups)  # before the schedule begins to change them
+        peaks.extend(dict(group) for group in optimizer.param_groups)  # copied before the schedule changes them
         return scheduler_factory(training, num_steps, config.get("scheduler"))(optimizer)
 
     own = for_engine(config)
@@ -54,8 +54,8 @@ def start_engine(
         own |= options.pop("config", {})
         built |= options
     engine, *_ = deepspeed.initialize(model=model, lr_scheduler=scheduler, config=own, **built)
-    engine._config.train_batch_size = config["train_batch_size"]  # it counts ranks with the same samples, too
-    engine.config = redact(engine.config)  # DeepSpeed writes it into every file of a checkpoint, Comet's key and all
+    engine._config.train_batch_size = config["train_batch_size"]  # DeepSpeed also counts ranks with the same samples
+    engine.config = redact(engine.config)  # DeepSpeed writes it into every checkpoint file, including Comet's key
     _keep_adagrads_groups(engine)
     _take_back_first_step(engine)
     check_groups(engine, peaks, meant)
@@ -119,18 +119,17 @@ def _device(offload) -> str:
 
 
 def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]]) -> None:
-    """Compare rate, decay and number of parameters of each group with what was meant.
+    """Compare rate, decay and number of parameters of each group with the intended ones.
 
-    Raises ConfigError if they differ, or if the schedule changes the rates of groups that nothing is trained by.
-
-    peaks: the optimizer's groups as they were before the schedule began.
+    Raises ConfigError if they differ, or if the schedule changes the rates of groups that the engine doesn't use.
+    peaks: the optimizer's groups before the schedule began.
     """
     trained = _trained(engine.optimizer)
     held = [(*_rates(group), sum(map(num_elements, params))) for group, params in zip(peaks, trained)]
     used, scheduled = engine.optimizer.param_groups, engine.basic_optimizer.param_groups
     if held != meant or [id(group) for group in used] != [id(group) for group in scheduled]:
         raise ConfigError(
-            f"{type(engine.basic_optimizer).__name__} holds other parameter groups than were meant (rate, decay, "
+            f"{type(engine.basic_optimizer).__name__} holds unexpected parameter groups (rate, decay, "
             f"parameters): {held} instead of {meant}: use another optimizer, and report this"
         )
 
@@ -138,9 +137,9 @@ def check_groups(engine, peaks: list[dict], meant: list[tuple[float, float, int]
 def _keep_adagrads_groups(engine) -> None:
     """Put torch's Adagrad with the run's groups back into ZeRO's optimizer.
 
-    DeepSpeed 0.19.8 makes a second Adagrad over the shards, with one group at the default rate, which no schedule
-    reaches. Its states are right and stay; what stages 1 and 2 derived from the groups is derived again. check_groups
-    then asserts that the engine steps the groups that the schedule changes.
+    DeepSpeed 0.19.8 makes a second Adagrad over the shards, with a single group at the default rate that the schedule
+    does not reach. Its states are right and stay; values that stages 1 and 2 derived from the groups are derived again.
+    check_groups then asserts that the engine steps the groups that the schedule changes.
     """
     zero, basic = engine.optimizer, engine.basic_optimizer
     if isinstance(basic, torch.optim.Adagrad) and zero is not basic and zero.optimizer is not basic:
@@ -152,9 +151,9 @@ def _keep_adagrads_groups(engine) -> None:
 
 
 def _take_back_first_step(engine) -> None:
-    """Undo the step on zero gradients by which DeepSpeed 0.19.8 allocates the states at stage 0 in bfloat16.
+    """Undo DeepSpeed 0.19.8's step on zero gradients that allocates the states at stage 0 in bfloat16.
 
-    It decays the fp32 weights, and Adam's count begins at 1.
+    That step decays the fp32 weights, and sets Adam's count to 1.
     """
     optimizer = engine.optimizer
     if hasattr(optimizer, "refresh_fp32_params") and not engine.zero_optimization():
@@ -171,14 +170,14 @@ def _rates(group: dict) -> tuple[float, float]:
 
 
 def _trained(optimizer) -> list[list[nn.Parameter]]:
-    """The model's parameters in each group: DeepSpeed's optimizers keep them beside groups of flat fp32 copies."""
+    """Return the model's parameters in each group; DeepSpeed's optimizers keep them apart from flat fp32 copies."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return [group["params"] for group in optimizer.param_groups]
     names = ("bit16_groups", "bf16_groups", "fp16_groups")
     lists = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
     if not hasattr(optimizer, "sub_group_to_group_id"):
         return lists
-    merged: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]  # stage 3 cuts groups into smaller ones
+    merged: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]  # stage 3 splits groups into smaller ones
     for index, params in enumerate(lists):
         merged[optimizer.sub_group_to_group_id[index]] += params
     return merged

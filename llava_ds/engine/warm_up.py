@@ -1,8 +1,8 @@
 """Warm-up of the largest micro-batch: forward and backward with weight zero, before the first step.
 
-A micro-batch that doesn't fit fails in the first minute then, and not after hours. Where its loss is finite, its
-gradients are exact zeros; no optimizer step is taken, random states are restored and the engine's buffers are cleared,
-so that the run's numbers are bit-equal to those of a run without it.
+A micro-batch that doesn't fit then fails in the first minute, not after hours. If its loss is finite, its gradients are
+exact zeros; no optimizer step is taken, random states are restored and the engine's buffers are cleared, so that the
+run's numbers are bit-equal with or without it.
 """
 
 import functools
@@ -26,15 +26,15 @@ from llava_ds.model.llava import LlavaModel
 from llava_ds.runtime.mesh import Mesh
 from llava_ds.runtime.ranks import Ranks, broadcast_from_first
 
-STEPS_LOOKED_AT = 20  # to find out if steps have several micro-batches
+STEPS_LOOKED_AT = 20  # steps checked for several micro-batches
 
 
 @dataclass(frozen=True)
 class LargestMicroBatch:
-    """A micro-batch with as many tokens as any that is still to come, the same on every rank (StepPlan.heaviest).
+    """The largest remaining micro-batch by tokens, the same on every rank (StepPlan.heaviest).
 
-    samples: numbers in the data set; accumulates: True if steps have several micro-batches, so that its gradients are
-    added to others; probe: the objective's.
+    samples: indices in the data set; accumulates: True if steps have several micro-batches, so that gradients are
+    accumulated; probe: the objective's.
     """
 
     batch: Batch
@@ -43,18 +43,18 @@ class LargestMicroBatch:
     probe: Head = SUMMED
 
     def summed(self, engine, batch: Batch) -> torch.Tensor:
-        """Run forward, and return the sum of all numbers that the probe computes: a scalar, float32."""
+        """Run forward, and return the sum of all numbers that the probe computes, a float32 scalar."""
         found = engine(batch, self.probe)
         return sum(each.sum() for each in (found if isinstance(found, tuple) else (found,))).float()
 
 
 @dataclass(frozen=True)
 class NewEngine:
-    """An engine before its first step. All ranks call every method together.
+    """An engine before its first step. Every method is collective.
 
-    parts: whose layers may be checkpointed, by name; moments: numbers that the optimizer keeps for each trained weight;
-    watch: context of the largest micro-batch, in which running out of memory is explained; find: the largest
-    micro-batch, None where no step is left.
+    parts: model parts with layers to checkpoint, by name; moments: numbers that the optimizer keeps per trained weight;
+    watch: context manager that explains out-of-memory errors of the largest micro-batch; find: returns the largest
+    micro-batch, None if no step is left.
     """
 
     resolved: ResolvedConfig
@@ -68,11 +68,11 @@ class NewEngine:
 
     @functools.cached_property
     def largest(self) -> LargestMicroBatch | None:
-        """The largest micro-batch that is left, which takes a while to make."""
+        """The largest remaining micro-batch. Making it takes a while."""
         return self.find()
 
     def warm_up(self) -> None:
-        """Try the largest micro-batch: on a GPU, or where an extension has made it."""
+        """Try the largest micro-batch on a GPU, or if an extension has made it."""
         on_gpu = self.ranks.device.type == "cuda"
         if (on_gpu or "largest" in vars(self)) and self.largest is not None:
             with self.watch(self.largest):
@@ -80,9 +80,9 @@ class NewEngine:
 
 
 def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, mesh: Mesh) -> LargestMicroBatch:
-    """The largest micro-batch that is left on any rank when `done` steps are done, with its images, on the device.
+    """Load the largest micro-batch of any rank after `done` steps, with its images, onto the device.
 
-    Rank 0 alone looks for it; all ranks call it together.
+    Collective; only rank 0 searches for it.
     """
     samples = broadcast_from_first(ranks, lambda: plan.heaviest(done))
     batch = next(micro_batches(plan.dataset, [samples], 0, ranks.device, mesh)).batch
@@ -94,8 +94,8 @@ def largest_micro_batch(plan: StepPlan, done: int, probe: Head, ranks: Ranks, me
 def warm_up(runner: Runner, largest: LargestMicroBatch, held_bytes: int = 0) -> None:
     """Run forward and backward of the largest micro-batch, twice if steps accumulate, and discard the gradients.
 
-    held_bytes: device memory to hold meanwhile, for states that the run will allocate later (missing_state_bytes).
-    All ranks call it together.
+    held_bytes: device memory to reserve meanwhile, for states that the run will allocate later (missing_state_bytes).
+    Collective.
     """
     with discard_gradients(runner.engine, held_bytes):
         runner.warm_up(largest.batch, largest.summed, largest.accumulates)
@@ -105,7 +105,7 @@ def warm_up(runner: Runner, largest: LargestMicroBatch, held_bytes: int = 0) -> 
 def discard_gradients(engine, held_bytes: int = 0) -> Iterator[None]:
     """Restore random states and clear the gradients of backward_with_weight_zero afterwards.
 
-    held_bytes: device memory that is held meanwhile.
+    held_bytes: device memory to reserve meanwhile.
     """
     on_gpu = engine.device.type == "cuda"
     engine.train()
@@ -117,10 +117,10 @@ def discard_gradients(engine, held_bytes: int = 0) -> Iterator[None]:
 
 
 def _clear_gradients(engine) -> None:
-    """Clear gradients as DeepSpeed 0.19.8's optimizers do for a step that they skip for an overflow.
+    """Clear gradients like DeepSpeed 0.19.8's optimizers after a step skipped for an overflow.
 
-    All of them are zeros; but their memory would stay, and stage 2's count of micro-batches, by which gradients are
-    copied or added.
+    All gradients are zeros, but their memory would stay allocated, and stage 2 would keep its count of micro-batches
+    (it decides if gradients are copied or added).
     """
     engine.zero_grad()
     optimizer = engine.optimizer
@@ -134,9 +134,9 @@ def _clear_gradients(engine) -> None:
 
 
 def missing_state_bytes(engine, num_moments: float) -> int:
-    """Bytes on the device of optimizer states that the first step allocates: those of torch's optimizers at stage 0.
+    """Return the device bytes of optimizer states that the first step will allocate (torch's optimizers at stage 0).
 
-    num_moments: fp32 numbers that the optimizer keeps for a parameter.
+    num_moments: fp32 numbers that the optimizer keeps per parameter.
     """
     optimizer = engine.basic_optimizer
     return sum(

@@ -1,4 +1,4 @@
-"""The writer of this rank's part of a checkpoint, at once or in a thread beside training."""
+"""Write this rank's part of a checkpoint, at once or in a background thread."""
 
 import copy
 import threading
@@ -13,31 +13,31 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from llava_ds.files.writing import Entry, damage, described, not_cached, write_file
 
-ENGINE = "engine"  # the tag, and the folder in a checkpoint, under which DeepSpeed writes its part
+ENGINE = "engine"  # tag and folder in a checkpoint for DeepSpeed's part
 
 
 class CheckpointWriter(TorchCheckpointEngine):
     """Writes, flushes and hashes the files of DeepSpeed and of this package.
 
-    It replaces the engine's own writer while a checkpoint is made. It raises no error of a file but keeps the first:
+    It replaces the engine's own writer while a checkpoint is made. It keeps the first file error instead of raising it:
     DeepSpeed has collectives between its files, and a rank that raised would leave the others waiting in them. With
-    background, save copies the tensors to host memory, and a thread writes them after start.
+    background, save() copies the tensors to host memory, and a thread writes them after start().
     """
 
     def __init__(self, config, root: Path, background: bool, reads_back: bool) -> None:
-        """config: the engine's, as DeepSpeed holds it; root: the folder of the checkpoint; reads_back: read all files
-        after writing, and compare."""
+        """config: the engine's DeepSpeed configuration; root: the checkpoint's folder; reads_back: read all files after
+        writing them, and compare."""
         super().__init__(config)
         self.root, self.background, self.reads_back = root, background, reads_back
         self.written: dict[str, Entry] = {}
         self.problem: str | None = None
-        self.took_s = 0.0  # of the thread
+        self.took_s = 0.0  # seconds that the thread ran
         self._waiting: list[tuple[Path, Callable]] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write_waiting, name="checkpoint-writer", daemon=True)
 
     def create(self, info) -> None:
-        """DeepSpeed calls it when a checkpoint begins."""
+        """Do nothing; DeepSpeed calls it when a checkpoint begins."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self.attempt(path, lambda: super(CheckpointWriter, self).makedirs(path, exist_ok=exist_ok))
@@ -45,7 +45,7 @@ class CheckpointWriter(TorchCheckpointEngine):
     def save(self, state_dict: object, path: str | Path) -> None:
         """Write an object with torch.save."""
         if self.background:
-            # Changes in training from the next step on.
+            # Training will change the tensors from the next step.
             state_dict = self.attempt(path, lambda: snapshot(state_dict, {}))
 
         def write(file) -> None:
@@ -57,10 +57,10 @@ class CheckpointWriter(TorchCheckpointEngine):
         self._hand_over(path, lambda file: file.write(text.encode()))
 
     def commit(self, info) -> bool:
-        return True  # llava_ds.checkpoint.commit does it, when all ranks have written
+        return True  # llava_ds.checkpoint.commit does it after all ranks have written
 
     def attempt(self, path: str | Path, act: Callable[[], object]) -> object:
-        """Return the act's result; keep the first problem with a file, or with the memory for it, for later."""
+        """Return act()'s result. Keeps the first problem with a file, or with memory for it, for later."""
         if self.problem is not None:
             return None
         try:
@@ -74,7 +74,7 @@ class CheckpointWriter(TorchCheckpointEngine):
         self.problem = self.problem or described(name, error)
 
     def start(self) -> None:
-        """Begin to write the copies. Nothing more may be saved."""
+        """Start writing the copies. Don't call save() afterwards."""
         if self.background:
             self._thread.start()
         else:
@@ -82,11 +82,11 @@ class CheckpointWriter(TorchCheckpointEngine):
 
     @property
     def is_done(self) -> bool:
-        """True if all is on the disk, or can't be."""
+        """True if everything is on the disk or has failed."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until all is on the disk, or can't be."""
+        """Wait until everything is on the disk or has failed."""
         if self.background:
             self._thread.join()
         if self._error is not None:
@@ -112,7 +112,7 @@ class CheckpointWriter(TorchCheckpointEngine):
         started = time.perf_counter()
         try:
             while self._waiting:
-                self._write(*self._waiting.pop(0))  # and its memory is free again
+                self._write(*self._waiting.pop(0))  # pop frees its memory
             self._read_back()
             self.took_s = time.perf_counter() - started
         except BaseException as error:  # raised where training waits for this thread
@@ -123,12 +123,12 @@ def save_engine(engine, writer: CheckpointWriter) -> None:
     """Let DeepSpeed save its part through the writer, into the folder ENGINE. All ranks call it together."""
     before, engine.checkpoint_engine = engine.checkpoint_engine, writer
     try:
-        # DeepSpeed's own "latest" file may name a torn checkpoint: the manifest takes its place. Frozen parameters come
-        # from their source again, so they are not written.
+        # DeepSpeed's own "latest" file may name an incomplete checkpoint: the manifest replaces it. Frozen parameters
+        # are read from their source again, so they are not written.
         engine.save_checkpoint(str(writer.root), tag=ENGINE, save_latest=False, exclude_frozen_parameters=True)
     except OSError as error:
-        # DeepSpeed 0.19.8 copies its recovery scripts, and files on NVMe, by itself. On the other ranks only this
-        # comes after it:
+        # DeepSpeed 0.19.8 copies its recovery scripts, and files on NVMe, without the writer. On the other ranks only
+        # this follows:
         writer.note(error.filename2 or error.filename or writer.root, error)
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
@@ -138,9 +138,9 @@ def save_engine(engine, writer: CheckpointWriter) -> None:
 
 
 def snapshot(value: object, known: dict) -> object:
-    """Copy to host memory, where training changes nothing; a tensor that occurs twice is copied once.
+    """Copy to host memory, so that training doesn't change it; copies a repeated tensor once.
 
-    known: copies by their sources, empty at first. Of a view, only the numbers that it shows are copied.
+    known: maps sources to copies, empty at first. Copies only the visible numbers of a view.
     """
     if isinstance(value, torch.Tensor):
         key = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)

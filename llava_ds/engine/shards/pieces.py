@@ -1,8 +1,8 @@
-"""Pieces of parameters: which numbers of which parameter lie where in a rank's optimizer, and in its files.
+"""Pieces of parameters: the position of each parameter's numbers in a rank's optimizer and in its files.
 
-Every ZeRO stage and every number of ranks divides and orders the parameters in another way. A Layout describes one
-rank's part by the parameters' names; it is taken from a live engine, and lies beside the engine's files in a
-checkpoint, so that the same description finds every number in both.
+Every ZeRO stage and number of ranks divides and orders the parameters differently. A Layout describes one rank's part
+by the parameters' names. It is made from a live engine and saved in a checkpoint, so that one description finds every
+number in both.
 """
 
 import dataclasses
@@ -22,17 +22,16 @@ from llava_ds.constants import ConfigError, DataError
 from llava_ds.engine.placement import Share, Slice, placement_of
 from llava_ds.files.reading import read_json
 
-MAX_LAYOUT_BYTES = 256 << 20  # of a file, which has a line for every parameter
+MAX_LAYOUT_BYTES = 256 << 20  # limit of a layout file; it has a line for every parameter
 
-# Kinds of optimizer, by the class that wraps the one that the user chose.
+# Kinds of optimizer: DeepSpeed's wrapper of the optimizer that the user chose.
 PLAIN, UNFUSED, FUSED, ZERO, BF16_ZERO, ZERO_3 = "plain", "unfused", "fused", "zero", "bf16_zero", "zero_3"
-REPLICATED = (PLAIN, UNFUSED, FUSED)  # each data-parallel rank has all of it, and the first of them saves it
+REPLICATED = (PLAIN, UNFUSED, FUSED)  # every data-parallel rank has the whole state, and the first one saves it
 
 
 class Wrapper(NamedTuple):
-    """Names in DeepSpeed 0.19. masters, weights: its attributes with the tensors that the optimizer updates, and with
-    the model's parameters by group; saved, saved_optimizer: keys of its state with the masters, and with the state of
-    the user's optimizer."""
+    """Names in DeepSpeed 0.19. masters, weights: attributes with the tensors that the optimizer updates, and with the
+    model's parameters by group; saved, saved_optimizer: state keys of the masters, and of the user's optimizer."""
 
     masters: str
     weights: str
@@ -61,8 +60,8 @@ _KINDS = {
 
 
 class Block(NamedTuple):
-    """Numbers that two pieces have in common: rows of width numbers, at from_ + i * from_step of the first piece's
-    tensor and at to + i * to_step of the second's."""
+    """Numbers shared by two pieces: rows of width numbers, row i at from_ + i * from_step in the first piece's tensor
+    and at to + i * to_step in the second's."""
 
     rows: int
     width: int
@@ -73,9 +72,9 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive numbers of a parameter's slice, laid flat: length of them from start on.
+    """Consecutive numbers of a parameter's flattened slice: `length` numbers from `start`.
 
-    name: the parameter's in the model; offset: where in the slot's tensor the piece begins.
+    name: the parameter's name in the model; offset: start of the piece in the slot's tensor.
     """
 
     name: str
@@ -85,17 +84,17 @@ class Piece(NamedTuple):
     offset: int
 
     def overlap(self, other: "Piece") -> int:
-        """Count the numbers that are in both, of pieces of one parameter."""
+        """Count the numbers in both pieces of one parameter."""
         return sum(block.rows * block.width for block in self.common(other))
 
     def common(self, other: "Piece") -> list[Block]:
-        """The numbers that are in both, of pieces of one parameter, block by block."""
+        """Return the numbers in both pieces of one parameter, as blocks."""
         if self.slice == other.slice:
             first = max(self.start, other.start)
             width = min(self.start + self.length, other.start + other.length) - first
             from_, to = self.offset + first - self.start, other.offset + first - other.start
             return [Block(1, width, from_, 0, to, 0)] if width > 0 else []
-        # Slices of one parameter are cut along one dimension, or one of them is all of it.
+        # Slices of one parameter are cut along the same dimension, or one is the whole parameter.
         period = (self.slice or other.slice)[2]
         blocks = []
         for a in self._rectangles(period):
@@ -107,7 +106,7 @@ class Piece(NamedTuple):
         return blocks
 
     def _rectangles(self, period: int) -> list["_Rectangle"]:
-        """The piece in the parameter seen as rows of a period: its first row, those between, and its last."""
+        """Split the piece into rectangles, with the parameter as rows of one period: first, middle and last rows."""
         begin, end, _ = self.slice or (0, period, period)
         width = end - begin
         found, done = [], 0
@@ -124,7 +123,7 @@ class Piece(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Consecutive numbers of a piece that are whole columns of some rows. offset: of the first in the slot's tensor;
+    """A piece's numbers in the same columns of consecutive rows. offset: of the first number in the slot's tensor;
     step: from one row to the next there."""
 
     top: int
@@ -135,7 +134,7 @@ class _Rectangle(NamedTuple):
     step: int
 
     def place(self, row: int, column: int) -> tuple[int, int]:
-        """Where a number lies in the slot's tensor, and how far the one below it is from there."""
+        """Return a number's position in the slot's tensor, and the distance to the number in the next row."""
         return self.offset + (row - self.top) * self.step + column - self.left, self.step
 
 
@@ -143,10 +142,10 @@ class _Rectangle(NamedTuple):
 class Layout:
     """One rank's pieces.
 
-    kind: one of those above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's weights;
-    slots: the pieces in each tensor that the optimizer updates, in the order in which it numbers their states; fused:
-    torch's in one kernel, whose states lie on another device; tp, pp, ep: ranks that had the model together, as
-    Placement has them.
+    kind: one of the constants above; optimizer: its class; dtype, master_dtype: of the model's and the optimizer's
+    weights; slots: the pieces in each tensor that the optimizer updates, in the order of its states; fused: torch's
+    single-kernel version, with states on another device; tp, pp, ep: numbers of ranks that shared the model (see
+    Placement).
     """
 
     kind: str
@@ -161,7 +160,7 @@ class Layout:
 
     @property
     def names(self) -> set[str]:
-        """Names of the parameters that have a piece here."""
+        """Names of the parameters with a piece here."""
         return {piece.name for slot in self.slots for piece in slot}
 
 
@@ -172,11 +171,11 @@ def kind_of(engine) -> str:
         return _KINDS[type(optimizer)]
     if isinstance(optimizer, torch.optim.Optimizer):
         return PLAIN
-    raise ConfigError(f"where {type(optimizer).__name__} keeps its states is not known: use another ZeRO configuration")
+    raise ConfigError(f"{type(optimizer).__name__} keeps its states in an unknown form: use another ZeRO configuration")
 
 
 def masters(engine) -> list[torch.Tensor]:
-    """List the tensors that the optimizer updates and has states of, in the order in which it numbers them."""
+    """List the tensors that the optimizer updates and keeps states for, in its order."""
     kind, optimizer = kind_of(engine), engine.optimizer
     if kind == PLAIN:
         return [p for group in optimizer.param_groups for p in group["params"]]
@@ -185,7 +184,7 @@ def masters(engine) -> list[torch.Tensor]:
 
 
 def layout_of(engine) -> Layout:
-    """Describe what this rank of an engine holds."""
+    """Describe this rank's part of the engine's states."""
     kind, placement = kind_of(engine), placement_of(engine)
     shares = placement.held(engine.module)
     parameters = masters(engine) if kind == PLAIN else getattr(engine.optimizer, WRAPPERS[kind].weights)
@@ -205,7 +204,7 @@ def layout_of(engine) -> Layout:
 
 
 def _whole_parameters(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
-    """Stage 0: parameters laid end to end."""
+    """Pieces at stage 0: whole parameters laid end to end."""
     pieces, offset = [], 0
     for p in parameters:
         pieces.append(Piece(shares[p].name, shares[p].slice, 0, p.numel(), offset))
@@ -214,14 +213,14 @@ def _whole_parameters(parameters: list[torch.Tensor], shares: dict[torch.Tensor,
 
 
 def _fragments(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
-    """Stages 1 and 2: a rank's part of a group's parameters laid end to end, as DeepSpeed links them."""
+    """Pieces at stages 1 and 2: a rank's part of a group's parameters laid end to end, from DeepSpeed's links."""
     linked = [(shares[p], p._hp_mapping) for p in parameters if p._hp_mapping is not None]
     addresses = ((share, to.lp_fragment_address, to.hp_fragment_address) for share, to in linked)
     return [Piece(share.name, share.slice, low.start, low.numel, high.start) for share, low, high in addresses]
 
 
 def _partitions(parameters: list[torch.Tensor], shares: dict[torch.Tensor, Share]) -> list[Piece]:
-    """Stage 3: a rank's part of every parameter of a sub-group; the last ranks' parts may be padding."""
+    """Pieces at stage 3: a rank's part of every parameter in a sub-group; the last ranks' parts may be padding."""
     pieces, offset = [], 0
     for p in parameters:
         length = p.partition_numel()
@@ -238,9 +237,9 @@ def layout_text(engine) -> str:
 
 
 def read_layout(checkpoint: Path, rank: int) -> Layout:
-    """Read a rank's layout. Raises DataError where it is missing or can't be read.
+    """Read a rank's layout. Raises DataError if it is missing or can't be read.
 
-    Pieces without a slice, as earlier versions wrote them, are of whole parameters.
+    Pieces without a slice, written by earlier versions, belong to whole parameters.
     """
     file = layout_file(checkpoint, rank)
     try:
@@ -264,5 +263,5 @@ def has_layout(checkpoint: Path) -> bool:
 
 
 def layout_file(checkpoint: Path, rank: int) -> Path:
-    """Name the file with a rank's layout."""
+    """Return the path of a rank's layout."""
     return checkpoint / f"layout-{rank}.json"

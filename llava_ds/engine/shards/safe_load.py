@@ -1,4 +1,4 @@
-"""Loading of DeepSpeed's and torch's files without running code that may be pickled in them."""
+"""Load DeepSpeed's and torch's files without running code that may be pickled in them."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from llava_ds.constants import DataError
 from llava_ds.model.open.weights import refused_name
 
-# Classes in a checkpoint beside tensors and plain values (DeepSpeed 0.19): no other one is called.
+# The only classes allowed in a checkpoint, in addition to tensors and plain values (DeepSpeed 0.19).
 CLASSES = [ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address]
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch: wins over what a caller of torch.load says
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's variable that overrides the arguments of torch.load
 
 
 def load(path: str | Path, mmap: bool = False) -> object:
-    """Load a file of torch.save to the CPU: tensors, plain values and CLASSES.
+    """Load a file written by torch.save to the CPU: tensors, plain values and CLASSES.
 
-    mmap: map the file instead of reading it, where its format allows that. Raises DataError for a file that is damaged,
-    or that holds anything else, which is not run.
+    mmap: map the file instead of reading it, if its format allows that. Raises DataError for damaged files and for any
+    other content; that content is not run.
     """
     try:
         with _refusing(path), torch.serialization.safe_globals(CLASSES):
